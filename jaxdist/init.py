@@ -1,0 +1,63 @@
+"""Make a training state, laid out from its first byte."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.nn import ModelDef
+from jaxdist.parallel.strategy import StrategyOptions, get_strategy
+from jaxdist.precision import POLICIES
+from jaxdist.specs import check_divisible
+from jaxdist.state import TrainState, abstract_state, allocate, place_params
+
+PyTree = Any
+Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
+
+
+def _shapes_and_specs(source: Source) -> tuple[PyTree, PyTree]:
+    if isinstance(source, ModelDef):
+        return source.shapes, source.specs
+    shapes = jax.eval_shape(source, jax.random.key(0)) if callable(source) else jax.eval_shape(lambda: source)
+    return shapes, jax.tree.map(lambda _: P(), shapes)
+
+
+def state_target(
+    source: Source,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    strategy: str = "ddp",
+    min_shard_bytes: int = 0,
+) -> TrainState:
+    """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step is
+    compiled for without allocating anything."""
+    shapes, specs = _shapes_and_specs(source)
+    check_divisible(shapes, specs, mesh)
+    placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))
+    return abstract_state(shapes, placing.place(shapes, specs, mesh), optimizer, mesh)
+
+
+def init_state(
+    source: Source,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    strategy: str = "ddp",
+    min_shard_bytes: int = 0,
+    seed: int = 0,
+) -> TrainState:
+    """A `TrainState` at step 0, each leaf allocated where it rests.
+
+    source: a `ModelDef`, a function key -> parameters, or a pytree of parameters that exist already (say
+    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`). The strategy decides the layout: the step must use the same one.
+    """
+    target = state_target(source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes)
+    if isinstance(source, ModelDef):
+        return allocate(source.init, jax.random.key(seed), optimizer, target)
+    if callable(source):
+        return allocate(source, jax.random.key(seed), optimizer, target)
+    return place_params(source, optimizer, target)

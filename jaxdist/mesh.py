@@ -1,0 +1,70 @@
+"""The device mesh: six named axes, always all of them, slowest link first. An axis of size 1 is off.
+
+Each axis has one owner: `tensor`, `context`, `expert` belong to the layer in `nn/`, `data` and `fsdp` to the strategy,
+`pipe` to the schedule. Axis = of the mesh; dim = of a tensor.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxdist.errors import UserError
+
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+# Dim 0 of every batch leaf is split over these: each of their coordinates sees other samples.
+BATCH_AXES = ("data", "fsdp", "expert")
+# Every coordinate of these computes a part of the loss and of each gradient; only `tensor` computes the same loss.
+BATCH_LIKE = ("pipe", "data", "fsdp", "expert", "context")
+
+
+def make_mesh(
+    *,
+    pipe: int = 1,
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A `jax.sharding.Mesh` over all six axes with Auto axis types.
+
+    Sizes: one axis may be -1, "the rest of the devices". Without -1 the first `product of sizes` devices are used, so a mesh
+    may be smaller than the machine. `devices` defaults to `jax.devices()`, sorted so that the devices of one process are
+    neighbours: `tensor`, the last and fastest axis, stays inside a host whenever its size allows it.
+
+    Raises `UserError` when a size is not positive, or the mesh needs more devices than there are.
+    """
+    pool = list(jax.devices() if devices is None else devices)
+    pool.sort(key=lambda device: (device.process_index, device.id))
+    sizes = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise UserError(f"mesh.{axis}={size}: allowed are sizes >= 1, or -1 for the rest of the devices")
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(f"mesh: only one axis may be -1, got {', '.join(free)}; give the others a size")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        if len(pool) % known:
+            raise UserError(f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide {len(pool)} devices")
+        sizes[free[0]] = len(pool) // known
+    total = math.prod(sizes.values())
+    if total > len(pool):
+        shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make the mesh smaller")
+    grid = np.asarray(pool[:total], dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def sizes_of(mesh: Mesh) -> dict[str, int]:
+    """Axis sizes in mesh order, for printing: {"pipe": 1, "data": 2, ...}."""
+    return {str(axis): int(size) for axis, size in mesh.shape.items()}
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts dim 0 of a batch is split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -1,0 +1,36 @@
+"""Layers that own the mesh axis `tensor`: each declares the PartitionSpecs of its parameters and issues the matching
+collectives. Layers take sizes and dtypes from their arrays, so the same code runs on a shard and on the whole."""
+
+from jaxdist.nn.attention import Attention, QKVProjection
+from jaxdist.nn.block import Block
+from jaxdist.nn.dropout import dropout, dropout_heads
+from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits
+from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxdist.nn.mlp import MLP
+from jaxdist.nn.model import ModelDef, model_def
+from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
+from jaxdist.nn.param import normal, param, zeros
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "ModelDef",
+    "PositionEmbed",
+    "QKVProjection",
+    "RMSNorm",
+    "RowParallelLinear",
+    "VocabEmbed",
+    "VocabHead",
+    "dropout",
+    "dropout_heads",
+    "make_norm",
+    "model_def",
+    "normal",
+    "param",
+    "vocab_cross_entropy",
+    "vocab_logits",
+    "zeros",
+]

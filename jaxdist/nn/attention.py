@@ -1,0 +1,88 @@
+"""Causal self-attention with grouped-query heads (Ainslie et al. 2023), heads split over `tensor`.
+
+Legend: B batch, S and T sequence, D model width, K head width, G query heads of one key/value head,
+n key/value heads on this device.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxdist.nn.dropout import dropout_heads
+from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxdist.precision import accumulation_dtype
+
+SITE_PROBABILITIES = 1
+
+
+def rotary(x_BSHK: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021), the halves rotated together as in GPT-NeoX and Llama's released code."""
+    half = x_BSHK.shape[-1] // 2
+    wide = accumulation_dtype(x_BSHK.dtype)
+    frequencies = jnp.asarray(theta ** -(np.arange(half) / half), wide)
+    angles = jnp.arange(x_BSHK.shape[1], dtype=wide)[:, None] * frequencies
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    a, b = jnp.split(x_BSHK.astype(wide), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
+
+
+def causal_attention(
+    q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array, keys_B: jax.Array, *, dropout: float
+) -> jax.Array:
+    """softmax(q k / sqrt(K)) v under the causal mask -> [B, S, n, G, K].
+
+    Scores and softmax in at least fp32, products in the input's dtype; the scores are O(S^2) memory.
+    """
+    batch, length, n, groups, width = q_BSnGK.shape
+    wide = accumulation_dtype(q_BSnGK.dtype)
+    scores = jnp.einsum("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK, preferred_element_type=wide) * width**-0.5
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(wide).min), axis=-1)
+    by_head = weights.reshape(batch, n * groups, length, length)
+    weights = dropout_heads(by_head, keys_B, site=SITE_PROBABILITIES, rate=dropout).reshape(weights.shape)
+    return jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
+
+
+class QKVProjection(nnx.Module):
+    """h [B, S, D] -> q [B, S, n, G, K], k and v [B, S, n, K] in one matrix product.
+
+    The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
+    heads never need keys of another device.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool) -> None:
+        self.linear = ColumnParallelLinear(rngs, width, (kv_heads, heads // kv_heads + 2, width // heads), bias=bias)
+
+    def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        qkv = self.linear(h_BSD)
+        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+
+
+class Attention(nnx.Module):
+    """QKV projection, optional rotary positions, causal attention, output projection."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        rope_theta: float | None,
+        dropout: float,
+        out_scale: float,
+    ) -> None:
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale)
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+
+    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array) -> jax.Array:
+        q, k, v = self.qkv(h_BSD)
+        if self.rope_theta is not None:
+            q = rotary(q.reshape(*q.shape[:2], -1, q.shape[-1]), self.rope_theta).reshape(q.shape)
+            k = rotary(k, self.rope_theta)
+        context = causal_attention(q, k, v, keys_B, dropout=self.dropout)
+        return self.out(context.reshape(*h_BSD.shape[:2], -1))

@@ -1,0 +1,27 @@
+"""The pre-norm transformer block. Legend: B batch, S sequence, D model width."""
+
+import jax
+from flax import nnx
+
+from jaxdist.nn.attention import Attention
+from jaxdist.nn.dropout import dropout
+from jaxdist.nn.mlp import MLP
+from jaxdist.nn.norm import LayerNorm, RMSNorm
+
+SITE_ATTENTION, SITE_MLP = 2, 3  # dropout sites of a block; 1 is inside Attention
+
+
+class Block(nnx.Module):
+    """h + attention(norm(h)), then h + mlp(norm(h)); dropout on both branches."""
+
+    def __init__(
+        self, norm1: LayerNorm | RMSNorm, attention: Attention, norm2: LayerNorm | RMSNorm, mlp: MLP, *, dropout: float
+    ) -> None:
+        self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
+        self.dropout = dropout
+
+    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array) -> jax.Array:
+        branch = self.attention(self.norm1(h_BSD), keys_B)
+        h_BSD = h_BSD + dropout(branch, keys_B, site=SITE_ATTENTION, rate=self.dropout)
+        branch = self.mlp(self.norm2(h_BSD))
+        return h_BSD + dropout(branch, keys_B, site=SITE_MLP, rate=self.dropout)

@@ -1,0 +1,35 @@
+"""Dropout whose mask depends on what is dropped, never on where: the same in every layout.
+
+Keys come one a sample: fold_in(fold_in(fold_in(seed key, step), global sample), layer); here the site inside the layer is
+folded in, and for activations split by heads the global head. Legend: B batch, h local heads.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)
+
+
+def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
+    """x [B, ...], a whole copy on every device of `tensor`: zero with probability `rate`, else x / (1 - rate)."""
+    if not rate:
+        return x
+    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:]))(keys_B)
+    return _drop(x, keep, rate)
+
+
+def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
+    """x [B, h, ...], heads split over `tensor`."""
+    if not rate:
+        return x
+    local = x.shape[1]
+    heads = lax.axis_index("tensor") * local + jnp.arange(local)
+
+    def mask(key: jax.Array, head: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, site), head), 1 - rate, x.shape[2:])
+
+    keep = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys_B)
+    return _drop(x, keep, rate)

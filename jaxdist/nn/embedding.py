@@ -1,0 +1,65 @@
+"""Vocabulary-parallel embedding, output projection and cross-entropy (Shoeybi et al. 2019, section 3).
+
+Legend: B batch, S sequence, D model width, V vocabulary, V_t the part of it on this device.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxdist.nn.param import normal
+from jaxdist.precision import accumulation_dtype
+
+
+def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Ids counted from this device's first row, clipped into range, and whether they were in range."""
+    local = ids - lax.axis_index("tensor") * local_vocab
+    here = (local >= 0) & (local < local_vocab)
+    return jnp.clip(local, 0, local_vocab - 1), here
+
+
+class VocabEmbed(nnx.Module):
+    """ids [B, S] -> [B, S, D]; the table [V, D] is split by rows over `tensor`. Initial std 0.02 (GPT-2)."""
+
+    def __init__(self, rngs: nnx.Rngs, vocab: int, width: int) -> None:
+        self.table = normal(rngs, (vocab, width), 0.02, ("tensor", None))
+
+    def __call__(self, ids_BS: jax.Array) -> jax.Array:
+        table = self.table[...]
+        local, here = _local_ids(ids_BS, table.shape[0])
+        return lax.psum(jnp.where(here[..., None], table[local], jnp.zeros((), table.dtype)), "tensor")
+
+
+class PositionEmbed(nnx.Module):
+    """A learned vector a position, [S, D], a copy on every device of `tensor`. Initial std 0.02 (GPT-2)."""
+
+    def __init__(self, rngs: nnx.Rngs, length: int, width: int) -> None:
+        self.table = normal(rngs, (length, width), 0.02, (None, None))
+
+    def __call__(self, length: int) -> jax.Array:
+        return self.table[...][:length]
+
+
+class VocabHead(nnx.Module):
+    """A table [V, D] of its own for the logits, split like the embedding's: the untied head."""
+
+    def __init__(self, rngs: nnx.Rngs, vocab: int, width: int) -> None:
+        self.table = normal(rngs, (vocab, width), width**-0.5, ("tensor", None))
+
+
+def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
+    """Logits of this device's vocabulary [B, S, V_t], summed and kept in at least fp32."""
+    return jnp.einsum(
+        "BSD,VD->BSV", h_BSD, table_VD, preferred_element_type=accumulation_dtype(h_BSD.dtype)
+    )
+
+
+def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """Loss of each token in nats, [B, S], from logits [B, S, V_t]: three reductions of [B, S] over `tensor`."""
+    peak = lax.pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
+    total = lax.psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
+    local, here = _local_ids(targets_BS, logits_BSV.shape[-1])
+    mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
+    target = lax.psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
+    return jnp.log(total) + peak - target

@@ -1,0 +1,96 @@
+"""From an `nnx.Module` to pure functions on trees: from `ModelDef` on, everything is plain JAX."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.nn.param import specs_of
+
+PyTree = Any
+Batch = dict[str, jax.Array]
+
+
+class Stack(Protocol):
+    """What `model_def` takes apart: an nnx.Module with these three parts.
+
+    embed(batch, keys_B) -> h; blocks: nnx.List of uniform modules block(h, keys_B) -> h;
+    head(h, batch, embed | None) -> (loss sum, weight sum), and head.logits(h, embed | None).
+    """
+
+    embed: Any
+    blocks: Any
+    head: Any
+
+
+class ModelDef(NamedTuple):
+    """A model as pure functions. Parameters are {"embed", "blocks" (every leaf stacked, [layers, ...]), "head"}.
+
+    init: key -> parameters, global shapes. specs: PartitionSpecs of the layers; blocks have a leading "pipe".
+    shapes: ShapeDtypeStructs. embed: (params, batch, keys_B) -> h. block: (params of one, h, keys_B) -> h.
+    head: (params, embed params if tied else None, h, batch) -> (loss sum, weight sum).
+    logits: (params, embed params if tied else None, h) -> logits of this device's part of the vocabulary.
+    layers: number of blocks. tied: whether the head reads the embed unit.
+    """
+
+    init: Callable[[jax.Array], PyTree]
+    specs: PyTree
+    shapes: PyTree
+    embed: Callable[..., Any]
+    block: Callable[..., Any]
+    head: Callable[..., Any]
+    logits: Callable[..., Any]
+    layers: int
+    tied: bool
+
+
+def _pure(module: nnx.Module) -> PyTree:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def model_def(build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any = jnp.float32) -> ModelDef:
+    """Take apart the module that `build(rngs)` makes (see `Stack`). Nothing is allocated: it is traced abstractly.
+
+    Raises `ValueError` when the blocks are not uniform: they are stacked and scanned over.
+    """
+
+    def init(key: jax.Array) -> PyTree:
+        module = build(nnx.Rngs(key))
+        blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[_pure(block) for block in module.blocks])
+        params = {"embed": _pure(module.embed), "blocks": blocks, "head": _pure(module.head)}
+        return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
+
+    skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    embed_def, embed_state = nnx.split(skeleton.embed, nnx.Param)
+    head_def, head_state = nnx.split(skeleton.head, nnx.Param)
+    split = [nnx.split(block, nnx.Param) for block in skeleton.blocks]
+    block_def, block_state = split[0]
+    if any(other[0] != block_def for other in split):
+        raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
+    block_specs = jax.tree.map(lambda spec: P("pipe", *spec), specs_of(block_state), is_leaf=lambda s: isinstance(s, P))
+
+    def head_of(params: PyTree, embed: PyTree | None) -> tuple[Any, Any]:
+        return nnx.merge(head_def, params), None if embed is None else nnx.merge(embed_def, embed)
+
+    def head(params: PyTree, embed: PyTree | None, h: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        module, embedding = head_of(params, embed)
+        return module(h, batch, embedding)
+
+    def logits(params: PyTree, embed: PyTree | None, h: jax.Array) -> jax.Array:
+        module, embedding = head_of(params, embed)
+        return module.logits(h, embedding)
+
+    return ModelDef(
+        init=init,
+        specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
+        shapes=jax.eval_shape(init, jax.random.key(0)),
+        embed=lambda params, batch, keys_B: nnx.merge(embed_def, params)(batch, keys_B),
+        block=lambda params, h, keys_B: nnx.merge(block_def, params)(h, keys_B),
+        head=head,
+        logits=logits,
+        layers=len(split),
+        tied=tied,
+    )

@@ -1,0 +1,43 @@
+"""Normalisation over the model width, which no axis splits. Statistics in at least fp32, result in the input's dtype."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxdist.nn.param import param, zeros
+from jaxdist.precision import accumulation_dtype
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        self.scale = param(jnp.ones(width))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(accumulation_dtype(x.dtype))
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(wide.dtype)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * scale + bias (Ba et al. 2016)."""
+
+    def __init__(self, width: int, *, eps: float, bias: bool = True) -> None:
+        self.scale = param(jnp.ones(width))
+        self.bias = zeros((width,), (None,)) if bias else None
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(accumulation_dtype(x.dtype))
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide * self.scale[...].astype(wide.dtype)
+        return (wide if self.bias is None else wide + self.bias[...].astype(wide.dtype)).astype(x.dtype)
+
+
+def make_norm(kind: str, width: int, *, eps: float, bias: bool) -> LayerNorm | RMSNorm:
+    """kind: "layernorm" or "rmsnorm"."""
+    return RMSNorm(width, eps=eps) if kind == "rmsnorm" else LayerNorm(width, eps=eps, bias=bias)

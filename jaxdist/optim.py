@@ -1,0 +1,105 @@
+"""Optimizers: stock optax transformations, put together from the configuration.
+
+They run in the global region, on whole arrays: clip_by_global_norm, adafactor and muon look across the elements of a
+tensor, and inside a manual region they would silently use each shard's local statistics.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxdist.config import OptimizerConfig
+
+PyTree = Any
+Optimizer = optax.GradientTransformation
+NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
+UNITS = {"embed", "blocks", "head"}  # top level of a ModelDef's parameters
+
+
+def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
+    """Linear warm-up to `lr`, then cosine or linear to `final_lr_ratio * lr` at the last step, or constant."""
+    after, final = max(1, steps - config.warmup_steps), config.lr * config.final_lr_ratio
+    tail = {
+        "cosine": lambda: optax.cosine_decay_schedule(config.lr, after, alpha=config.final_lr_ratio),
+        "linear": lambda: optax.linear_schedule(config.lr, final, after),
+        "constant": lambda: optax.constant_schedule(config.lr),
+    }[config.schedule]()
+    if not config.warmup_steps:
+        return tail
+    # Step 0 must move: it is the (0+1)-th of warmup_steps equal rises.
+    rise = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, max(1, config.warmup_steps - 1))
+    return optax.join_schedules([rise, tail], [config.warmup_steps])
+
+
+def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
+    """The learning rate of every step, [steps], as host floats: metrics must not wait for the device."""
+    return np.asarray(jax.vmap(learning_rate(config, steps))(jnp.arange(steps)), np.float64)
+
+
+def decay_mask(params: PyTree) -> PyTree:
+    """True for matrices and tables; biases and the scales of norms are not decayed."""
+
+    def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+        return getattr(path[-1], "key", None) not in NOT_DECAYED and leaf.ndim >= 2
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def muon_dims(params: PyTree) -> PyTree:
+    """Which parameters Muon orthogonalises, and as what matrix: the kernels of blocks, input dim against all output dims.
+
+    Embeddings, the head and vectors go to Adam (Jordan et al. 2024). Stacked blocks are a batch of matrices. A tree that
+    is not a `ModelDef`'s has its 2-D leaves orthogonalised.
+    """
+    stacked = isinstance(params, dict) and set(params) == UNITS
+
+    def dims(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not stacked:
+            return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 else None
+        if path[0].key != "blocks" or path[-1].key != "kernel":
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=tuple(range(2, leaf.ndim)))
+
+    return jax.tree_util.tree_map_with_path(dims, params)
+
+
+def _core(config: "OptimizerConfig", rate: optax.Schedule) -> Optimizer:
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay}
+    makers: dict[str, Callable[[], Optimizer]] = {
+        "adamw": lambda: optax.adamw(rate, config.b1, config.b2, config.eps, mask=decay_mask, **decay),
+        "lion": lambda: optax.lion(rate, config.b1, config.b2, mask=decay_mask, **decay),
+        "sgd": lambda: optax.chain(
+            optax.add_decayed_weights(config.weight_decay, decay_mask), optax.sgd(rate, config.momentum or None)
+        ),
+        # optax's adafactor does not multiply its decay by the learning rate; adamw's does.
+        "adafactor": lambda: optax.adafactor(
+            rate, weight_decay_rate=config.weight_decay * config.lr or None, weight_decay_mask=decay_mask
+        ),
+        "muon": lambda: optax.contrib.muon(
+            rate,
+            beta=config.momentum,
+            weight_decay_mask=decay_mask,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=muon_dims,
+            consistent_rms=0.2,  # updates as large as AdamW's, so that one learning rate serves both (Liu et al. 2025)
+            **decay,
+        ),
+    }
+    if config.name not in makers:
+        raise UserError(f"optimizer.name: {config.name!r} is not known; allowed: {', '.join(makers)}")
+    return makers[config.name]()
+
+
+def make_optimizer(config: "OptimizerConfig", *, steps: int) -> Optimizer:
+    """Clip by global norm (unless `clip_norm` is 0), then the optimizer with its schedule over `steps` steps."""
+    core = _core(config, learning_rate(config, steps))
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), core) if config.clip_norm else core

@@ -1,0 +1,66 @@
+"""A user's own loss, under every data-parallel strategy.
+
+Ordinary code (say, a `lax.scan` from `jnp.zeros`) does not type-check under `check_vma=True`, so a foreign loss runs in a
+second unchecked region. What the check would have caught there is excluded by construction instead: a foreign loss may
+contain no collective and may not ask where it runs, so all reductions are the strategy's, explicit and outside autodiff.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.errors import UserError
+from jaxdist.parallel.schedule import Program
+from jaxdist.parallel.strategy import Strategy
+
+PyTree = Any
+ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def unchecked_region(function: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` without the check, for programs made by `foreign_program` only."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _named_axes(params: dict[str, Any]) -> tuple[str, ...]:
+    """Mesh axes in the parameters of a primitive: collectives and axis_index have them, ordinary primitives do not."""
+    found = params.get("axes", params.get("axis_name"))
+    found = found if isinstance(found, tuple | list) else (found,)
+    return tuple(axis for axis in found if isinstance(axis, str))
+
+
+def refuse_collectives(jaxpr: Any) -> None:
+    """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if axes := _named_axes(equation.params):
+            raise UserError(
+                f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and no "
+                "axis_index: return this shard's (sum, weight), jaxdist adds them up"
+            )
+        for inner in jaxprs_in_params(equation.params):
+            refuse_collectives(inner)
+
+
+def foreign_program(loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: Mesh) -> Program:
+    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the state is
+    sharded, but the computation gathers all parameters at once."""
+    idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
+    if idle:
+        raise UserError(
+            f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} to 1, "
+            "or build the model from jaxdist.nn layers"
+        )
+    named = [spec for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) if "tensor" in spec]
+    assert not named, "foreign parameters are split over fsdp only"
+
+    def loss(diff: PyTree, held: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        params = strategy.gather(diff, held, specs)
+        refuse_collectives(jax.make_jaxpr(loss_fn)(params, batch["batch"], batch["keys"]))
+        total, weight = loss_fn(params, batch["batch"], batch["keys"])
+        return total, jax.lax.stop_gradient(weight)
+
+    return Program(loss)

@@ -1,0 +1,75 @@
+"""Put a model and a strategy together into the `Program` that schedules run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.nn import ModelDef
+from jaxdist.parallel.remat import rematerialise
+from jaxdist.parallel.schedule import Program
+from jaxdist.parallel.strategy import Strategy
+from jaxdist.specs import map_specs, spec_axes
+
+PyTree = Any
+EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
+
+
+def unit_specs(specs: PyTree) -> PyTree:
+    """Specs of what `gather` sees: one block, without the dim that blocks are stacked along."""
+    return {**specs, "blocks": map_specs(lambda spec: P(*spec[1:]), specs["blocks"])}
+
+
+def gathers(specs: PyTree) -> bool:
+    """Whether any parameter of a unit rests as a shard over `fsdp`."""
+    return any("fsdp" in spec_axes(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)))
+
+
+def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str) -> Program:
+    """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
+
+    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample.
+    """
+    units = unit_specs(specs)
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
+    def use(name: str, diff: PyTree, held: PyTree) -> PyTree:
+        return strategy.gather(diff, held, units[name])
+
+    def embed_unit(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
+        return model.embed(use("embed", diff, held), batch, fold(batch["keys"], EMBED_LAYER))
+
+    def block_unit(diff: PyTree, held: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
+        return model.block(use("blocks", diff, held), h, keys)
+
+    def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
+        return model.head(use("head", diff, held), None if tied is None else use("embed", *tied), h, batch)
+
+    embed_unit = rematerialise(embed_unit, remat, gathers=gathers(units["embed"]), in_scan=False)
+    block_unit = rematerialise(block_unit, remat, gathers=gathers(units["blocks"]), in_scan=True)
+    head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
+    head_unit = rematerialise(head_unit, remat, gathers=gathers(head_reads), in_scan=False)
+
+    def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
+        return embed_unit(diff["embed"], held["embed"], batch)
+
+    def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
+        count = jax.tree.leaves(diff["blocks"])[0].shape[0]  # of this stage
+        layers = 1 + lax.axis_index("pipe") * count + jnp.arange(count)
+
+        def body(h: jax.Array, unit: PyTree) -> tuple[jax.Array, None]:
+            diff, held, layer = unit
+            return block_unit(diff, held, h, fold(batch["keys"], layer)), None
+
+        return lax.scan(body, h, (diff["blocks"], held["blocks"], layers))[0]
+
+    def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        tied = (diff["embed"], held["embed"]) if model.tied else None
+        return head_unit(diff["head"], held["head"], tied, h, batch)
+
+    def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        return head(diff, held, blocks(diff, held, embed(diff, held, batch), batch), batch)
+
+    return Program(loss, embed, blocks, head)

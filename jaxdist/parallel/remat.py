@@ -1,0 +1,31 @@
+"""What the backward pass recomputes. The policies are written here and nowhere else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+MODES = ("none", "full")
+
+
+def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
+    """Save every intermediate value except gathered parameters: they are gathered again (that is ZeRO-3, not ZeRO-2).
+
+    Differentiation has inlined the forward rule of `gather_leaf` by the time a policy is asked, so the collective's own
+    name is seen; a hand-written gather (ppermute) would need its name here.
+    """
+    return prim.name != "all_gather"
+
+
+def rematerialise(function: Callable[..., Any], mode: str, *, gathers: bool, in_scan: bool) -> Callable[..., Any]:
+    """Wrap one unit of the model (embedding, block, head).
+
+    mode "none": keep all activations; "full": keep the unit's inputs and recompute the rest. gathers: the unit gathers
+    sharded parameters, which are never kept. in_scan: a scan's body needs no barrier against merging the recomputation
+    with the first run.
+    """
+    if mode == "full":
+        return jax.checkpoint(function, prevent_cse=not in_scan)
+    if gathers:
+        return jax.checkpoint(function, policy=_all_but_gathered, prevent_cse=not in_scan)
+    return function

@@ -1,0 +1,1 @@
+"""Schedules, one a file: a function of the type `jaxdist.parallel.schedule.Schedule`."""

@@ -1,0 +1,35 @@
+"""Gradient accumulation: one stage, one microbatch after the other; gradients are those of the whole batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives import zeros_varying_like
+from jaxdist.parallel.schedule import Program, PyTree
+from jaxdist.precision import accumulation_dtype
+
+
+def accumulate(
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """A `Schedule`. Memory: one microbatch's activations and one copy of the gradients."""
+    wide = accumulation_dtype(reduce_dtype)
+
+    def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            loss, weight = program.loss(diff, held, microbatch)
+            return loss * seed, (loss, weight)
+
+        grads, (loss, weight) = jax.grad(seeded, has_aux=True)(diff)
+        return loss, weight, jax.tree.map(lambda grad: grad.astype(wide), grads)
+
+    if jax.tree.leaves(microbatches)[0].shape[0] == 1:  # a scan of one would cost a second copy of the gradients
+        return run(jax.tree.map(lambda leaf: leaf[0], microbatches))
+
+    def add(total: PyTree, microbatch: PyTree) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, total, run(microbatch)), None
+
+    shapes = jax.eval_shape(run, jax.tree.map(lambda leaf: leaf[0], microbatches))
+    return lax.scan(add, zeros_varying_like(shapes), microbatches)[0]

@@ -1,0 +1,50 @@
+"""Precision policies: which dtype parameters rest in, matrices multiply in, and gradients are summed in."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.errors import UserError
+
+
+class Precision(NamedTuple):
+    """Dtypes of one training run.
+
+    param: parameters and optimizer state at rest (the master copy). compute: what layers receive and multiply in; layers
+    take their dtype from their arrays. reduce: gradients while they are summed over microbatches and devices.
+    """
+
+    param: Any
+    compute: Any
+    reduce: Any
+
+
+POLICIES = {
+    "fp32": Precision(jnp.float32, jnp.float32, jnp.float32),
+    "bf16": Precision(jnp.float32, jnp.bfloat16, jnp.float32),
+    "fp64": Precision(jnp.float64, jnp.float64, jnp.float64),  # for checks: layouts must agree to 1e-10
+}
+
+
+def make_precision(policy: str, reduce_dtype: str | None = None) -> Precision:
+    """The policy called `policy`, with its reduce dtype replaced when one is given.
+
+    fp64 needs `jax_enable_x64`, which must be on before arrays are made: `enable_x64(policy)`.
+    """
+    if policy not in POLICIES:
+        raise UserError(f"precision.policy: {policy!r} is not known; allowed: {', '.join(POLICIES)}")
+    chosen = POLICIES[policy]
+    return chosen if reduce_dtype is None else chosen._replace(reduce=np.dtype(jnp.dtype(reduce_dtype)))
+
+
+def enable_x64(policy: str) -> None:
+    """Turn on 64-bit types when the policy needs them. Call before the first array is made."""
+    if policy == "fp64":
+        jax.config.update("jax_enable_x64", True)
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """At least fp32: the dtype for sums of values of `dtype` (statistics, softmax, losses)."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,80 @@
+"""PartitionSpec trees: the one description of how an array is laid out. The same tree serves as `in_specs`, `out_specs`,
+`out_shardings` and restore target."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.errors import UserError
+from jaxdist.mesh import BATCH_AXES, BATCH_LIKE
+
+PyTree = Any
+BATCH_SPEC = P(BATCH_AXES)
+
+
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of one dim's entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """All mesh axes that a PartitionSpec names, in dim order."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def dim_of(spec: P, axis: str) -> int | None:
+    """The dim that `axis` splits, or None."""
+    return next((dim for dim, entry in enumerate(spec) if axis in entry_axes(entry)), None)
+
+
+def claimed_axes(spec: P) -> tuple[str, ...]:
+    """Batch-like axes over which a leaf with this spec is a copy: its gradient must be summed over exactly these."""
+    return tuple(axis for axis in BATCH_LIKE if axis not in spec_axes(spec))
+
+
+def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
+    """`jax.tree.map` with the spec tree first. A PartitionSpec is a leaf."""
+    return jax.tree.map(function, specs, *trees, is_leaf=lambda node: isinstance(node, P))
+
+
+def shard_count(spec: P, mesh: Mesh) -> int:
+    """Into how many different parts an array with this spec is cut."""
+    return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
+
+
+def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: Mesh) -> int:
+    """Bytes that one device holds of an array; exact, since `check_divisible` holds."""
+    return math.prod(shape.shape) * shape.dtype.itemsize // shard_count(spec, mesh)
+
+
+def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+    """NamedSharding tree of a PartitionSpec tree."""
+    return map_specs(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """"blocks.attention.qkv.kernel" from a key path of `jax.tree_util`."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def check_divisible(shapes: PyTree, specs: PyTree, mesh: Mesh) -> None:
+    """Raise `UserError` naming the parameter, dim and axis when a dim is not divisible by the axes that split it."""
+
+    def check(path: tuple[Any, ...], spec: P, shape: jax.ShapeDtypeStruct) -> None:
+        if len(spec) > len(shape.shape):
+            raise UserError(f"{path_name(path)}: spec {spec} has more entries than the shape {shape.shape} has dims")
+        for dim, entry in enumerate(spec):
+            parts = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
+            if shape.shape[dim] % parts:
+                raise UserError(
+                    f"{path_name(path)}: dim {dim} of {tuple(shape.shape)} is {shape.shape[dim]}, not divisible by "
+                    f"{'*'.join(entry_axes(entry))}={parts}; change the width or the mesh"
+                )
+
+    jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))

@@ -1,0 +1,88 @@
+"""The state of a training run, and where each of its leaves rests."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.specs import map_specs, path_name
+
+PyTree = Any
+
+
+class TrainState(NamedTuple):
+    """step: int32, optimizer steps taken. params: in the policy's param dtype. opt_state: optax's, laid out like params."""
+
+    step: Any
+    params: PyTree
+    opt_state: PyTree
+
+
+def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
+    """Specs of the optimizer state: a leaf that mirrors a parameter (its path ends like the parameter's, same shape) rests
+    like it; everything else (counts, Adafactor's factors) is small and replicated."""
+    known = {}
+    flat_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
+    for (path, shape), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), flat_specs, strict=True):
+        known[path_name(path)] = (shape.shape, spec)
+
+    def spec_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
+        for start in range(len(path)):
+            shape, spec = known.get(path_name(path[start:]), (None, None))
+            if shape == leaf.shape:
+                return spec
+        return P()
+
+    return jax.tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, shapes))
+
+
+def fresh_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
+    """Step 0. Pure: for use under `jit` with explicit `out_shardings`, without which ZeRO is silently lost."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def abstract_state(
+    shapes: PyTree, specs: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for."""
+    state = jax.eval_shape(lambda params: fresh_state(params, optimizer), shapes)
+    layout = TrainState(P(), specs, optimizer_specs(optimizer, shapes, specs))
+    return map_specs(
+        lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        layout,
+        state,
+    )
+
+
+def shardings_of(tree: PyTree) -> PyTree:
+    """The sharding of every leaf of a tree of arrays or ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def specs_of_arrays(tree: PyTree) -> PyTree:
+    """The PartitionSpec of every leaf of a tree of laid-out arrays or ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+
+
+def allocate(
+    make_params: Callable[[jax.Array], PyTree],
+    key: jax.Array,
+    optimizer: optax.GradientTransformation,
+    target: TrainState,
+) -> TrainState:
+    """Initialise directly into the layout of `target`: no device ever holds more than its part."""
+
+    def make(key: jax.Array) -> TrainState:
+        return fresh_state(make_params(key), optimizer)
+
+    return jax.jit(make, out_shardings=shardings_of(target))(key)
+
+
+def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
+    """A state around parameters that exist already."""
+    placed = jax.device_put(params, shardings_of(target.params))
+    return jax.jit(lambda params: fresh_state(params, optimizer), out_shardings=shardings_of(target))(placed)
