@@ -47,4 +47,4 @@ def enable_x64(policy: str) -> None:
 
 def accumulation_dtype(dtype: Any) -> Any:
     """At least fp32: the dtype for sums of values of `dtype` (statistics, softmax, losses)."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.float32)

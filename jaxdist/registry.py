@@ -24,7 +24,7 @@ def check(package: str, name: str, *, key: str) -> None:
         module = name.rpartition(".")[0]
         try:
             found = importlib.util.find_spec(module) is not None
-        except (ModuleNotFoundError, ValueError):  # a parent is missing, or the path has empty parts: not found either way
+        except (ImportError, ValueError):  # a parent is missing, or the path has empty parts: not found either way
             found = False
         if not found:
             raise UserError(f"{key}: no module {module!r} for the dotted path {name!r}; install it or check PYTHONPATH")

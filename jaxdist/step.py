@@ -51,7 +51,7 @@ def split_microbatches(batch: PyTree, count: int) -> PyTree:
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch), in every layout."""
     key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, lax.axis_index(BATCH_AXES) * rows + jnp.arange(rows))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, lax.axis_index(BATCH_AXES) * rows + jnp.arange(rows, dtype=jnp.int32))
 
 
 def make_gradients(

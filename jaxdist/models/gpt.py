@@ -24,6 +24,7 @@ from jaxdist.nn import (
     model_def,
     vocab_cross_entropy,
     vocab_logits,
+    whole_vocab,
 )
 
 Batch = dict[str, jax.Array]
@@ -52,14 +53,17 @@ class Head(nnx.Module):
         self.projection = None if config.tied else VocabHead(rngs, config.vocab, config.width)
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
-        """[B, S, this device's part of V]."""
+        """[B, S, V]."""
+        return whole_vocab(self._local_logits(h_BSD, embed))
+
+    def _local_logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         tokens = embed.tokens if embed is not None else self.projection
         assert tokens is not None, "a tied head needs the embed unit"
         return vocab_logits(self.norm(h_BSD), tokens.table[...])
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
-        losses_BS = vocab_cross_entropy(self.logits(h_BSD, embed), batch["targets"])
+        losses_BS = vocab_cross_entropy(self._local_logits(h_BSD, embed), batch["targets"])
         weights_BS = batch["weights"].astype(losses_BS.dtype)
         return (losses_BS * weights_BS).sum(), weights_BS.sum()
 

@@ -4,7 +4,7 @@ collectives. Layers take sizes and dtypes from their arrays, so the same code ru
 from jaxdist.nn.attention import Attention, QKVProjection
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
-from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits
+from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxdist.nn.mlp import MLP
 from jaxdist.nn.model import ModelDef, model_def
@@ -32,5 +32,6 @@ __all__ = [
     "param",
     "vocab_cross_entropy",
     "vocab_logits",
+    "whole_vocab",
     "zeros",
 ]

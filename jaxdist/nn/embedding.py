@@ -50,9 +50,12 @@ class VocabHead(nnx.Module):
 
 def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
     """Logits of this device's vocabulary [B, S, V_t], summed and kept in at least fp32."""
-    return jnp.einsum(
-        "BSD,VD->BSV", h_BSD, table_VD, preferred_element_type=accumulation_dtype(h_BSD.dtype)
-    )
+    return jnp.einsum("BSD,VD->BSV", h_BSD, table_VD, preferred_element_type=accumulation_dtype(h_BSD.dtype))
+
+
+def whole_vocab(logits_BSV: jax.Array) -> jax.Array:
+    """Logits of the whole vocabulary [B, S, V] on every device of `tensor`, from [B, S, V_t]: for sampling, not training."""
+    return lax.all_gather(logits_BSV, "tensor", axis=logits_BSV.ndim - 1, tiled=True, to="invarying")
 
 
 def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

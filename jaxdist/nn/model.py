@@ -18,7 +18,7 @@ class Stack(Protocol):
     """What `model_def` takes apart: an nnx.Module with these three parts.
 
     embed(batch, keys_B) -> h; blocks: nnx.List of uniform modules block(h, keys_B) -> h;
-    head(h, batch, embed | None) -> (loss sum, weight sum), and head.logits(h, embed | None).
+    head(h, batch, embed | None) -> (loss sum, weight sum), and head.logits(h, embed | None) over the whole vocabulary.
     """
 
     embed: Any
@@ -32,7 +32,7 @@ class ModelDef(NamedTuple):
     init: key -> parameters, global shapes. specs: PartitionSpecs of the layers; blocks have a leading "pipe".
     shapes: ShapeDtypeStructs. embed: (params, batch, keys_B) -> h. block: (params of one, h, keys_B) -> h.
     head: (params, embed params if tied else None, h, batch) -> (loss sum, weight sum).
-    logits: (params, embed params if tied else None, h) -> logits of this device's part of the vocabulary.
+    logits: (params, embed params if tied else None, h) -> logits over the whole vocabulary, for sampling.
     layers: number of blocks. tied: whether the head reads the embed unit.
     """
 

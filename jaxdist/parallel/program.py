@@ -1,5 +1,6 @@
 """Put a model and a strategy together into the `Program` that schedules run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: s
 
     def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
         count = jax.tree.leaves(diff["blocks"])[0].shape[0]  # of this stage
-        layers = 1 + lax.axis_index("pipe") * count + jnp.arange(count)
+        layers = 1 + lax.axis_index("pipe") * count + jnp.arange(count, dtype=jnp.int32)
 
         def body(h: jax.Array, unit: PyTree) -> tuple[jax.Array, None]:
             diff, held, layer = unit
@@ -73,3 +74,18 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: s
         return head(diff, held, blocks(diff, held, embed(diff, held, batch), batch), batch)
 
     return Program(loss, embed, blocks, head)
+
+
+def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
+    """(params at rest, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary]. For sampling."""
+    units, program = unit_specs(specs), make_program(model, strategy, specs, remat="none")
+    assert program.embed is not None and program.blocks is not None
+
+    def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
+        diff, held = strategy.begin(params, specs)
+        h = program.blocks(diff, held, program.embed(diff, held, batch), batch)
+        h = lax.dynamic_slice_in_dim(h, position, 1, axis=1)  # the head sees one position: no [b, S, vocabulary]
+        tied = strategy.gather(diff["embed"], held["embed"], units["embed"]) if model.tied else None
+        return model.logits(strategy.gather(diff["head"], held["head"], units["head"]), tied, h)[:, 0]
+
+    return logits

@@ -1,0 +1,64 @@
+"""jaxdist: train any Flax model on any number of GPUs, with every byte of communication in sight.
+
+The names below are the public ones. They are imported when first used: `import jaxdist` starts neither JAX nor Flax, so
+that a mistake in a configuration is reported before anything slow happens.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxdist import collectives as collectives
+    from jaxdist.config import Config as Config
+    from jaxdist.config import load_config as load_config
+    from jaxdist.errors import UserError as UserError
+    from jaxdist.init import init_state as init_state
+    from jaxdist.init import state_target as state_target
+    from jaxdist.mesh import make_mesh as make_mesh
+    from jaxdist.nn import ModelDef as ModelDef
+    from jaxdist.nn import model_def as model_def
+    from jaxdist.optim import make_optimizer as make_optimizer
+    from jaxdist.parallel.schedule import Program as Program
+    from jaxdist.parallel.strategy import Strategy as Strategy
+    from jaxdist.parallel.strategy import StrategyOptions as StrategyOptions
+    from jaxdist.precision import Precision as Precision
+    from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
+    from jaxdist.state import TrainState as TrainState
+    from jaxdist.step import TrainStep as TrainStep
+    from jaxdist.step import make_train_step as make_train_step
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BATCH_SPEC": "jaxdist.specs",
+    "Config": "jaxdist.config",
+    "ModelDef": "jaxdist.nn",
+    "Precision": "jaxdist.precision",
+    "Program": "jaxdist.parallel.schedule",
+    "Strategy": "jaxdist.parallel.strategy",
+    "StrategyOptions": "jaxdist.parallel.strategy",
+    "TrainState": "jaxdist.state",
+    "TrainStep": "jaxdist.step",
+    "UserError": "jaxdist.errors",
+    "init_state": "jaxdist.init",
+    "load_config": "jaxdist.config",
+    "make_mesh": "jaxdist.mesh",
+    "make_optimizer": "jaxdist.optim",
+    "make_train_step": "jaxdist.step",
+    "model_def": "jaxdist.nn",
+    "state_target": "jaxdist.init",
+}
+
+__all__ = [*_HOME, "collectives"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "collectives":
+        return importlib.import_module("jaxdist.collectives")
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, "collectives", "__version__"])

@@ -1,0 +1,198 @@
+"""The configuration: frozen dataclasses, one a section, read from YAML with `section.key=value` overrides on top.
+
+Each field carries its one-line description and its allowed values; the checks and docs/config.md both come from there.
+Reading is in `config_load.py`, the checks over several keys in `config_check.py`. Nothing here imports jax.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model
+from jaxdist.config_load import read, section, setting, to_text
+
+__all__ = [
+    "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "MemoryConfig", "MeshConfig",
+    "ModelConfig", "ObserveConfig", "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "TrainConfig",
+    "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model", "to_yaml",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model. What is left at null goes by `style` (`resolve_model` fills it in)."""
+
+    name: str = setting("gpt", "the model", folder="jaxdist.models")
+    style: str = setting("gpt2", "what the keys left at null mean", choices=("gpt2", "llama"))
+    layers: int = setting(4, "number of blocks", at_least=1)
+    width: int = setting(128, "size of the residual stream", at_least=1)
+    heads: int = setting(4, "attention heads; divides width", at_least=1)
+    kv_heads: int | None = setting(None, "key and value heads; divides heads; null: as many as heads", at_least=1)
+    vocab: int = setting(256, "number of token ids; 256 for bytes", at_least=1)
+    mlp_width: int | None = setting(
+        None, "hidden size of the MLP; null: 4 x width (gelu), or 8/3 x width up to a multiple of 64", at_least=1
+    )
+    positions: str | None = setting(
+        None, "position encoding; null: learned (gpt2), rope (llama)", choices=("learned", "rope")
+    )
+    norm: str | None = setting(
+        None, "normalisation; null: layernorm (gpt2), rmsnorm (llama)", choices=("layernorm", "rmsnorm")
+    )
+    mlp: str | None = setting(None, "kind of MLP; null: gelu (gpt2), swiglu (llama)", choices=("gelu", "swiglu"))
+    tied: bool | None = setting(None, "whether embedding and head share weights; null: true (gpt2), false (llama)")
+    bias: bool | None = setting(None, "whether linear layers have a bias; null: true (gpt2), false (llama)")
+    dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
+    norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data and how it is cut into batches."""
+
+    source: str = setting("text", "where the data comes from", folder="jaxdist.data.sources")
+    path: str = setting("stdlib", "text: a file or folder, or stdlib (Python's own sources); tokens: a file or folder")
+    seq_len: int = setting(128, "positions of a training sequence", at_least=1)
+    global_batch: int = setting(32, "sequences of one optimizer step, over all devices and microbatches", at_least=1)
+    held_out: float = setting(0.05, "fraction of the data kept for evaluation", above=0, at_most=0.5)
+    val_path: str | None = setting(None, "tokens: file of held-out token ids; null: val.bin beside train.bin")
+    token_dtype: str = setting("uint16", "tokens: type of the ids in the file", choices=("uint16", "uint32"))
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest link first. 1 is off; -1, on one axis at most, is the rest of the devices."""
+
+    pipe: int = setting(1, "pipeline stages", at_least=1, also=-1)
+    data: int = setting(1, "replicas that divide the batch", at_least=1, also=-1)
+    fsdp: int = setting(1, "devices that divide the batch and, in zero strategies, the parameters", at_least=1, also=-1)
+    expert: int = setting(1, "devices that divide the batch and the experts", at_least=1, also=-1)
+    context: int = setting(1, "devices that divide the sequence", at_least=1, also=-1)
+    tensor: int = setting(1, "devices that divide each layer", at_least=1, also=-1)
+
+
+@dataclass(frozen=True)
+class GradSyncConfig:
+    """How gradients are reduced."""
+
+    algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
+    bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How parameters, gradients and microbatches are spread."""
+
+    strategy: str = setting("ddp", "where parameters and gradients rest", folder="jaxdist.parallel.strategies")
+    schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
+    microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
+    min_shard_bytes: int = setting(32768, "parameters smaller than this, per block, are kept whole by zero", at_least=0)
+    grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Types of parameters, computation and reduction. `precision: bf16` is short for `precision: {policy: bf16}`."""
+
+    policy: str = setting("fp32", "types of parameters and computation", choices=("fp32", "bf16", "fp64"))
+    reduce_dtype: str | None = setting(
+        None, "type in which gradients are summed; null: by policy", choices=("float32", "bfloat16", "float64")
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is computed again instead of kept."""
+
+    remat: str = setting("none", "full: recompute each block in the backward pass", choices=("none", "full"))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate."""
+
+    name: str = setting("adamw", "the optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon"))
+    lr: float = setting(3e-3, "peak learning rate", above=0)
+    schedule: str = setting("cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"))
+    warmup_steps: int = setting(0, "steps over which the rate rises from 0; at most train.steps", at_least=0)
+    final_lr_ratio: float = setting(0.1, "last learning rate as a fraction of lr", at_least=0, at_most=1)
+    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
+    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = setting(1e-8, "added to the denominator", above=0)
+    momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
+    clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run."""
+
+    steps: int = setting(200, "optimizer steps", at_least=1)
+    seed: int = setting(0, "seed of initialisation, data order and dropout", at_least=0)
+    eval_every: int = setting(50, "steps between evaluations; 0: never", at_least=0)
+    eval_batches: int = setting(8, "batches of one evaluation", at_least=1)
+    sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
+    sample_prompt: str = setting("import ", "what the sampled text begins with")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints and resuming."""
+
+    every: int = setting(100, "steps between checkpoints; 0: only at the end", at_least=0)
+    keep: int = setting(3, "newest checkpoints that are kept", at_least=1)
+    resume: str = setting(
+        "auto", "auto: resume if there is a checkpoint; must: fail without one", choices=("auto", "must", "never")
+    )
+
+
+@dataclass(frozen=True)
+class DevicesConfig:
+    """The devices."""
+
+    platform: str = setting("auto", "auto: GPUs if jax has them, else the CPU", choices=("auto", "cpu", "gpu"))
+    simulated: int = setting(8, "simulated CPU devices of each process; ignored on GPUs", at_least=1, at_most=512)
+    fit: str = setting(
+        "exact", "a mesh too large for the devices: exact refuses it, shrink reduces it", choices=("exact", "shrink")
+    )
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What a run shows and writes."""
+
+    log_every: int = setting(10, "steps between lines on the console", at_least=1)
+    console: str = setting("auto", "auto: rich on a terminal, else plain", choices=("auto", "plain", "rich"))
+    report: bool = setting(True, "whether report.html is written at the end")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration."""
+
+    model: ModelConfig = section(ModelConfig, "the model")
+    data: DataConfig = section(DataConfig, "the data and its batches")
+    mesh: MeshConfig = section(MeshConfig, "the mesh axes")
+    parallel: ParallelConfig = section(ParallelConfig, "strategy, schedule, gradient reduction")
+    precision: PrecisionConfig = section(PrecisionConfig, "number types", shorthand="policy")
+    memory: MemoryConfig = section(MemoryConfig, "recomputation")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
+    train: TrainConfig = section(TrainConfig, "the run")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
+    devices: DevicesConfig = section(DevicesConfig, "devices")
+    observe: ObserveConfig = section(ObserveConfig, "console and report")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file at `path`, with each `section.key=value` of `overrides` on top, in order.
+
+    Every key has been checked, alone and against the others; -1 in the mesh is resolved where the number of devices is
+    sure (simulated CPU devices). Errors: `UserError`, one line with the key, its value, and what is allowed.
+    """
+    return check_config(read(Config, path, overrides))
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration."""
+    return to_text(config)

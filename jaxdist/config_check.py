@@ -1,0 +1,392 @@
+"""What a configuration may hold: the rule of one key, and the checks over several keys. Imports no jax.
+
+A `Rule` is what `jaxdist.config` writes beside each field; the check of a value and the reference both read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import math
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxdist import registry
+from jaxdist.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxdist.config import Config, DataConfig, DevicesConfig, MeshConfig, ModelConfig
+
+SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
+GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+LARGEST_INT = 2**31 - 1  # every integer here may end up as an int32 on a device
+_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a section"}
+_OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
+    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "ep": "expert", "cp": "context", "sp": "context",
+    "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
+    "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
+    "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
+    "bfloat16": "bf16", "float32": "fp32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The description of one key and the values it may have, apart from its type."""
+
+    doc: str
+    choices: tuple[str, ...] = ()
+    folder: str = ""  # the package that is the registry of this key's names
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    also: int | None = None  # one value outside the range
+
+    def allowed(self, kind: type, optional: bool) -> str:
+        """The allowed values in words, for messages and for the reference."""
+        if self.choices:
+            text = "one of " + ", ".join(self.choices)
+        elif self.folder:
+            text = f"a file name in {self.folder.replace('.', '/')}, or a dotted path"
+        elif kind is bool:
+            text = "true or false"
+        else:
+            bounds = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
+            parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
+            text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
+        text += f", or {self.also}" if self.also is not None else ""
+        return text + (", or null" if optional else "")
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is in the range (and is `also` the exception to it)."""
+        if self.also is not None and value == self.also:
+            return True
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.55) -> str | None:
+    """The known name that `word` was probably meant to be, or None. Ignores case and knows other programs' names."""
+    by_lower = {name.lower(): name for name in known}
+    word = word.lower()
+    if _OTHER_NAMES.get(word) in by_lower:
+        return by_lower[_OTHER_NAMES[word]]
+    near = difflib.get_close_matches(word, by_lower, n=1, cutoff=cutoff)
+    return by_lower[near[0]] if near else None
+
+
+def show(value: Any) -> str:
+    """A value as a user wrote it, shortened to what fits on a line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "a mapping"
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print integers of thousands of digits
+        return f"an integer of about {int(value.bit_length() * 0.30103) + 1} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 80 else text[:60] + "..."
+
+
+def check_value(value: Any, kind: type, optional: bool, rule: Rule, key: str) -> Any:
+    """The value in the type of its key (an int becomes a float where a float is wanted). Raises `UserError`."""
+    allowed = rule.allowed(kind, optional)
+    if value is None and optional:
+        return None
+    if value is None:
+        raise UserError(f"{key}: nothing (null) is given; allowed: {allowed}; write a value or remove the key")
+    if kind is float and type(value) is int and abs(value) < 10**300:
+        value = float(value)
+    if kind is float and type(value) is int:
+        raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}, at most 1e300")
+    matches = type(value) is kind  # not isinstance: a bool is no int here
+    if not matches:
+        raise UserError(f"{key}: {_mistyped(value)}; allowed: {allowed}{_type_hint(value, kind)}")
+    if kind is str:
+        _check_text(value, optional, rule, key)
+    elif kind is float and not math.isfinite(value):
+        raise UserError(f"{key}: {value} is not a finite number; allowed: {allowed}")
+    elif kind is not bool and not rule.holds(value):
+        raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}")
+    elif kind is int and abs(value) > LARGEST_INT:
+        raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}, at most {LARGEST_INT}")
+    return value
+
+
+def _mistyped(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return f"{show(value)} is given where one value belongs"
+    kind = type(value)
+    return f"{show(value)} is {'a float' if kind is float else _NAMES[kind]}"
+
+
+def _type_hint(value: Any, kind: type) -> str:
+    if kind is int and isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_INT:
+        return f"; write {int(value)}"
+    if isinstance(value, str) and "${" in value:
+        return "; ${...} is not expanded, write the value itself"
+    if kind in (int, float) and isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*", value):
+        return "; write it without quotes and without leading zeros"
+    if kind is str and isinstance(value, (bool, int, float)):
+        return "; put it in quotes if it is meant as text"
+    return "; write it without quotes" if kind is bool and str(value).lower() in ("true", "false") else ""
+
+
+def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
+    bad = next((c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\t\n\r"), None)
+    if bad is not None:
+        raise UserError(f"{key}: {show(value)} holds the character U+{ord(bad):04X}; allowed: printable text")
+    if "${" in value or value == "???":
+        raise UserError(f"{key}: {show(value)}: ${{...}} and ??? are not expanded; write the value itself (it is copied"
+                        " into the run directory)")  # fmt: skip
+    if not (rule.choices or rule.folder):
+        return
+    allowed = rule.allowed(str, optional)
+    if rule.folder and "." in value:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
+            raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed} such as package.module.name")
+        registry.check(rule.folder, value, key=key)
+        return
+    known = rule.choices or registry.names(rule.folder)
+    if value not in known:
+        near = nearest(value, known)
+        allowed = f"one of {', '.join(known)}, or a dotted path" if rule.folder else allowed
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed}{hint}")
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """The model section with every None replaced by what its style implies."""
+    llama = model.style == "llama"
+    mlp = model.mlp or ("swiglu" if llama else "gelu")
+    # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.
+    wide = 4 * model.width if mlp == "gelu" else -(-8 * model.width // (3 * 64)) * 64
+    return replace(
+        model,
+        kv_heads=model.heads if model.kv_heads is None else model.kv_heads,
+        mlp_width=wide if model.mlp_width is None else model.mlp_width,
+        positions=model.positions or ("rope" if llama else "learned"),
+        norm=model.norm or ("rmsnorm" if llama else "layernorm"),
+        mlp=mlp,
+        tied=not llama if model.tied is None else model.tied,
+        bias=not llama if model.bias is None else model.bias,
+    )
+
+
+def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str) -> MeshConfig:
+    """The mesh for `device_count` devices, with no -1 in it. It may use fewer devices than there are.
+
+    fit="exact": a mesh that needs more devices, or a -1 with nothing whole to stand for, is a `UserError` that lists
+    meshes that do fit. fit="shrink": sizes are divided by their smallest prime factor, which halves an even size and
+    keeps every divisibility that held before: data first, then fsdp, then the others. What changed is logged.
+    """
+    sizes: dict[str, int] = asdict(mesh)
+    rest = _rest_axis(sizes)
+    fixed = {axis: size for axis, size in sizes.items() if axis != rest}
+    need = math.prod(fixed.values())
+    if need > device_count and fit == "shrink":
+        fixed = _shrink(fixed, device_count)
+        logging.getLogger(__name__).warning(
+            "mesh: %s needs %d devices; %d are there, so it shrinks to %s (devices.fit=shrink)",
+            _words(sizes), need, device_count, _words(fixed),
+        )  # fmt: skip
+        need = math.prod(fixed.values())
+    if need > device_count:
+        more = f", or on a CPU devices.simulated={need}" if need <= 512 else ""
+        raise UserError(
+            f"mesh: {_words(sizes)} needs {need} devices; {device_count} are there; these fit:"
+            f" {_fitting(fixed, device_count, whole=False)}; or set devices.fit=shrink{more}"
+        )
+    if rest is not None and device_count % need and fit != "shrink":
+        raise UserError(
+            f"mesh.{rest}: -1 stands for {device_count} devices / {need}, which is not whole; with {_words(fixed)} give"
+            f" {rest} a size up to {device_count // need}, or put {_fitting(fixed, device_count, whole=True)} beside it"
+        )
+    return replace(mesh, **fixed, **({rest: device_count // need} if rest is not None else {}))
+
+
+def _rest_axis(sizes: dict[str, int]) -> str | None:
+    unset = [axis for axis, size in sizes.items() if size == -1]
+    if len(unset) > 1:
+        raise UserError(f"mesh: {' and '.join(f'{axis}=-1' for axis in unset)}; allowed: -1, the rest, on one axis")
+    return unset[0] if unset else None
+
+
+def _words(sizes: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or f"{next(iter(sizes))}=1"
+
+
+def _shrink(sizes: dict[str, int], device_count: int) -> dict[str, int]:
+    sizes = dict(sizes)
+    while math.prod(sizes.values()) > device_count:
+        axis = next(axis for axis in SHRINK_ORDER if sizes.get(axis, 1) > 1)
+        sizes[axis] //= divisors(sizes[axis])[1]
+    return sizes
+
+
+def _fitting(sizes: dict[str, int], device_count: int, *, whole: bool) -> str:
+    """Up to four meshes that fit: on the most devices and nearest to `sizes`, or (whole) dividing the count."""
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    found: list[tuple[int, ...]] = [()]
+    for axis in axes:
+        options = [n for n in divisors(device_count if whole else sizes[axis]) if n <= device_count]
+        options = [n for _, n in sorted((abs(math.log(n / sizes[axis])), n) for n in options)[:7]] + [1]
+        found = [(*sofar, n) for sofar in found for n in options if math.prod(sofar) * n <= device_count]
+    if whole:
+        found = [each for each in found if device_count % math.prod(each) == 0]
+
+    def rank(each: tuple[int, ...]) -> tuple[float, float]:
+        far = sum(abs(math.log(n / sizes[axis])) for axis, n in zip(axes, each, strict=True))
+        return (0 if whole else -math.prod(each), far)
+
+    return ", ".join(_words(dict(zip(axes, each, strict=True))) for each in sorted(found, key=rank)[:4])
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive integer, in order."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
+def _near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
+    """The `most` numbers nearest to `wish`, in order."""
+    return ", ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wish))[:most]))) or "none"
+
+
+def check_config(config: Config) -> Config:
+    """The checks over several keys. Returns the configuration, its mesh resolved if the device count is known."""
+    if config.optimizer.warmup_steps > config.train.steps:
+        raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
+                        f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
+    _check_paths(config.data)
+    _rest_axis(asdict(config.mesh))
+    device_count = known_devices(config.devices)
+    if device_count is not None:
+        config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit))
+    check_layout(config)
+    return config
+
+
+def check_layout(config: Config) -> None:
+    """Check that model and batch divide over the mesh. Raises `UserError`; a size of -1 is not judged.
+
+    Done by `load_config`; done again by the trainer when it has put the true sizes in place of a -1.
+    """
+    mesh = {axis: max(size, 1) for axis, size in asdict(config.mesh).items()}
+    own_model = "." not in config.model.name  # an outsider's model knows better what divides what
+    if own_model:
+        _check_model(config.model)
+        _check_tensor(config.model, mesh["tensor"])
+    for axis in ("context", "expert"):
+        if own_model and config.model.name == "gpt" and mesh[axis] > 1:
+            raise UserError(f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
+                            " allowed: 1; use data, fsdp or tensor instead")  # fmt: skip
+    if mesh["pipe"] > 1 and config.parallel.schedule == "accumulate":
+        raise UserError(f"mesh.pipe: {mesh['pipe']} is given, but parallel.schedule accumulate has one stage; allowed:"
+                        " 1; use data, fsdp or tensor instead")  # fmt: skip
+    if config.model.layers % mesh["pipe"]:
+        raise UserError(f"mesh.pipe: {mesh['pipe']} does not divide model.layers {config.model.layers}; sizes that"
+                        f" work: {_near(divisors(config.model.layers), mesh['pipe'])}")  # fmt: skip
+    _check_batch(config, mesh)
+
+
+def _check_model(model: ModelConfig) -> None:
+    kv_heads = resolve_model(model).kv_heads
+    assert kv_heads is not None
+    if model.width % model.heads:
+        raise UserError(f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
+                        f" {_near(divisors(model.width), model.heads)}")  # fmt: skip
+    if model.heads % kv_heads:
+        raise UserError(f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
+                        f" {_near(divisors(model.heads), kv_heads)}")  # fmt: skip
+    if resolve_model(model).positions == "rope" and model.width // model.heads % 2:
+        works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
+        raise UserError(f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
+                        f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
+                        f" {_near(works, model.heads)}; or model.positions=learned")  # fmt: skip
+
+
+def _check_tensor(model: ModelConfig, tensor: int) -> None:
+    full = resolve_model(model)
+    assert full.kv_heads is not None and full.mlp_width is not None
+    split = {"heads": full.heads, "kv_heads": full.kv_heads, "vocab": full.vocab, "mlp_width": full.mlp_width}
+    sizes = _near(divisors(math.gcd(*split.values())), tensor)
+    for key, value in split.items():
+        if value % tensor:
+            if "heads" in key:
+                works = [n for n in divisors(full.width if key == "heads" else full.heads) if n % tensor == 0]
+            else:
+                works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
+            raise UserError(f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
+                            f" {sizes}; model.{key} that work with {tensor}: {_near(works, value)}")  # fmt: skip
+
+
+def _check_batch(config: Config, mesh: dict[str, int]) -> None:
+    batch, microbatches = config.data.global_batch, config.parallel.microbatches
+    ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    parts = ranks * microbatches
+    if batch % parts == 0:
+        return
+    batches = [n for n in (batch - batch % parts, batch - batch % parts + parts) if n]
+    counts = _near(divisors(batch // ranks), microbatches) if batch % ranks == 0 else "none"
+    raise UserError(
+        f"data.global_batch: {batch} does not divide by {parts} (data {mesh['data']} x fsdp {mesh['fsdp']} x expert"
+        f" {mesh['expert']} x microbatches {microbatches}); nearest batch sizes that work: {_near(batches, batch)};"
+        f" parallel.microbatches that work with {batch}: {counts}"
+    )
+
+
+def _check_paths(data: DataConfig) -> None:
+    if data.source == "text" and data.path != "stdlib":
+        _check_exists(data.path, "data.path", "an existing file or folder of text, or stdlib")
+    elif data.source == "tokens":
+        _check_exists(data.path, "data.path", "an existing file of token ids, or a folder with train.bin")
+        if data.val_path is not None:
+            _check_exists(data.val_path, "data.val_path", "an existing file of token ids, or null")
+
+
+def _check_exists(path: str, key: str, allowed: str) -> None:
+    try:
+        found = bool(path) and Path(path).expanduser().exists()
+    except (OSError, RuntimeError) as error:  # too long, a parent folder that may not be read; ~ of a user there is not
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{key}: {show(path)}: {reason}; allowed: {allowed}") from None
+    if not found:
+        raise UserError(f"{key}: {show(path)} does not exist (seen from {Path.cwd()}); allowed: {allowed}")
+
+
+def known_devices(devices: DevicesConfig) -> int | None:
+    """How many devices there will be if that is sure before jax starts, that is if they are simulated on the CPU.
+
+    platform "gpu" without a plugin for one is a `UserError`; so is a process count in the environment that is no count.
+    """
+    plugins = [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
+    if devices.platform == "gpu" and not plugins:
+        raise UserError("devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; pip install"
+                        " 'jaxdist[cuda12]' or 'jaxdist[cuda13]', or use devices.platform=auto")  # fmt: skip
+    processes = _process_count()
+    if (devices.platform != "cpu" and plugins) or processes is None:
+        return None
+    return devices.simulated * processes
+
+
+def _process_count() -> int | None:
+    """From the environment; None where jax asks SLURM or MPI for it."""
+    for name, beside in (("JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), ("WORLD_SIZE", "MASTER_ADDR")):
+        text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job: `runtime.start`
+        if text and not (re.fullmatch("[0-9]{1,6}", text) and int(text) >= 1):
+            raise UserError(f"{name}: {show(text)} in the environment is no process count; allowed: an integer >= 1")
+        if text:
+            return int(text)
+    alone = all(os.environ.get(name, "1") in ("", "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    return 1 if alone else None

@@ -1,0 +1,222 @@
+"""Batches of windows of a token array. The global batch is a pure function of (seed, step).
+
+It does not depend on the number of processes or devices: a run can stop, change its mesh and go on with the same data,
+and there is no state to save.
+
+B = global batch, S = seq_len. A window is S inputs and the S ids one further on, S + 1 ids in all; neighbouring windows
+share one id, so that every id but the first is a target once.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.errors import UserError
+
+T = TypeVar("T")
+
+_ROUNDS = 8
+
+
+def permute(index: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+    """Where each `index` in [0, count) goes in a permutation of [0, count) chosen by `keys` (uint64, one a round).
+
+    A Feistel network over the smallest even number of bits that holds count - 1, walked until the result is below count
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): random access, no table. int64 in, int64 out.
+
+    Not grain's index_shuffle, which for 2**(2k) + 1 indices (65,537 and up) gives one twice and leaves one out, as of
+    0.2.18.
+    """
+    half = max(3, (int(count - 1).bit_length() + 1) // 2)  # of 64 at least: fewer bits shuffle badly
+    mask = (1 << half) - 1
+    out = index.astype(np.uint64)
+    walking = np.arange(out.size)
+    while walking.size:  # ends: a permutation returns to where it started, which is below count
+        left, right = out[walking] >> half, out[walking] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        out[walking] = left << half | right
+        walking = walking[out[walking] >= count]
+    return out.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every bit of x (uint64) moves every bit of the result."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+class ShuffledWindows:
+    """The windows of endless epochs, shuffled, each once an epoch. Sample k = step * B + row is in epoch k // count.
+
+    Window i of an epoch starts at offset + i * seq_len. The offset, below seq_len, changes from epoch to epoch, so a
+    model does not see the same cuts again; up to 2 seq_len - 1 ids at the two ends of the text are left out of an epoch
+    to make room.
+    """
+
+    def __init__(self, size: int, *, seq_len: int, seed: int) -> None:
+        self.seq_len = seq_len
+        self.seed = seed
+        self.count = max(1, (size - seq_len) // seq_len)  # windows an epoch, for every offset
+        self.slack = min(seq_len - 1, size - 1 - self.count * seq_len)  # the largest offset
+        assert self.slack >= 0, "the text is shorter than a window"
+
+    def starts(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First positions of the windows of samples `k` (int64), and whether each counts (here all do)."""
+        epochs, index = np.divmod(k, self.count)
+        starts = np.empty_like(k)
+        for epoch in np.unique(epochs):  # one, or two at an epoch's end, unless the batch is larger than the text
+            here = epochs == epoch
+            state = np.random.SeedSequence((self.seed, int(epoch))).generate_state(_ROUNDS + 1, np.uint64)
+            offset = int(state[-1]) % (self.slack + 1)
+            starts[here] = offset + permute(index[here], self.count, state[:-1]) * self.seq_len
+        return starts, np.ones(k.shape, bool)
+
+
+class SpreadWindows:
+    """A fixed set of windows for evaluation: `batches` batches, or fewer if the text has not that many.
+
+    If the set is smaller than the text, its windows lie at even distances over the whole text, and so do those of each
+    single batch (batch s holds every `batches`-th window of the set from the s-th on). Otherwise the set is every
+    window once, and rows that are left over do not count: their weights are 0.
+    """
+
+    def __init__(self, size: int, *, seq_len: int, global_batch: int, batches: int | None) -> None:
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.count = (size - 1) // seq_len
+        assert self.count >= 1, "the text is shorter than a window"
+        needed = math.ceil(self.count / global_batch)
+        self.batches = needed if batches is None else min(batches, needed)
+        self.chosen = min(self.batches * global_batch, self.count)
+
+    def starts(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First positions of the windows of samples `k` (int64), and whether each counts."""
+        step, row = np.divmod(k, self.global_batch)
+        place = row * self.batches + step
+        counts = place < self.chosen
+        return np.where(counts, place * self.count // self.chosen, 0) * self.seq_len, counts
+
+
+class Loader:
+    """Global batches of a 1-D token array (memory-mapped or not), each process reading only the rows its devices hold.
+
+    `sharding` splits dim 0 of every leaf (`NamedSharding(mesh, P(BATCH_AXES))`). With `shuffle`, endless shuffled
+    epochs from `seed` (`ShuffledWindows`). Without, the fixed set for evaluation (`SpreadWindows`): `self.batches`
+    batches, at most `batches`; None means the whole text.
+
+    Raises `UserError` if the tokens are fewer than a window, or the devices do not divide the batch.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        seq_len: int,
+        global_batch: int,
+        sharding: NamedSharding,
+        seed: int = 0,
+        shuffle: bool = True,
+        batches: int | None = None,
+    ) -> None:
+        if tokens.size < seq_len + 1:
+            raise UserError(
+                f"data.seq_len={seq_len}: a window is {seq_len + 1} tokens, the text has {tokens.size}; use a shorter "
+                "window or a longer text"
+            )
+        axes = sharding.spec[0] if len(sharding.spec) else None
+        axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        if global_batch % shards:
+            raise UserError(
+                f"data.global_batch={global_batch} cannot be split evenly over {shards} devices (mesh axes "
+                f"{', '.join(axes)}); use a multiple of {shards}"
+            )
+        if shuffle and batches is not None:
+            raise UserError(f"batches={batches} is for shuffle=False: shuffled batches have no end")
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.sharding = sharding
+        self.windows: ShuffledWindows | SpreadWindows
+        if shuffle:
+            self.windows = ShuffledWindows(tokens.size, seq_len=seq_len, seed=seed)
+            self.batches = None
+        else:
+            self.windows = SpreadWindows(tokens.size, seq_len=seq_len, global_batch=global_batch, batches=batches)
+            self.batches = self.windows.batches
+        # Overlapping views of seq_len + 1 ids, one per position; indexing with starts copies only those rows from disk.
+        self._views = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len + 1)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch of the first sample of a step, from 0. A step may end in a later one."""
+        return step * self.global_batch // self.windows.count
+
+    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
+        """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
+
+        inputs, targets int32 [rows, S]; weights float32 [rows, S], 1 where a target counts; sample int32 [rows], the
+        row in the global batch. Raises `IndexError` for a step outside a fixed set.
+        """
+        if step < 0 or (self.batches is not None and step >= self.batches):
+            raise IndexError(f"step {step}: batches are numbered from 0 to {(self.batches or math.inf) - 1}")
+        sample = np.arange(self.global_batch)[rows]
+        starts, counts = self.windows.starts(step * self.global_batch + sample)
+        ids = self._views[starts]
+        weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
+        return {
+            "inputs": ids[:, :-1].astype(np.int32),
+            "targets": ids[:, 1:].astype(np.int32),
+            "weights": weights,
+            "sample": sample.astype(np.int32),
+        }
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The global batch of a step: the leaves of `host_rows` with B rows, as global arrays in `sharding`.
+
+        No communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
+        """
+        read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+        def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "the callback is asked for data, not for a shape"
+            start, stop, _ = index[0].indices(self.global_batch)
+            if (start, stop) not in read:  # devices and leaves ask for the same rows
+                read[start, stop] = self.host_rows(step, slice(start, stop))
+            return read[start, stop][leaf]
+
+        def whole(leaf: str, shape: tuple[int, ...]) -> jax.Array:
+            return jax.make_array_from_callback(shape, self.sharding, lambda index: rows_of(leaf, index))
+
+        grid = (self.global_batch, self.seq_len)
+        shapes = {"inputs": grid, "targets": grid, "weights": grid, "sample": grid[:1]}
+        return {leaf: whole(leaf, shape) for leaf, shape in shapes.items()}
+
+
+def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Generator[T]:
+    """Yield make(start), ..., make(stop - 1), in order; a thread makes up to `depth` of them ahead of the consumer.
+
+    An exception in `make` is raised here, at its place in the order, with its own traceback. Closing the generator (its
+    `close`, `break` out of the only loop that holds it, or an exception in the consumer) drops what is not begun, waits
+    for the one item being made and ends the thread. Wrap it in `contextlib.closing` if something else keeps a
+    reference.
+    """
+    assert depth >= 1, "depth is how many items may be made ahead"
+    todo = iter(range(start, stop))
+    ahead: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxdist-prefetch")
+    try:
+        ahead.extend(pool.submit(make, i) for i in islice(todo, depth))
+        while ahead:
+            item = ahead.popleft().result()
+            ahead.extend(pool.submit(make, i) for i in islice(todo, 1))
+            yield item
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

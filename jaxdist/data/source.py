@@ -1,0 +1,92 @@
+"""What a source of token ids gives, and what sources share: the split in two, the fingerprint, the size check."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.errors import UserError
+
+CHUNK_BYTES = 1 << 24  # what is read of a large file at a time
+
+
+class Source(NamedTuple):
+    """Token ids of a text, in two parts that share no file (or, for a single file, no position)."""
+
+    train: np.ndarray  # 1-D, uint8, uint16 or uint32; may be a np.memmap; read-only
+    held_out: np.ndarray  # the same type; nothing is ever trained on it
+    vocab: int  # ids are in [0, vocab)
+    # name, path, unit ("bytes" or "tokens"), train and held_out (sizes in units), files and held_out_files (numbers of
+    # files on the two sides; a file cut in two counts on both), sha256 (hex, over names, sizes and content in order)
+    info: dict[str, Any]
+
+
+def read_error(key: str, path: Path, error: OSError) -> UserError:
+    """What the user sees when a file or folder cannot be read; `path` is named if the error itself names none."""
+    named = str(error.filename or path)
+    return UserError(f"{key}: cannot read {named!r}: {error.strerror}; check the file and its permissions")
+
+
+def hash_fraction(name: str) -> float:
+    """A number in [0, 1) that depends on nothing but `name`: the leading 8 bytes of its SHA-256."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+
+
+def held_out_files(names: Sequence[str], fraction: float) -> list[bool]:
+    """Which files are held out: those whose `hash_fraction` is below `fraction`.
+
+    A file stays on its side when others come or go, so a growing corpus never moves held-out text into training. The
+    one exception: if a side would be empty, the file whose hash is nearest to the limit changes sides. Needs two names.
+    """
+    assert len(names) >= 2
+    place = [hash_fraction(name) for name in names]
+    chosen = [value < fraction for value in place]
+    if not any(chosen):
+        chosen[place.index(min(place))] = True
+    elif all(chosen):
+        chosen[place.index(max(place))] = False
+    return chosen
+
+
+def split_tail(ids: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Views of all but the last `fraction` of `ids`, and of that last part (at least one id)."""
+    cut = ids.size - max(1, int(ids.size * fraction))
+    return ids[:cut], ids[cut:]
+
+
+def fingerprint(parts: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]) -> str:
+    """SHA-256 in hex over (name, size in bytes, content in pieces) of every part in order.
+
+    Names and contents are preceded by their lengths: moving a byte from one part to the next changes the result.
+    """
+    digest = hashlib.sha256()
+    for name, size, pieces in parts:
+        encoded = name.encode("utf-8", "surrogateescape")
+        digest.update(f"{len(encoded)} {size}\n".encode())
+        digest.update(encoded)
+        for piece in pieces:
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def file_pieces(file: Path) -> Iterable[bytes]:
+    """The content of a file, at most `CHUNK_BYTES` at a time."""
+    with file.open("rb") as stream:
+        while piece := stream.read(CHUNK_BYTES):
+            yield piece
+
+
+def require_windows(source: Source, *, seq_len: int) -> None:
+    """Raise `UserError` unless both sides hold at least one window of seq_len inputs and their targets."""
+    need = seq_len + 1
+    for side, key, more in (
+        (source.train, "training", "a smaller data.held_out"),
+        (source.held_out, "held-out", "a larger data.held_out"),
+    ):
+        if side.size < need:
+            raise UserError(
+                f"data.path: {source.info['path']!r} gives {side.size} {key} {source.info['unit']}, less than one "
+                f"window of data.seq_len + 1 = {need}; use a longer text, a shorter data.seq_len or {more}"
+            )

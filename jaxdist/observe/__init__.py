@@ -1,0 +1,19 @@
+"""What is seen and kept of a run: console, metrics.jsonl, env.json and report.html. Nothing here imports JAX."""
+
+from jaxdist.observe.console import Console
+from jaxdist.observe.environment import environment, redact, redact_command, redact_urls, write_environment
+from jaxdist.observe.metrics import MetricsWriter, read_metrics
+from jaxdist.observe.report import LayoutRow, write_report
+
+__all__ = [
+    "Console",
+    "LayoutRow",
+    "MetricsWriter",
+    "environment",
+    "read_metrics",
+    "redact",
+    "redact_command",
+    "redact_urls",
+    "write_environment",
+    "write_report",
+]

@@ -1,0 +1,171 @@
+"""What a person sees while a run trains: a live bar on a terminal, plain lines in a log file."""
+
+import math
+import os
+import re
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+_RECENT = 50  # step times the estimate of the remaining time looks at
+_REFRESH_S = 0.1  # the live bar takes new numbers at most this often
+_UNKNOWN = "-:--:--"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters (but newline and tab) replaced: samples of a model may hold terminal escapes."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def format_duration(seconds: float) -> str:
+    """Hours, minutes and seconds as `1:02:03`; days in front when there are any."""
+    if not math.isfinite(seconds):
+        return _UNKNOWN
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if not math.isfinite(value) or 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+class Console:
+    """Progress on a text stream (standard output unless `stream` is given).
+
+    `mode`: "rich" draws a live bar, "plain" writes a line for the first step, the last and every `log_every` steps;
+    "auto" is rich on a terminal that can move its cursor and plain elsewhere. `enabled=False` (all processes but the
+    first) writes nothing. `clock` returns seconds and is there for tests.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        mode: Literal["auto", "plain", "rich"] = "auto",
+        log_every: int = 10,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if mode not in ("auto", "plain", "rich"):
+            raise ValueError(f"mode is {mode!r}; allowed: auto, plain, rich")
+        if log_every < 1:
+            raise ValueError(f"log_every is {log_every}; it must be at least 1")
+        self._total, self._log_every, self._enabled, self._clock = total_steps, log_every, enabled, clock
+        self._stream = sys.stdout if stream is None else stream
+        terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        self._rich = enabled and (mode == "rich" or (mode == "auto" and terminal))
+        self._durations: deque[float] = deque(maxlen=_RECENT)
+        self._last: tuple[int, float] | None = None  # step and time of the last call of step()
+        self._drawn = -math.inf
+        self._bar: Any = None
+        self._task: Any = None
+        if self._rich:
+            from rich.console import Console as RichConsole  # slow to import, and only needed on terminals
+
+            self._out = RichConsole(file=self._stream, force_terminal=True, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """Write one line (or several), above the bar if there is one."""
+        if not self._enabled:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        text = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        if self._rich:
+            self._out.print(text, markup=False, emoji=False)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        """What runs (model, mesh, devices, data ...): a name and a value a line, values aligned."""
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            self.line(f"{name:<{width}}  " + str(value).replace("\n", "\n" + " " * (width + 2)))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call once for every finished step, `step` from 1 to the total. Uses loss, grad_norm and tokens_per_s."""
+        if not self._enabled:
+            return
+        now = self._clock()
+        first = self._last is None
+        if self._last is not None and step > self._last[0]:
+            self._durations.append((now - self._last[1]) / (step - self._last[0]))
+        self._last = (step, now)
+        if self._rich:
+            if now - self._drawn >= _REFRESH_S or step >= self._total:
+                self._drawn = now
+                self._draw(step, metrics)
+        elif first or step % self._log_every == 0 or step == self._total:
+            place = f"step  {step:>{len(str(self._total))}}/{self._total}"
+            self.line("  ".join([place, *self._fields(metrics), f"eta {self._eta(step)}"]))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A line for an evaluation after `step`: every metric, without the prefix `eval/`."""
+        fields = [f"{key.removeprefix('eval/')} {_number(value)}" for key, value in metrics.items()]
+        self.line("  ".join([f"eval  {step:>{len(str(self._total))}}/{self._total}", *fields]))
+
+    def close(self) -> None:
+        """Take the bar's last state to the screen and give the terminal back; closing twice does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._rich = False  # a line after close is a plain one
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fields(self, metrics: Mapping[str, float]) -> list[str]:
+        fields = []
+        if "loss" in metrics:
+            fields.append(f"loss {_number(metrics['loss'])}")
+        if "grad_norm" in metrics:
+            fields.append(f"grad {metrics['grad_norm']:.3g}")
+        if "tokens_per_s" in metrics:
+            fields.append(f"tokens/s {_rate(metrics['tokens_per_s'])}")
+        return fields
+
+    def _eta(self, step: int) -> str:
+        """Remaining time from the median of recent steps: compilation and evaluations do not recur in every step."""
+        left = max(0, self._total - step)
+        if left and not self._durations:
+            return _UNKNOWN
+        return format_duration(left * statistics.median(self._durations) if left else 0)
+
+    def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._bar is None:
+            self._start(step)
+        self._bar.update(self._task, completed=step, fields="  ".join(self._fields(metrics)), eta=self._eta(step))
+
+    def _start(self, step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self._bar = Progress(
+            TextColumn("step", style="bold"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+            TextColumn("{task.fields[fields]}", markup=False, table_column=Column(no_wrap=True)),
+            TextColumn("eta {task.fields[eta]}", markup=False, style="cyan", table_column=Column(no_wrap=True)),
+            console=self._out,
+            expand=True,
+            refresh_per_second=8,
+        )
+        self._task = self._bar.add_task("", total=self._total, completed=step, fields="", eta=_UNKNOWN)
+        self._bar.start()

@@ -1,0 +1,193 @@
+"""The record of a run: metrics.jsonl, one JSON object a line, readable while the run writes it.
+
+A line is `{"step": 10, "loss": 3.2, "grad_norm": 1.2, "tokens_per_s": 12345.6}`; evaluations carry `"eval/loss"`.
+Floats are written in the shortest form that reads back as the same float64. JSON has no NaN and no infinity: such a
+value is written as null beside a second key that says what it was, `{"loss": null, "loss/nonfinite": "nan"}` ("nan",
+"inf" or "-inf"), so that every line is valid JSON for any reader. `read_metrics` puts the float back.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, SupportsFloat
+
+import numpy as np
+
+from jaxdist.errors import UserError
+
+_MARK = "/nonfinite"
+
+
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write `path` so that a reader, or a crash at any moment, sees either the old content or the new, whole."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _encode(step: int, metrics: Mapping[str, SupportsFloat]) -> bytes:
+    record: dict[str, Any] = {"step": int(step)}
+    for key, value in metrics.items():
+        if key == "step" or key.endswith(_MARK):
+            raise ValueError(f"metric {key!r}: the name is taken by the file format; choose another")
+        if isinstance(value, Integral):
+            record[key] = int(value)
+            continue
+        number = float(value)
+        if math.isfinite(number):
+            record[key] = number
+        else:
+            record[key] = None
+            record[key + _MARK] = str(number)
+    return (json.dumps(record, allow_nan=False) + "\n").encode()
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    """One line as a record. ValueError when it is not a JSON object with a whole number "step"."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    record = json.loads(line.decode(), parse_constant=refuse)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise ValueError('"step" is missing or not a whole number')
+    for mark in [key for key in record if key.endswith(_MARK)]:
+        record[mark.removesuffix(_MARK)] = float(record.pop(mark))
+    return record
+
+
+def _parse(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
+    """(lines with their records, whether a torn last line was left out).
+
+    A line is written in one piece with its newline last, so only a line without newline can be torn.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            parsed.append((line, _decode(line)))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                return parsed, True
+            raise UserError(f"{path}, line {number}: not a line of metrics ({error}); mend or remove it") from error
+    return parsed, False
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All records of a metrics.jsonl, in the order of the file; NaN and infinities are floats again.
+
+    A last line torn by a killed writer is left out; any other bad line is a UserError naming its number.
+    FileNotFoundError when there is no such file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no metrics file at {path}")
+    return [record for _, record in _parse(path)[0]]
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl; each line reaches the operating system before `write` returns.
+
+    `resume_step=k`: the run goes on after step k. Lines of later steps and a torn last line are dropped in one atomic
+    replacement, all others stay byte for byte; a missing file is an empty one. `resume_step=None`: a new run. A file
+    already there is kept beside it as `<name>.old` (replacing an earlier one).
+    Only one process may write: make it on process 0. UserError for a damaged file, see `read_metrics`.
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int | None) -> None:
+        self.path = Path(path)
+        if resume_step is not None:
+            self._truncate(resume_step)
+        elif self.path.exists() and self.path.stat().st_size > 0:
+            self.path.replace(self.path.with_name(self.path.name + ".old"))
+        self._file = self.path.open("ab")
+
+    def _truncate(self, step: int) -> None:
+        parsed, torn = _parse(self.path)
+        kept = [line for line, record in parsed if record["step"] <= step]
+        unfinished = bool(kept) and not kept[-1].endswith(b"\n")  # whole, but killed before its newline
+        if unfinished:
+            kept[-1] += b"\n"
+        if torn or unfinished or len(kept) < len(parsed):
+            replace_file(self.path, b"".join(kept))
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers."""
+        self._file.write(_encode(step, metrics))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush to the disk itself and close; closing twice does nothing."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Curve(NamedTuple):
+    """One metric over the run: whole-number steps and float64 values, NaN and infinities included."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def curve(metrics: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> Curve:
+    """The records that carry `key`, values times `factor`."""
+    points = [(record["step"], record[key]) for record in metrics if record.get(key) is not None]
+    steps, values = (np.array([point[i] for point in points], dtype=np.float64) for i in (0, 1))
+    return Curve(steps.astype(np.int64), values * factor)
+
+
+def decimate(line: Curve, limit: int = 2000) -> Curve:
+    """At most about `limit` points: the smallest and the largest value of each stretch, so that no spike is lost."""
+    count = len(line.steps)
+    if count <= limit:
+        return line
+    edges = np.linspace(0, count, limit // 2 + 1).astype(int)
+    keep: set[int] = {0, count - 1}
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        part = line.values[start:stop]
+        if np.isfinite(part).any():
+            keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+        elif stop > start:
+            keep.add(start)  # the gap stays a gap
+    index = np.array(sorted(keep))
+    return Curve(line.steps[index], line.values[index])
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over about 5 % of the run; values that are not finite are passed over.
+
+    The window is centred, so that the curve does not lag; it narrows at the steep start and is one-sided at the end.
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(len(values))
+    half = np.minimum(max(1, round(0.025 * len(values))), index)
+    start, stop = index - half, np.minimum(index + half + 1, len(values))
+    count = counts[stop] - counts[start]
+    mean = (sums[stop] - sums[start]) / np.maximum(count, 1)
+    return np.where(finite, mean, np.nan)

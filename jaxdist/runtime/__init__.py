@@ -1,0 +1,1 @@
+"""Starting up: platform, processes, devices; and stopping."""

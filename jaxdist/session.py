@@ -1,0 +1,193 @@
+"""What a training run is made of: data, mesh, model, laid-out state and the run directory, built from a configuration."""
+
+import json
+import math
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxdist import registry
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.config import Config, resolve_model, to_yaml
+from jaxdist.data import Source, bigram_bits
+from jaxdist.errors import UserError
+from jaxdist.init import init_state, state_target
+from jaxdist.mesh import make_mesh, sizes_of
+from jaxdist.nn import ModelDef
+from jaxdist.observe import Console, MetricsWriter, environment, write_environment
+from jaxdist.optim import make_optimizer
+from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.precision import Precision, make_precision
+from jaxdist.specs import BATCH_SPEC, bytes_per_device
+from jaxdist.state import TrainState
+from jaxdist.step import TrainStep, make_train_step
+
+PyTree = Any
+
+
+@dataclass
+class Run:
+    """Everything a run is made of. Only `state` changes."""
+
+    config: Config
+    folder: Path
+    mesh: Mesh
+    source: Source
+    precision: Precision
+    model: ModelDef
+    target: TrainState
+    step: TrainStep
+    state: TrainState
+    first_step: int
+    checkpoints: Checkpoints
+    console: Console
+    metrics: MetricsWriter | None  # None on processes other than 0
+    baselines: dict[str, float]
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of every batch leaf."""
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+
+def make_model(config: Config, precision: Precision, *, training: bool) -> ModelDef:
+    """The model of this configuration; for evaluation and sampling, without dropout."""
+    options = config.model if training else replace(config.model, dropout=0.0)
+    build = registry.load("jaxdist.models", config.model.name, key="model.name")
+    return build(options, max_length=config.data.seq_len, param_dtype=precision.param)
+
+
+def strategy_options(config: Config, precision: Precision) -> StrategyOptions:
+    """What the configuration says about reductions and shards."""
+    sync = config.parallel.grad_sync
+    return StrategyOptions(
+        precision, sync.algorithm, int(sync.bucket_mb * 2**20), config.parallel.min_shard_bytes
+    )
+
+
+def identity(config: Config, source: Source) -> dict[str, Any]:
+    """What must not change between a checkpoint and its resumption: it would be another experiment under the same name."""
+    data = {key: value for key, value in asdict(config.data).items() if key not in ("path", "val_path")}
+    whole = {
+        "model": asdict(resolve_model(config.model)),
+        "data": {**data, "sha256": source.info["sha256"]},
+        "precision": asdict(config.precision),
+        "optimizer": {"name": config.optimizer.name},
+        "train": {"seed": config.train.seed},
+    }
+    return json.loads(json.dumps(whole))  # as it will come back
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raise `UserError` naming the first key that differs."""
+    for section in now:
+        for key, value in now[section].items():
+            before = saved.get(section, {}).get(key)
+            if before != value:
+                raise UserError(
+                    f"{section}.{key}: {value!r}, but the run in {folder} was started with {before!r}; set it back, or "
+                    "start another run with --run-dir"
+                )
+
+
+def restore_or_init(
+    config: Config, folder: Path, source: Source, model: ModelDef, target: TrainState, checkpoints: Checkpoints
+) -> TrainState:
+    """The newest checkpoint's state if the run directory has one and `checkpoint.resume` allows, else step 0."""
+    latest = checkpoints.latest()
+    if latest is not None and config.checkpoint.resume == "never":
+        raise UserError(f"checkpoint.resume: 'never', but {folder} holds a checkpoint of step {latest}; use another --run-dir")
+    if latest is None and config.checkpoint.resume == "must":
+        raise UserError(f"checkpoint.resume: 'must', but there is no checkpoint in {folder}; check --run-dir, or use auto")
+    if latest is not None:
+        check_identity(checkpoints.meta(latest), identity(config, source), folder)
+        return checkpoints.restore(latest, target)
+    optimizer = make_optimizer(config.optimizer, steps=config.train.steps)
+    return init_state(
+        model, optimizer, target.step.sharding.mesh, strategy=config.parallel.strategy,
+        min_shard_bytes=config.parallel.min_shard_bytes, seed=config.train.seed,
+    )  # fmt: skip
+
+
+def check_vocabulary(config: Config, source: Source) -> None:
+    """Raise `UserError` when the data holds ids that the model has no row for."""
+    if source.vocab > config.model.vocab:
+        raise UserError(
+            f"model.vocab: {config.model.vocab} is too small for {config.data.path!r}, whose ids need {source.vocab}"
+        )
+
+
+def build(config: Config, folder: Path, stack: ExitStack) -> Run:
+    """Load the data, lay out the state, write what is known before the first step."""
+    lead = jax.process_index() == 0
+    source = registry.load("jaxdist.data.sources", config.data.source, key="data.source")(config.data)
+    check_vocabulary(config, source)
+    mesh = make_mesh(**asdict(config.mesh))
+    precision = make_precision(config.precision.policy, config.precision.reduce_dtype)
+    model = make_model(config, precision, training=True)
+    optimizer = make_optimizer(config.optimizer, steps=config.train.steps)
+    parallel, sync = config.parallel, config.parallel.grad_sync
+    target = state_target(
+        model, optimizer, mesh, strategy=parallel.strategy, min_shard_bytes=parallel.min_shard_bytes
+    )
+    step = make_train_step(
+        model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
+        microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
+        algorithm=sync.algorithm, bucket_mb=sync.bucket_mb, seed=config.train.seed,
+    )  # fmt: skip
+    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
+    state = restore_or_init(config, folder, source, model, target, checkpoints)
+    first_step = int(jax.device_get(state.step))
+    console = stack.enter_context(
+        Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)
+    )
+    metrics = None
+    if lead:
+        resumed = first_step if checkpoints.latest() is not None else None
+        metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl", resume_step=resumed))
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        write_environment(folder / "env.json", run_environment(mesh))
+    baselines = {"bigram": bigram_bits(source.train, source.held_out, source.vocab)} if lead else {}
+    return Run(
+        config, folder, mesh, source, precision, model, target, step, state, first_step, checkpoints, console, metrics,
+        baselines,
+    )  # fmt: skip
+
+
+def run_environment(mesh: Mesh) -> dict[str, Any]:
+    """What env.json says."""
+    kinds = [device.device_kind for device in mesh.devices.flat]
+    return environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
+
+
+def describe(run: Run) -> dict[str, str]:
+    """The header on the console: what runs."""
+    config, info = run.config, run.source.info
+    model, parallel = resolve_model(config.model), config.parallel
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.model.shapes))
+    sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
+    device = run.mesh.devices.flat[0]
+    simulated = "simulated " if device.platform == "cpu" else ""
+    held_per_device = sum(
+        bytes_per_device(leaf, leaf.sharding.spec, run.mesh) for leaf in jax.tree.leaves(run.target)
+    )
+    rows = {
+        "run": str(run.folder),
+        "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, {count:,} parameters",
+        "data": f"{info['name']}: {info['train']:,} {info['unit']} to train on in {info['files']} files, "
+        f"{info['held_out']:,} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
+        "mesh": f"{sizes} ({run.mesh.size} {simulated}{device.device_kind} devices, {jax.process_count()} processes)",
+        "parallel": f"{parallel.strategy}, {parallel.schedule}, {parallel.microbatches} microbatches, "
+        f"{parallel.grad_sync.algorithm} reductions, {config.precision.policy}",
+        "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",
+    }
+    if not math.isnan(run.baselines.get("bigram", math.nan)):
+        rows["bigram"] = f"{run.baselines['bigram']:.3f} bits per {info['unit'][:-1]} on the held-out text: the mark to beat"
+    if run.first_step:
+        rows["resumed"] = f"after step {run.first_step}"
+    return rows

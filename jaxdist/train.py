@@ -1,0 +1,272 @@
+"""The training run behind `scripts/train.py`: loop, and leave a run directory that tells the whole story.
+
+The loop never waits for the device: batches are made ahead by a thread, metrics are read one step late.
+"""
+
+import math
+import time
+from contextlib import ExitStack, closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxdist.config import Config, to_yaml
+from jaxdist.data import Loader, prefetch
+from jaxdist.errors import UserError
+from jaxdist.evaluate import make_eval_step, make_sampler
+from jaxdist.mesh import batch_shards, sizes_of
+from jaxdist.observe import LayoutRow, read_metrics, write_report
+from jaxdist.optim import learning_rates
+from jaxdist.parallel.strategy import get_strategy
+from jaxdist.runtime.start import start
+from jaxdist.runtime.stop import STOPPED, StopSignal
+from jaxdist.session import Run, build, describe, identity, make_model, run_environment, strategy_options
+from jaxdist.specs import bytes_per_device, path_name, shard_count
+from jaxdist.state import specs_of_arrays
+
+DONE, FAILED = 0, 1
+
+
+class LateMetrics:
+    """Metrics of the step before: reading them never waits for the step that was just dispatched."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[int, dict[str, jax.Array]] | None = None
+
+    def push(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, float]] | None:
+        """Hand in a dispatched step's metrics; get the previous step's values, if one is waiting."""
+        for value in metrics.values():
+            value.copy_to_host_async()
+        ready = self.flush()
+        self._waiting = (step, metrics)
+        return ready
+
+    def flush(self) -> tuple[int, dict[str, float]] | None:
+        """The waiting step's values, after waiting for it."""
+        if self._waiting is None:
+            return None
+        (step, metrics), self._waiting = self._waiting, None
+        return step, {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+class Clock:
+    """Tokens per second between the moments at which steps were seen to be finished, evaluations left out."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens, self._mark = tokens_per_step, time.perf_counter()
+
+    def restart(self) -> None:
+        """Do not count the time since the last step."""
+        self._mark = time.perf_counter()
+
+    def rate(self) -> float:
+        """Tokens per second of the step that has just been seen."""
+        now, before = time.perf_counter(), self._mark
+        self._mark = now
+        return self._tokens / (now - before)
+
+
+class NonFinite(Exception):
+    """The loss is not finite: nothing after it is worth keeping."""
+
+
+class Recorder:
+    """Takes finished steps to console and metrics.jsonl."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._late = LateMetrics()
+        self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
+        self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
+
+    def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """A step was handed to the device: record the one before it."""
+        self._record(self._late.push(step, metrics), {})
+
+    def catch_up(self, evaluation: dict[str, float] | None = None) -> None:
+        """Wait for the last step and record it, with an evaluation made after it."""
+        self._record(self._late.flush(), evaluation or {})
+
+    def restart_clock(self) -> None:
+        """After a pause that was not training."""
+        self._clock.restart()
+
+    def _record(self, finished: tuple[int, dict[str, float]] | None, evaluation: dict[str, float]) -> None:
+        if finished is None:
+            return
+        step, metrics = finished
+        metrics |= {"tokens_per_s": self._clock.rate(), "lr": float(self._rates[step - 1])}
+        if self._run.metrics is not None:
+            self._run.metrics.write(step, metrics | evaluation)
+        self._run.console.step(step, metrics)
+        if evaluation:
+            self._run.console.evaluation(step, evaluation)
+        if not math.isfinite(metrics["loss"]):
+            raise NonFinite(f"the loss of step {step} is {metrics['loss']}; try a lower optimizer.lr, or precision=fp32")
+
+
+class Evaluator:
+    """Mean loss over the same held-out windows, every time."""
+
+    def __init__(self, run: Run) -> None:
+        config = run.config
+        self._loader = Loader(
+            run.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
+            sharding=run.sharding, shuffle=False, batches=config.train.eval_batches,
+        )  # fmt: skip
+        strategy = get_strategy(config.parallel.strategy, strategy_options(config, run.precision))
+        model = make_model(config, run.precision, training=False)
+        self._step = make_eval_step(model, run.mesh, specs_of_arrays(run.target.params), strategy)
+        self._unit = run.source.info["unit"]
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """{"eval/loss": nats a token, and for bytes "eval/bits_per_byte"}."""
+        parts = [self._step(params, self._loader.batch(i)) for i in range(self._loader.batches or 0)]
+        loss, weight = np.sum(jax.device_get(parts), axis=0, dtype=np.float64)
+        bits = {"eval/bits_per_byte": loss / weight / math.log(2)} if self._unit == "bytes" else {}
+        return {"eval/loss": loss / weight, **bits}
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something done every `every` steps (0 = never) and after the last one is due after `step`."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def loop(run: Run) -> tuple[int, bool]:
+    """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
+    config, last = run.config, run.config.train.steps
+    loader = Loader(
+        run.source.train, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
+        sharding=run.sharding,
+    )  # fmt: skip
+    evaluate = Evaluator(run) if config.train.eval_every else None
+    meta = identity(config, run.source)
+    recorder = Recorder(run)
+    step, stopped = run.first_step, False
+    with StopSignal() as stop, closing(prefetch(loader.batch, step, last)) as batches:
+        for batch in batches:
+            with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device: an error, not a slow run
+                run.state, metrics = run.step(run.state, batch)
+                step += 1
+                recorder.dispatched(step, metrics)
+            stopped = stop.requested(step) and step < last
+            evaluating = evaluate is not None and due(step, config.train.eval_every, last)
+            saving = due(step, config.checkpoint.every, last) or step == last or stopped
+            if evaluating or saving:
+                # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
+                recorder.catch_up(evaluate(run.state.params) if evaluate is not None and evaluating else None)
+            if saving:
+                run.checkpoints.save(step, run.state, meta)
+            if evaluating or saving:
+                recorder.restart_clock()
+            if stopped:
+                break
+    return step, not stopped
+
+
+def sample_text(run: Run) -> str:
+    """Text that the model writes after the prompt, one sample a batch shard. Needs a source of bytes."""
+    config, rows, length = run.config, batch_shards(run.mesh), run.config.data.seq_len
+    prompt = np.frombuffer(config.train.sample_prompt.encode()[: length - 1] or b"\n", np.uint8)
+    stop = min(length, len(prompt) + config.train.sample_tokens)
+    tokens = np.zeros((rows, length), np.int32)
+    tokens[:, : len(prompt)] = prompt
+    strategy = get_strategy(config.parallel.strategy, strategy_options(config, run.precision))
+    model = make_model(config, run.precision, training=False)
+    sampler = make_sampler(model, run.mesh, specs_of_arrays(run.target.params), strategy)
+    global_tokens = jax.make_array_from_callback(tokens.shape, run.sharding, lambda index: tokens[index])
+    drawn = sampler(run.state.params, global_tokens, len(prompt), stop, jax.random.key(config.train.seed))
+    whole = multihost_utils.process_allgather(drawn, tiled=True)
+    return "\n\n".join(bytes(row[:stop].astype(np.uint8)).decode("utf-8", "replace") for row in np.asarray(whole))
+
+
+def layout_rows(run: Run) -> list[LayoutRow]:
+    """The sharding table of the parameters."""
+    return [
+        LayoutRow(
+            path_name(path), leaf.shape, str(leaf.dtype), str(leaf.sharding.spec),
+            shard_count(leaf.sharding.spec, run.mesh), bytes_per_device(leaf, leaf.sharding.spec, run.mesh),
+            math.prod(leaf.shape) * leaf.dtype.itemsize,
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(run.target.params)
+    ]  # fmt: skip
+
+
+def report(run: Run, samples: str) -> None:
+    """Write report.html from the run directory."""
+    config = run.config
+    write_report(
+        run.folder / "report.html",
+        title=run.folder.name,
+        config_yaml=to_yaml(config),
+        environment=run_environment(run.mesh),
+        metrics=read_metrics(run.folder / "metrics.jsonl"),
+        layout=layout_rows(run),
+        mesh_axes=sizes_of(run.mesh),
+        devices=[device.device_kind for device in run.mesh.devices.flat],
+        baselines=run.baselines,
+        samples=samples,
+        data_info={**run.source.info, "tokens_per_step": config.data.global_batch * config.data.seq_len},
+    )
+
+
+def finish(run: Run, samples: str) -> None:
+    """After the last step: what the run directory and the reader get. Process 0 only."""
+    if samples:
+        (run.folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
+        run.console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
+    if run.config.observe.report:
+        report(run, samples)
+    evaluations = [record for record in read_metrics(run.folder / "metrics.jsonl") if "eval/bits_per_byte" in record]
+    if evaluations and "bigram" in run.baselines:
+        bits, bigram = evaluations[-1]["eval/bits_per_byte"], run.baselines["bigram"]
+        verdict = "below" if bits < bigram else "NOT below"
+        run.console.line(f"held-out text: {bits:.3f} bits per byte, {verdict} the bigram model's {bigram:.3f}")
+    run.console.line(f"run directory: {run.folder}")
+
+
+def run_directory(given: str | None, config_path: str) -> Path:
+    """The folder of a run: the one given, or a new one under runs/ called after the configuration and the time."""
+    name = f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(given) if given is not None else Path("runs") / name
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--run-dir: {given} is a file; give a folder, new or of a run to resume")
+    return folder
+
+
+def agree_on(folder: Path) -> Path:
+    """Process 0's folder on every process: they may have been started in different seconds."""
+    if jax.process_count() == 1:
+        return folder
+    name = np.zeros(4096, np.uint8)
+    encoded = str(folder).encode()
+    name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return Path(bytes(np.asarray(multihost_utils.broadcast_one_to_all(name))).rstrip(b"\0").decode())
+
+
+def train(config: Config, folder: Path) -> int:
+    """Train as `config` says into `folder`, resuming what is there. Returns the exit status: 0 done, 75 stopped and
+    resumable, 1 failed. Raises `UserError` for what the user can mend."""
+    config = start(config)
+    folder = agree_on(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        run = build(config, folder, stack)
+        run.console.header(describe(run))
+        try:
+            step, complete = loop(run)
+        except NonFinite as error:
+            run.console.line(f"failed: {error}")
+            return FAILED
+        samples = ""
+        if complete and config.train.sample_tokens and run.source.info["unit"] == "bytes":
+            samples = sample_text(run)
+        if jax.process_index() == 0:
+            if not complete:
+                run.console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on from there")
+            finish(run, samples)
+    return DONE if complete else STOPPED

@@ -1,0 +1,28 @@
+"""Train: python scripts/train.py --config FILE [section.key=value ...] [--run-dir DIR]"""
+
+import argparse
+import sys
+
+from jaxdist.config import load_config
+from jaxdist.errors import UserError
+
+
+def main() -> int:
+    """Exit status: 0 done, 2 the configuration is wrong, 75 stopped but resumable, 1 anything else."""
+    parser = argparse.ArgumentParser(description="Train a model as a YAML configuration says.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; every key is in docs/config.md")
+    parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept; one that exists is resumed")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of the file")
+    arguments = parser.parse_intermixed_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        from jaxdist.train import run_directory, train  # imports jax: only for a configuration that holds
+
+        return train(config, run_directory(arguments.run_dir, arguments.config))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

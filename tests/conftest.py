@@ -1,0 +1,13 @@
+"""Eight simulated CPU devices, strict dtype promotion, warnings are errors (see pyproject.toml)."""
+
+import os
+
+# The lowest LLVM effort halves the suite's time, most of which is compilation; what is compiled is the same program.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+).strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,0 +1,84 @@
+"""A GPT written apart from jaxdist, on one device: no shard_map, no psum, no modules. What every layout must agree with."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+PyTree = Any
+
+
+def norm(x: jax.Array, params: PyTree, *, eps: float, centre: bool) -> jax.Array:
+    if centre:
+        x = x - x.mean(-1, keepdims=True)
+    x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * params["scale"]
+    return x + params["bias"] if "bias" in params else x
+
+
+def rotate(x: jax.Array, theta: float) -> jax.Array:
+    length, width = x.shape[1], x.shape[-1]
+    angle = np.arange(length)[:, None] / theta ** (np.arange(0, width, 2) / width)
+    turn = jnp.asarray(np.exp(1j * angle))[None, :, None, :]
+    pair = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * turn.astype(jnp.result_type(x.dtype, jnp.complex64))
+    return jnp.concatenate([pair.real, pair.imag], -1).astype(x.dtype)
+
+
+def linear(x: jax.Array, params: PyTree) -> jax.Array:
+    kernel = params["kernel"].reshape(params["kernel"].shape[0], -1)
+    y = x @ kernel
+    return y + params["bias"].reshape(-1) if "bias" in params else y
+
+
+def attention(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
+    batch, length, width = x.shape
+    kv, group = config.kv_heads, config.heads // config.kv_heads
+    qkv = linear(x, params["qkv"]["linear"]).reshape(batch, length, kv, group + 2, width // config.heads)
+    q = qkv[..., :group, :].reshape(batch, length, config.heads, -1)
+    k, v = (jnp.repeat(qkv[..., group + i, :], group, axis=2) for i in range(2))
+    if config.positions == "rope":
+        q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
+    scores = jnp.einsum("bqhk,bthk->bhqt", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
+    scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf)
+    mixed = jnp.einsum("bhqt,bthk->bqhk", jax.nn.softmax(scores), v)
+    return linear(mixed.reshape(batch, length, width), params["out"])
+
+
+def mlp(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
+    hidden = linear(x, params["up"])
+    if config.mlp == "swiglu":
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        hidden = gate * jax.nn.sigmoid(gate) * up
+    else:
+        hidden = jax.nn.gelu(hidden, approximate=True)
+    return linear(hidden, params["down"])
+
+
+def loss(params: PyTree, batch: PyTree, config: Any) -> jax.Array:
+    """Mean cross-entropy over the weights of the whole batch. `config` is a resolved ModelConfig."""
+    embed, head = params["embed"], params["head"]
+    options = {"eps": config.norm_eps, "centre": config.norm == "layernorm"}
+    h = embed["tokens"]["table"][batch["inputs"]]
+    if config.positions == "learned":
+        h = h + embed["positions"]["table"][: h.shape[1]]
+    for layer in range(config.layers):
+        block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+        h = h + attention(norm(h, block["norm1"], **options), block["attention"], config)
+        h = h + mlp(norm(h, block["norm2"], **options), block["mlp"], config)
+    table = (embed["tokens"] if config.tied else head["projection"])["table"]
+    logits = norm(h, head["norm"], **options) @ table.T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    weights = batch["weights"].astype(losses.dtype)
+    return (losses * weights).sum() / weights.sum()
+
+
+def error(got: PyTree, want: PyTree) -> float:
+    """The largest norm-wise relative error over the leaves."""
+
+    def one(got: Any, want: Any) -> float:
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert got.shape == want.shape, (got.shape, want.shape)
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    return max(jax.tree.leaves(jax.tree.map(one, jax.device_get(got), jax.device_get(want))))

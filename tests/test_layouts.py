@@ -1,0 +1,173 @@
+"""Every layout trains like one device: gradients and parameters in float64 to 1e-10, losses and gradients in fp32 to 1e-5."""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxdist.config import ModelConfig, resolve_model
+from jaxdist.init import state_target
+from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.precision import POLICIES
+from jaxdist.specs import BATCH_SPEC
+from jaxdist.state import place_params
+from jaxdist.step import make_train_step
+
+SEQ, VOCAB = 8, 48
+POWERS = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
+ODD = [(3, 1, 1), (1, 3, 1), (1, 1, 3), (2, 3, 1), (1, 2, 3), (3, 1, 2), (7, 1, 1), (1, 5, 1)]
+
+
+class Case(NamedTuple):
+    style: str
+    tied: bool
+    strategy: str
+    microbatches: int
+    mesh: tuple[int, int, int]  # data, fsdp, tensor
+    algorithm: str = "native"
+    remat: str = "none"
+
+    def __str__(self) -> str:
+        return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:]))
+
+
+EVERY = [
+    Case(*options, mesh)
+    for mesh in POWERS
+    for options in itertools.product(("gpt2", "llama"), (True, False), ("ddp", "zero3"), (1, 4))
+]
+# Every mesh under both strategies, styles, tyings and accumulations in turn: all pairs occur, each mesh twice.
+TURNS = list(itertools.product(("gpt2", "llama"), (True, False), (1, 4)))
+EVERYDAY = [
+    Case(*TURNS[(3 * i + 5 * s) % 8][:2], strategy, TURNS[(3 * i + 5 * s) % 8][2], mesh)
+    for i, mesh in enumerate(POWERS)
+    for s, strategy in enumerate(("ddp", "zero3"))
+]
+EXTRA = [
+    *(Case(("gpt2", "llama")[i % 2], i % 3 == 0, ("ddp", "zero3")[i % 2 ^ i // 4], 1 + 3 * (i % 2), mesh) for i, mesh in enumerate(ODD)),
+    Case("gpt2", True, "ddp", 4, (2, 2, 2), "ring"),
+    Case("llama", False, "zero3", 4, (2, 4, 1), "ring"),
+    Case("gpt2", True, "zero3", 1, (3, 2, 1), "ring"),
+    Case("llama", True, "zero3", 1, (1, 4, 2), "native", "full"),
+    Case("gpt2", False, "ddp", 4, (2, 1, 4), "native", "full"),
+]  # fmt: skip
+
+
+def model_config(case: Case) -> ModelConfig:
+    odd = any(size % 2 and size > 1 for size in case.mesh)
+    heads, width = (12, 48) if odd else (16, 32)
+    return resolve_model(
+        ModelConfig(
+            style=case.style, tied=case.tied, layers=2, width=width, heads=heads, vocab=VOCAB, mlp_width=width * 2,
+            kv_heads=heads // 2 if case.style == "llama" else None,
+        )
+    )  # fmt: skip
+
+
+def batch_size(case: Case) -> int:
+    return 32 if case.mesh[0] * case.mesh[1] in (1, 2, 4, 8) else 4 * case.mesh[0] * case.mesh[1]
+
+
+def make_batch(size: int, step: int) -> dict[str, np.ndarray]:
+    """Ragged masks: the share of counted tokens grows along the batch, and one row counts none."""
+    rng = np.random.default_rng(step)
+    ids = rng.integers(0, VOCAB, (size, SEQ + 1)).astype(np.int32)
+    weights = (rng.random((size, SEQ)) < np.linspace(0.02, 1, size)[:, None]).astype(np.float32)
+    weights[size // 2] = 0
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, eps=1e-6))
+
+
+class Reference(NamedTuple):
+    losses: list[float]
+    grads: list[Any]
+    params: Any
+
+
+@functools.cache
+def initial(config: ModelConfig, policy: str) -> Any:
+    model = gpt(config, max_length=SEQ, param_dtype=POLICIES[policy].param)
+    return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+
+
+@functools.cache
+def reference(config: ModelConfig, size: int, policy: str) -> Reference:
+    """Three steps on one device, with the oracle's loss and plain optax."""
+    params, tx = initial(config, policy), optimizer()
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            loss, grads = jax.value_and_grad(functools.partial(oracle.loss, config=config))(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+        return loss, grads, optax.apply_updates(params, updates), opt_state
+
+    losses, all_grads, opt_state = [], [], jax.jit(tx.init)(params)
+    for i in range(3):
+        loss, grads, params, opt_state = step(params, opt_state, make_batch(size, i))
+        losses.append(float(loss))
+        all_grads.append(jax.device_get(grads))
+    return Reference(losses, all_grads, jax.device_get(params))
+
+
+def run(case: Case, policy: str, steps: int) -> Reference:
+    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])
+    model = gpt(model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param)
+    tx = optimizer()
+    target = state_target(model, tx, mesh, strategy=case.strategy)
+    state = place_params(initial(model_config(case), policy), tx, target)
+    step = make_train_step(
+        model, tx, mesh, strategy=case.strategy, microbatches=case.microbatches, precision=policy,
+        algorithm=case.algorithm, remat=case.remat, return_grads=True,
+    )  # fmt: skip
+    losses, grads = [], []
+    for i in range(steps):
+        batch = jax.device_put(make_batch(batch_size(case), i), NamedSharding(mesh, BATCH_SPEC))
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        grads.append(jax.device_get(metrics["grads"]))
+    return Reference(losses, grads, jax.device_get(state.params))
+
+
+def check(case: Case) -> None:
+    with jax.enable_x64(True):
+        want = reference(model_config(case), batch_size(case), "fp64")
+        got = run(case, "fp64", 3)
+        assert max(abs(a - b) / b for a, b in zip(got.losses, want.losses, strict=True)) < 1e-10
+        for step in range(3):
+            assert oracle.error(got.grads[step], want.grads[step]) < 1e-10
+        assert oracle.error(got.params, want.params) < 1e-10
+        narrow = run(case, "fp32", 1)
+        wide_params_grads = want.grads[0]
+    assert narrow.losses[0] == pytest.approx(want.losses[0], rel=1e-5)
+    assert jax.tree.leaves(narrow.grads[0])[0].dtype == jnp.float32
+    assert oracle.error(narrow.grads[0], wide_params_grads) < 1e-5
+
+
+@pytest.mark.parametrize("case", [*EVERYDAY, *EXTRA], ids=str)
+def test_layout_equals_one_device(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(set(EVERY) - set(EVERYDAY)), ids=str)
+def test_every_layout_equals_one_device(case: Case) -> None:
+    check(case)
+
+
+def test_everyday_cases_cover_every_pair_of_options() -> None:
+    columns = [(case.style, case.tied, case.strategy, case.microbatches) for case in EVERYDAY]
+    for i, j in itertools.combinations(range(4), 2):
+        assert len({(row[i], row[j]) for row in columns}) == 4
+    assert {case.mesh for case in EVERYDAY} == set(POWERS)
