@@ -75,7 +75,7 @@ def make_gradients(
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
             loss, weight, grads = schedule(program, diff, held, parts, seed=loss_scale, reduce_dtype=precision.reduce)
             grads = strategy.reduce(grads, specs)
-            loss, weight = lax.psum(to_varying((loss, weight), BATCH_LIKE), BATCH_LIKE)
+            loss, weight = lax.psum(to_varying(jnp.stack([loss, weight]), BATCH_LIKE), BATCH_LIKE)
             return loss, weight, stack(specs, grads)
 
         run = region_of(
@@ -142,7 +142,7 @@ def make_train_step(
             loss, weight, grads = gradients(state.params, batch, state.step)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            metrics = {"loss": loss / weight, "weight": weight, "grad_norm": optax.global_norm(grads)}
+            metrics = {"loss": loss / weight, "weight": weight, "grad_norm": optax.tree.norm(grads)}
             metrics |= {"grads": grads} if return_grads else {}
             return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 

@@ -3,8 +3,10 @@
 The loop never waits for the device: batches are made ahead by a thread, metrics are read one step late.
 """
 
+import functools
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
@@ -85,28 +87,29 @@ class Recorder:
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it."""
-        self._record(self._late.push(step, metrics), {})
+        self._record(self._late.push(step, metrics))
 
-    def catch_up(self, evaluation: dict[str, float] | None = None) -> None:
-        """Wait for the last step and record it, with an evaluation made after it."""
-        self._record(self._late.flush(), evaluation or {})
-
-    def restart_clock(self) -> None:
-        """After a pause that was not training."""
+    def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> None:
+        """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes."""
+        self._record(self._late.flush(), evaluate)
         self._clock.restart()
 
-    def _record(self, finished: tuple[int, dict[str, float]] | None, evaluation: dict[str, float]) -> None:
+    def _record(
+        self, finished: tuple[int, dict[str, float]] | None, evaluate: Callable[[], dict[str, float]] | None = None
+    ) -> None:
         if finished is None:
             return
-        step, metrics = finished
-        metrics |= {"tokens_per_s": self._clock.rate(), "lr": float(self._rates[step - 1])}
-        if self._run.metrics is not None:
-            self._run.metrics.write(step, metrics | evaluation)
+        step, values = finished
+        loss = values.pop("loss")
+        metrics = {"loss": loss, **values, "lr": float(self._rates[step - 1]), "tokens_per_s": self._clock.rate()}
         self._run.console.step(step, metrics)
+        evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._run.console.evaluation(step, evaluation)
-        if not math.isfinite(metrics["loss"]):
-            raise NonFinite(f"the loss of step {step} is {metrics['loss']}; try a lower optimizer.lr, or precision=fp32")
+        if self._run.metrics is not None:
+            self._run.metrics.write(step, metrics | evaluation)
+        if not math.isfinite(loss):
+            raise NonFinite(f"the loss of step {step} is {loss}; try a lower optimizer.lr, or precision=fp32")
 
 
 class Evaluator:
@@ -158,11 +161,9 @@ def loop(run: Run) -> tuple[int, bool]:
             saving = due(step, config.checkpoint.every, last) or step == last or stopped
             if evaluating or saving:
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
-                recorder.catch_up(evaluate(run.state.params) if evaluate is not None and evaluating else None)
+                recorder.catch_up(functools.partial(evaluate, run.state.params) if evaluate and evaluating else None)
             if saving:
                 run.checkpoints.save(step, run.state, meta)
-            if evaluating or saving:
-                recorder.restart_clock()
             if stopped:
                 break
     return step, not stopped

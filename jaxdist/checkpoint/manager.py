@@ -24,7 +24,9 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        # Handlers given up front: without them a manager that has not saved yet cannot tell what a checkpoint holds.
+        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -32,8 +34,6 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated."""
-        if step in self._manager.all_steps():
-            return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), meta=ocp.args.JsonSave(meta))
         saved = self._manager.save(step, args=items)
         assert saved, f"orbax declined to save step {step}"
@@ -52,8 +52,8 @@ class Checkpoints:
         return TrainState(**self._manager.restore(step, args=items)["state"])
 
     def _check(self, step: int, target: TrainState) -> None:
-        found = self._manager.item_metadata(step)["state"]
-        saved = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
+        found = self._manager.item_metadata(step)["state"].tree
+        saved = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
         asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target._asdict())}
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
@@ -68,8 +68,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for saves under way and raise what went wrong in them."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -166,7 +166,7 @@ class Loader:
         row in the global batch. Raises `IndexError` for a step outside a fixed set.
         """
         if step < 0 or (self.batches is not None and step >= self.batches):
-            raise IndexError(f"step {step}: batches are numbered from 0 to {(self.batches or math.inf) - 1}")
+            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
         sample = np.arange(self.global_batch)[rows]
         starts, counts = self.windows.starts(step * self.global_batch + sample)
         ids = self._views[starts]
@@ -193,14 +193,16 @@ class Loader:
             return read[start, stop][leaf]
 
         def whole(leaf: str, shape: tuple[int, ...]) -> jax.Array:
-            return jax.make_array_from_callback(shape, self.sharding, lambda index: rows_of(leaf, index))
+            dtype = np.float32 if leaf == "weights" else np.int32  # a process without rows could not tell
+            return jax.make_array_from_callback(shape, self.sharding, lambda index: rows_of(leaf, index), dtype=dtype)
 
         grid = (self.global_batch, self.seq_len)
         shapes = {"inputs": grid, "targets": grid, "weights": grid, "sample": grid[:1]}
-        return {leaf: whole(leaf, shape) for leaf, shape in shapes.items()}
+        with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
+            return {leaf: whole(leaf, shape) for leaf, shape in shapes.items()}
 
 
-def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Generator[T]:
+def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Generator[T, None, None]:
     """Yield make(start), ..., make(stop - 1), in order; a thread makes up to `depth` of them ahead of the consumer.
 
     An exception in `make` is raised here, at its place in the order, with its own traceback. Closing the generator (its

@@ -11,7 +11,7 @@ _CHUNK = 1 << 23  # n-grams counted at a time; bounds the working memory to abou
 
 
 def bigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int, *, smoothing: float = 0.1) -> float:
-    """Bits per token of `held_out` under p(b|a) = (count(ab) + smoothing) / (count(a) + smoothing V), counts of `train`.
+    """Bits per token of `held_out` under p(b|a) = (count(ab) + smoothing) / (count(a) + smoothing V), counted in train.
 
     The average is over all tokens of `held_out` but the first, which has no context; a language model's loss leaves it
     out too. Returns nan for V > 4096, where a table of counts is too large and, on most texts, too thin to mean much.
@@ -61,7 +61,7 @@ def _counts(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
 
 
 def _witten_bell(counts: np.ndarray, codes: np.ndarray, lower: np.ndarray, vocab: int) -> np.ndarray:
-    """p(last id | the others) of each n-gram in `codes`; `lower` is the same with the first id dropped, for all codes."""
+    """p(last id | the others) of each n-gram in `codes`; `lower` is that with the first id dropped, for all codes."""
     table = counts.reshape(-1, vocab)  # a row per context
     total, kinds = table.sum(axis=1), np.count_nonzero(table, axis=1)
     context = codes // vocab

@@ -8,13 +8,18 @@ import jax
 MODES = ("none", "full")
 
 
+# Values that only move, cast or broadcast others: cheaper to redo than to keep. Keeping one that was made from a gathered
+# parameter would keep the parameter (a norm's scale, broadcast to every position, is as large as an activation).
+CHEAP = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+
+
 def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     """Save every intermediate value except gathered parameters: they are gathered again (that is ZeRO-3, not ZeRO-2).
 
     Differentiation has inlined the forward rule of `gather_leaf` by the time a policy is asked, so the collective's own
     name is seen; a hand-written gather (ppermute) would need its name here.
     """
-    return prim.name != "all_gather"
+    return prim.name != "all_gather" and prim.name not in CHEAP
 
 
 def rematerialise(function: Callable[..., Any], mode: str, *, gathers: bool, in_scan: bool) -> Callable[..., Any]:

@@ -50,7 +50,9 @@ def text(config: DataConfig) -> Source:
         files, held_files = 1, 1
     else:
         chosen = held_out_files(names, config.held_out)
-        sides = [b"".join(contents[n] for n, held in zip(names, chosen, strict=True) if held == side) for side in (0, 1)]
+        sides = [
+            b"".join(contents[n] for n, c in zip(names, chosen, strict=True) if c == side) for side in (False, True)
+        ]
         train, held_out = (np.frombuffer(side, np.uint8) for side in sides)
         files, held_files = chosen.count(False), chosen.count(True)
     info = {

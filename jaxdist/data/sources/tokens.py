@@ -61,7 +61,7 @@ def _files(config: DataConfig) -> tuple[Path, Path | None]:
     path = Path(config.path).expanduser()
     train = path / "train.bin" if path.is_dir() else path
     if not train.exists():
-        hint = "the folder must hold it" if path.is_dir() else "give a file of token ids, or a folder that holds train.bin"
+        hint = "the folder must hold it" if path.is_dir() else "give a file of ids, or a folder that holds train.bin"
         raise UserError(f"data.path: {str(train)!r} does not exist; {hint}")
     if config.val_path is None:
         beside = train.with_name("val.bin")

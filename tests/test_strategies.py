@@ -1,0 +1,163 @@
+"""Contracts of every strategy in the folder: where parameters rest, what is communicated, in which dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import collectives
+
+from jaxdist import registry
+from jaxdist.config import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.init import init_state, state_target
+from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.parallel.strategy import StrategyOptions, get_strategy, place_sharded
+from jaxdist.precision import POLICIES
+from jaxdist.specs import BATCH_SPEC, bytes_per_device, spec_axes
+from jaxdist.step import make_train_step
+
+NAMES = registry.names("jaxdist.parallel.strategies")
+LAYERS = 3
+LLAMA = ModelConfig(style="llama", layers=LAYERS, width=16, heads=4, vocab=32, mlp_width=32)
+GPT2 = ModelConfig(style="gpt2", layers=LAYERS, width=16, heads=4, vocab=32)
+# Leaves of a Llama-style unit: norms of 16, and matrices.
+BLOCK, EMBED, HEAD = 6, 1, 2
+
+
+def batch(size: int = 16, length: int = 8) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(0, 32, (size, length + 1)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((size, length), np.float32)}
+
+
+def jaxpr_of(strategy: str, *, microbatches: int = 1, precision: str = "fp32", **sizes: int) -> Any:
+    mesh, tx = make_mesh(**sizes), optax.sgd(1.0)
+    model = gpt(LLAMA, max_length=8)
+    step = make_train_step(model, tx, mesh, strategy=strategy, microbatches=microbatches, precision=precision)
+    return step.jitted(state_target(model, tx, mesh, strategy=strategy)).trace(
+        state_target(model, tx, mesh, strategy=strategy), batch()
+    ).jaxpr
+
+
+def test_zero3_gathers_each_unit_forward_and_backward_and_reduces_it_once() -> None:
+    counts = collectives(jaxpr_of("zero3", fsdp=8), "fsdp")
+    leaves = LAYERS * BLOCK + EMBED + HEAD
+    assert counts.pop(("all_gather", "float32")) == 2 * leaves - EMBED  # the gradient of a look-up does not read the table
+    assert counts.pop(("reduce_scatter", "float32")) == leaves
+    # Loss and weight, together. Every parameter is a shard, so `finish` has nothing to add.
+    assert counts == {("psum", "float32"): 1}
+
+
+def test_zero3_reduces_once_a_microbatch() -> None:
+    counts = collectives(jaxpr_of("zero3", fsdp=4, microbatches=4), "fsdp")
+    assert counts["reduce_scatter", "float32"] == 4 * (LAYERS * BLOCK + EMBED + HEAD)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_ddp_reduces_once_a_step_in_two_buckets(microbatches: int) -> None:
+    counts = collectives(jaxpr_of("ddp", data=4, microbatches=microbatches), "data")
+    # Gradients of what `tensor` splits and of what it does not, which must not mix types; loss and weight.
+    assert counts == {("psum", "float32"): 3}
+
+
+def test_hybrid_sharding_reduces_shards_over_data() -> None:
+    jaxpr = jaxpr_of("zero3", data=2, fsdp=4)
+    assert collectives(jaxpr, "data") == {("psum", "float32"): 3}
+    assert collectives(jaxpr, "fsdp")["reduce_scatter", "float32"] == LAYERS * BLOCK + EMBED + HEAD
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
+    counts = collectives(jaxpr_of(name, precision="bf16", data=2, fsdp=4), "fsdp")
+    dtypes = {"all_gather": "bfloat16", "reduce_scatter": "float32", "psum": "float32"}
+    assert counts and all(dtypes[op] == dtype for op, dtype in counts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sizes", [{}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}], ids=str)
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
+    mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
+    model = gpt(config, max_length=8)
+    state = init_state(model, tx, mesh, strategy=name)
+    target = state_target(model, tx, mesh, strategy=name)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding == wanted.sharding
+        assert leaf.shape == wanted.shape
+    expected = sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(target))
+    for device in mesh.devices.flat:
+        held = [s.data.nbytes for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards if s.device == device]
+        assert sum(held) == expected
+    data = jax.device_put(batch(24 if sizes.get("fsdp") == 3 else 16), NamedSharding(mesh, BATCH_SPEC))
+    step = make_train_step(model, tx, mesh, strategy=name)
+    assert step.lower(state, data).compile().memory_analysis().alias_size_in_bytes == expected
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("zero")])
+def test_zero_shrinks_the_state_by_the_axis(name: str) -> None:
+    model, tx = gpt(LLAMA, max_length=8), optax.adamw(1e-3)
+
+    def held(**sizes: int) -> int:
+        mesh = make_mesh(**sizes)
+        target = state_target(model, tx, mesh, strategy=name)
+        return sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(target))
+
+    counters = 8  # TrainState.step and Adam's count, int32 each
+    assert held(fsdp=8) - counters == (held() - counters) // 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_compiles_after_the_first_step(name: str) -> None:
+    mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
+    model = gpt(GPT2, max_length=8)
+    state, step = init_state(model, tx, mesh, strategy=name), make_train_step(model, tx, mesh, strategy=name)
+    for _ in range(3):
+        state, _ = step(state, jax.device_put(batch(), NamedSharding(mesh, BATCH_SPEC)))
+    assert step.jitted(state)._cache_size() == 1
+
+
+def test_sharding_takes_the_largest_free_dim_and_leaves_the_stack_alone() -> None:
+    mesh = make_mesh(fsdp=4, tensor=2)
+
+    def place(shape: tuple[int, ...], *spec: Any, small: int = 0) -> P:
+        leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return place_sharded(leaf, P(*spec), mesh, min_shard_bytes=small)
+
+    assert place((8, 16), None, None) == P(None, "fsdp")
+    assert place((16, 8), "tensor", None) == P("tensor", "fsdp")
+    assert place((32, 6), "tensor", None) == P(("tensor", "fsdp"), None)  # 6 is not divisible by 4
+    assert place((8, 3), "pipe", None) == P("pipe", None)  # nothing fits: whole
+    assert place((7,), None) == P(None)
+    assert place((8, 16, 4), "pipe", None, None, small=257) == P("pipe", None, None)  # 256 bytes a block
+    assert place((8, 16, 4), "pipe", None, None, small=256) == P("pipe", "fsdp", None)
+
+
+def test_every_init_is_the_same_array() -> None:
+    model, tx = gpt(GPT2, max_length=8), optax.adamw(1e-3)
+    want = jax.device_get(init_state(model, tx, make_mesh(), strategy="ddp").params)
+    for name, sizes in (("zero3", {"fsdp": 8}), ("zero3", {"data": 2, "fsdp": 2, "tensor": 2}), ("ddp", {"tensor": 4})):
+        got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name).params)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_layer_specs_that_do_not_divide_are_named() -> None:
+    model, tx = gpt(LLAMA, max_length=8), optax.sgd(1.0)
+    with pytest.raises(UserError, match=r"blocks.*kernel: dim . of .* not divisible by tensor=3"):
+        init_state(model, tx, make_mesh(tensor=3), strategy="ddp")
+
+
+def test_unknown_strategy_lists_the_folder() -> None:
+    with pytest.raises(UserError, match="'zero33' is not known; allowed: ddp, zero3.*did you mean 'zero3'"):
+        get_strategy("zero33", StrategyOptions(POLICIES["fp32"]))
+
+
+def test_optimizer_state_rests_like_its_parameter() -> None:
+    mesh, tx = make_mesh(fsdp=8), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    target = state_target(gpt(LLAMA, max_length=8), tx, mesh, strategy="zero3")
+    sharded = [leaf for leaf in jax.tree.leaves(target.opt_state) if "fsdp" in spec_axes(leaf.sharding.spec)]
+    assert len(sharded) == 2 * len(jax.tree.leaves(target.params))
