@@ -8,12 +8,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import to_varying
+from jaxdist.collectives import psum, to_varying
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import make_logits, make_program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import BATCH_SPEC
+from jaxdist.specs import batch_spec
 
 PyTree = Any
 
@@ -29,9 +29,9 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
 
     def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         batch = to_varying({**batch, "keys": _unused_keys(batch["inputs"].shape[0])}, BATCH_LIKE)
-        return lax.psum(to_varying(program.loss(*strategy.begin(params, specs), batch), BATCH_LIKE), BATCH_LIKE)
+        return psum(to_varying(program.loss(*strategy.begin(params, specs), batch), BATCH_LIKE), BATCH_LIKE)
 
-    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P())))
+    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))
 
 
 def make_sampler(
@@ -47,10 +47,10 @@ def make_sampler(
 
     def region(params: PyTree, tokens: jax.Array, position: jax.Array) -> jax.Array:
         batch = to_varying({"inputs": tokens, "keys": _unused_keys(tokens.shape[0])}, BATCH_LIKE)
-        logits = logits_of(params, batch, position)
-        return lax.psum(logits, ("pipe", "context"))  # both of size 1: only the type changes
+        return logits_of(params, batch, position)
 
-    forward = jax.shard_map(region, mesh=mesh, in_specs=(specs, BATCH_SPEC, P()), out_specs=BATCH_SPEC)
+    rows = batch_spec(mesh)
+    forward = jax.shard_map(region, mesh=mesh, in_specs=(specs, rows, P()), out_specs=rows)
 
     def sample(params: PyTree, tokens: jax.Array, start: jax.Array, stop: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
 from jaxdist.precision import POLICIES
-from jaxdist.specs import check_divisible
+from jaxdist.specs import check_divisible, map_specs, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, place_params
 
 PyTree = Any
@@ -38,7 +38,8 @@ def state_target(
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))
-    return abstract_state(shapes, placing.place(shapes, specs, mesh), optimizer, mesh)
+    resting = map_specs(lambda spec: without_idle(spec, mesh), placing.place(shapes, specs, mesh))
+    return abstract_state(shapes, resting, optimizer, mesh)
 
 
 def init_state(

@@ -33,9 +33,20 @@ def dim_of(spec: P, axis: str) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if axis in entry_axes(entry)), None)
 
 
+def batch_spec(mesh: Mesh) -> P:
+    """How batches are split on this mesh: `BATCH_SPEC` without the axes that are off."""
+    return without_idle(BATCH_SPEC, mesh)
+
+
 def claimed_axes(spec: P) -> tuple[str, ...]:
     """Batch-like axes over which a leaf with this spec is a copy: its gradient must be summed over exactly these."""
     return tuple(axis for axis in BATCH_LIKE if axis not in spec_axes(spec))
+
+
+def without_idle(spec: P, mesh: Mesh) -> P:
+    """The spec without the axes of size 1: the same layout, but nothing is typed varying over an axis that is off."""
+    entries = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec]
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:

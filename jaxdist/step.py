@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
-from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
+from jaxdist.collectives import claim_replicated, psum, rank, stack, stacked_specs, to_varying
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards
 from jaxdist.nn import ModelDef
@@ -25,7 +24,7 @@ from jaxdist.parallel.program import make_program
 from jaxdist.parallel.schedule import Program, Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.precision import POLICIES, Precision
-from jaxdist.specs import BATCH_SPEC
+from jaxdist.specs import batch_spec
 from jaxdist.state import TrainState, shardings_of, specs_of_arrays
 
 PyTree = Any
@@ -51,7 +50,7 @@ def split_microbatches(batch: PyTree, count: int) -> PyTree:
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch), in every layout."""
     key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, lax.axis_index(BATCH_AXES) * rows + jnp.arange(rows, dtype=jnp.int32))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rank(BATCH_AXES) * rows + jnp.arange(rows, dtype=jnp.int32))
 
 
 def make_gradients(
@@ -75,11 +74,11 @@ def make_gradients(
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
             loss, weight, grads = schedule(program, diff, held, parts, seed=loss_scale, reduce_dtype=precision.reduce)
             grads = strategy.reduce(grads, specs)
-            loss, weight = lax.psum(to_varying(jnp.stack([loss, weight]), BATCH_LIKE), BATCH_LIKE)
+            loss, weight = psum(to_varying(jnp.stack([loss, weight]), BATCH_LIKE), BATCH_LIKE)
             return loss, weight, stack(specs, grads)
 
         run = region_of(
-            region, mesh=mesh, in_specs=(specs, BATCH_SPEC, P()), out_specs=(P(), P(), stacked_specs(specs))
+            region, mesh=mesh, in_specs=(specs, batch_spec(mesh), P()), out_specs=(P(), P(), stacked_specs(specs, mesh))
         )
         loss, weight, grads = run(params, batch, step)
         grads = claim_replicated(grads, specs, mesh)

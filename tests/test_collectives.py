@@ -27,7 +27,7 @@ from jaxdist.collectives import (
 from jaxdist.collectives.buckets import plan_buckets
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, make_mesh
-from jaxdist.specs import BATCH_SPEC
+from jaxdist.specs import batch_spec
 
 NAMES = registry.names("jaxdist.collectives.algorithms")
 GROUPS = [{"data": 1}, {"data": 2}, {"data": 3}, {"data": 4}, {"data": 8}, {"data": 2, "fsdp": 3}, {"data": 4, "fsdp": 2}]
@@ -37,11 +37,11 @@ def on_every_device(function: Any, x: np.ndarray, **sizes: int) -> np.ndarray:
     """x [devices, ...]: row i goes to device i; the results come back stacked the same way."""
     mesh = make_mesh(**sizes)
 
-    # Axes of size 1 that the result is typed varying over are dropped by a psum of one.
-    def checked(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(to_varying(function(x[0]), BATCH_LIKE), ("pipe", "context"))[None]
+    def region(x: jax.Array) -> jax.Array:
+        return to_varying(function(x[0]), BATCH_LIKE)[None]
 
-    return np.asarray(jax.jit(jax.shard_map(checked, mesh=mesh, in_specs=BATCH_SPEC, out_specs=BATCH_SPEC))(x))
+    rows = batch_spec(mesh)
+    return np.asarray(jax.jit(jax.shard_map(region, mesh=mesh, in_specs=rows, out_specs=rows))(x))
 
 
 def devices(sizes: dict[str, int]) -> int:
@@ -88,7 +88,7 @@ def test_ring_takes_the_rounds_its_cost_says(sizes: dict[str, int]) -> None:
     def region(x: jax.Array) -> jax.Array:
         return stack(specs, all_reduce(x, ("data", "fsdp"), algorithm="ring"))
 
-    run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=stacked_specs(specs))
+    run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=stacked_specs(specs, mesh))
     counts = primitive_counts(jax.make_jaxpr(run)(jnp.zeros(8 * n)))
     cost = get_algorithm("ring").cost("all_reduce", 32 * n, n)
     assert counts["ppermute"] == cost.rounds == 2 * (n - 1)
@@ -118,7 +118,7 @@ def test_a_ring_result_leaves_through_the_claim_only() -> None:
     with pytest.raises(ValueError, match="out_specs"):
         jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=specs)(tree)
     run = jax.shard_map(
-        lambda tree: stack(specs, region(tree)), mesh=mesh, in_specs=(specs,), out_specs=stacked_specs(specs)
+        lambda tree: stack(specs, region(tree)), mesh=mesh, in_specs=(specs,), out_specs=stacked_specs(specs, mesh)
     )
     got = jax.jit(lambda tree: claim_replicated(run(tree), specs, mesh))(tree)
     jax.tree.map(lambda got, want: np.testing.assert_array_equal(got, 4 * want), got, tree)

@@ -3,8 +3,8 @@
 from jaxdist.collectives.algorithm import Algorithm, Cost
 from jaxdist.collectives.buckets import in_buckets
 from jaxdist.collectives.claim import claim_replicated, stack, stacked_specs
-from jaxdist.collectives.operations import active_axes, all_gather, all_reduce, get_algorithm, reduce_scatter
-from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
+from jaxdist.collectives.operations import all_gather, all_reduce, get_algorithm, reduce_scatter
+from jaxdist.collectives.varying import active_axes, pmax, psum, rank, to_varying, varying_axes, zeros_varying_like
 
 __all__ = [
     "Algorithm",
@@ -15,6 +15,9 @@ __all__ = [
     "claim_replicated",
     "get_algorithm",
     "in_buckets",
+    "pmax",
+    "psum",
+    "rank",
     "reduce_scatter",
     "stack",
     "stacked_specs",

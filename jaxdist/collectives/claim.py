@@ -8,7 +8,7 @@ communication and no autodiff in this region, hence nothing that the switched-of
     def body(w, x):                                    # checked
         g = jax.grad(loss)(to_varying(w, BATCH_LIKE), x)
         return stack(specs, all_reduce(g, ("data", "fsdp"), algorithm="ring"))
-    g = jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=stacked_specs(specs))(w, x)
+    g = jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=stacked_specs(specs, mesh))(w, x)
     g = claim_replicated(g, specs, mesh)               # unchecked, trivial
 """
 
@@ -19,14 +19,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives.varying import to_varying
-from jaxdist.specs import claimed_axes, map_specs
+from jaxdist.specs import claimed_axes, map_specs, without_idle
 
 PyTree = Any
 
 
-def stacked_specs(specs: PyTree) -> PyTree:
+def stacked_specs(specs: PyTree, mesh: Mesh) -> PyTree:
     """Specs of the stacked values: a leading dim over the axes that each leaf is a copy over."""
-    return map_specs(lambda spec: P(claimed_axes(spec) or None, *spec), specs)
+    return map_specs(lambda spec: without_idle(P(claimed_axes(spec) or None, *spec), mesh), specs)
 
 
 def stack(specs: PyTree, tree: PyTree) -> PyTree:
@@ -39,7 +39,7 @@ def claim_replicated(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.shard_map(
         lambda stacked: jax.tree.map(lambda leaf: leaf[0], stacked),
         mesh=mesh,
-        in_specs=(stacked_specs(specs),),
+        in_specs=(stacked_specs(specs, mesh),),
         out_specs=specs,
         check_vma=False,
     )(tree)

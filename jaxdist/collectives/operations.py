@@ -7,6 +7,7 @@ from jax import lax
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import Algorithm
+from jaxdist.collectives.varying import active_axes
 from jaxdist.errors import UserError
 
 PyTree = Any
@@ -17,19 +18,6 @@ ALGORITHMS = "jaxdist.collectives.algorithms"
 def get_algorithm(name: str) -> Algorithm:
     """The `Algorithm` in `collectives/algorithms/<name>.py`, or at a dotted path."""
     return registry.load(ALGORITHMS, name, key="parallel.grad_sync.algorithm")
-
-
-def active_axes(axis: Axes) -> tuple[str, ...]:
-    """The axes with more than one device, in mesh order. Inside `shard_map` only.
-
-    The order matters: `ppermute` over axes that are not in mesh order is silently wrong on jax 0.10.
-    """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    known = jax.sharding.get_abstract_mesh().axis_names
-    for name in axes:
-        if name not in known:
-            raise UserError(f"axis={name!r}: not an axis of the mesh; allowed: {', '.join(map(str, known))}")
-    return tuple(name for name in known if name in axes and lax.axis_size(name) > 1)
 
 
 def all_reduce(x: PyTree, axis: Axes, *, algorithm: str = "native") -> PyTree:

@@ -6,7 +6,8 @@ folded in, and for activations split by heads the global head. Legend: B batch, 
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from jaxdist.collectives import rank
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -26,7 +27,7 @@ def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) ->
     if not rate:
         return x
     local = x.shape[1]
-    heads = lax.axis_index("tensor") * local + jnp.arange(local, dtype=jnp.int32)
+    heads = rank("tensor") * local + jnp.arange(local, dtype=jnp.int32)
 
     def mask(key: jax.Array, head: jax.Array) -> jax.Array:
         return jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, site), head), 1 - rate, x.shape[2:])

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxdist.collectives import active_axes, pmax, psum, rank
 from jaxdist.nn.param import normal
 from jaxdist.precision import accumulation_dtype
 
 
 def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
     """Ids counted from this device's first row, clipped into range, and whether they were in range."""
-    local = ids - lax.axis_index("tensor") * local_vocab
+    local = ids - rank("tensor") * local_vocab
     here = (local >= 0) & (local < local_vocab)
     return jnp.clip(local, 0, local_vocab - 1), here
 
@@ -28,7 +29,7 @@ class VocabEmbed(nnx.Module):
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         table = self.table[...]
         local, here = _local_ids(ids_BS, table.shape[0])
-        return lax.psum(jnp.where(here[..., None], table[local], jnp.zeros((), table.dtype)), "tensor")
+        return psum(jnp.where(here[..., None], table[local], jnp.zeros((), table.dtype)), "tensor")
 
 
 class PositionEmbed(nnx.Module):
@@ -55,14 +56,16 @@ def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
 
 def whole_vocab(logits_BSV: jax.Array) -> jax.Array:
     """Logits of the whole vocabulary [B, S, V] on every device of `tensor`, from [B, S, V_t]: for sampling, not training."""
+    if not active_axes("tensor"):
+        return logits_BSV
     return lax.all_gather(logits_BSV, "tensor", axis=logits_BSV.ndim - 1, tiled=True, to="invarying")
 
 
 def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     """Loss of each token in nats, [B, S], from logits [B, S, V_t]: three reductions of [B, S] over `tensor`."""
-    peak = lax.pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
-    total = lax.psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
+    peak = pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
+    total = psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
     local, here = _local_ids(targets_BS, logits_BSV.shape[-1])
     mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
-    target = lax.psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
+    target = psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
     return jnp.log(total) + peak - target

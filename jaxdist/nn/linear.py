@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from jaxdist.collectives import psum
 from jaxdist.nn.param import normal, zeros
 
 
@@ -40,5 +40,5 @@ class RowParallelLinear(nnx.Module):
         self.bias = zeros((out_features,), (None,)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = lax.psum(x @ self.kernel[...], "tensor")
+        y = psum(x @ self.kernel[...], "tensor")
         return y if self.bias is None else y + self.bias[...]  # after the psum: once, not once a device

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.collectives import rank
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
@@ -58,7 +59,7 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: s
 
     def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
         count = jax.tree.leaves(diff["blocks"])[0].shape[0]  # of this stage
-        layers = 1 + lax.axis_index("pipe") * count + jnp.arange(count, dtype=jnp.int32)
+        layers = 1 + rank("pipe") * count + jnp.arange(count, dtype=jnp.int32)
 
         def body(h: jax.Array, unit: PyTree) -> tuple[jax.Array, None]:
             diff, held, layer = unit

@@ -1,7 +1,11 @@
 """From a configuration to running devices: platform and simulated devices, joining a multi-process job, the true mesh."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+import socket
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,13 +15,19 @@ from jaxdist.config import Config, DevicesConfig, check_layout, resolve_mesh
 from jaxdist.errors import UserError
 from jaxdist.precision import enable_x64
 
+INITIALIZATION_S = 300  # until all processes have joined
+HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
+LOOPBACK = ("127.0.0.1", "localhost")
+
 
 class Job(NamedTuple):
-    """A multi-process job as the environment describes it. coordinator: "host:port". detect: let JAX find out (SLURM, MPI)."""
+    """A multi-process job as the environment describes it. coordinator: "host:port". detect: let JAX find out (SLURM, MPI).
+    gpus: indices of this process's GPUs, () for all that it sees, None for what JAX_LOCAL_DEVICE_IDS says."""
 
     coordinator: str | None
     processes: int | None
     rank: int | None
+    gpus: tuple[int, ...] | None = ()
     detect: bool = False
 
 
@@ -34,45 +44,100 @@ def describe_job(environ: Mapping[str, str]) -> Job | None:
     JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; or torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE
     and RANK; or a SLURM or Open MPI step of more than one task, which JAX detects by itself.
     """
+    gpus = local_gpus(environ)
     if environ.get("JAX_COORDINATOR_ADDRESS") and environ.get("JAX_NUM_PROCESSES"):
-        return _check_job(
-            environ["JAX_COORDINATOR_ADDRESS"], _integer(environ, "JAX_NUM_PROCESSES"), _integer(environ, "JAX_PROCESS_ID")
-        )
+        count, rank = _integer(environ, "JAX_NUM_PROCESSES"), _integer(environ, "JAX_PROCESS_ID")
+        return _check_job(environ["JAX_COORDINATOR_ADDRESS"], count, rank, gpus)
     if environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
         # torchrun's own store listens on MASTER_PORT; without torchrun the port is free.
         port = _integer(environ, "MASTER_PORT") + (1 if "TORCHELASTIC_RUN_ID" in environ else 0)
-        return _check_job(f"{environ['MASTER_ADDR']}:{port}", _integer(environ, "WORLD_SIZE"), _integer(environ, "RANK"))
+        address = f"{environ['MASTER_ADDR']}:{port}"
+        return _check_job(address, _integer(environ, "WORLD_SIZE"), _integer(environ, "RANK"), gpus)
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if environ.get(name, "1") not in ("", "1"):
-            return Job(None, None, None, detect=True)
+            return Job(None, None, None, gpus, detect=True)
+    if environ.get("JAX_COORDINATOR_ADDRESS"):  # every process would train alone, all of them into one folder
+        raise UserError("JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES is not; set JAX_PROCESS_ID too")
     return None
 
 
-def _check_job(coordinator: str, processes: int, rank: int) -> Job | None:
+def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """See `Job.gpus`: where several processes share a node and all see its GPUs, each takes the one of its local rank."""
+    if environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    bound = len(environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and environ.get("CUDA_VISIBLE_DEVICES")
+    shared = re.search("[2-9]|1[0-9]", re.sub(r"\(x\d+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "")))
+    for rank, several in (
+        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1") != "1"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1"),
+        ("SLURM_LOCALID", shared),
+    ):
+        if several and rank in environ and not bound:
+            return (_integer(environ, rank),)
+    return ()
+
+
+def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
+    if not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise UserError(f"JAX_COORDINATOR_ADDRESS: {coordinator!r} is no address; allowed: host:port of process 0")
     if rank >= processes:
-        raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to {processes - 1}")
-    return Job(coordinator, processes, rank) if processes > 1 else None
+        raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to the number of processes - 1")
+    return Job(coordinator, processes, rank, gpus) if processes > 1 else None
 
 
 def join(job: Job) -> None:
     """`jax.distributed.initialize` for this job. Must run before JAX starts its devices."""
+    options = {"initialization_timeout": INITIALIZATION_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
+    if job.gpus is not None:
+        options["local_device_ids"] = list(job.gpus)  # an empty list is all; left out, SLURM gets one GPU a task
     if job.detect:
-        # JAX gives a SLURM task one GPU; a node with one task would drive GPU 0 only. All visible ones are right for both:
-        # a task-per-GPU launch restricts CUDA_VISIBLE_DEVICES itself when asked to bind.
-        jax.distributed.initialize(initialization_timeout=300, heartbeat_timeout_seconds=60)
+        jax.distributed.initialize(**options)
         return
-    jax.distributed.initialize(
-        coordinator_address=job.coordinator,
-        num_processes=job.processes,
-        process_id=job.rank,
-        initialization_timeout=300,
-        heartbeat_timeout_seconds=60,
-    )
+    assert job.coordinator is not None
+    host, port = job.coordinator.rsplit(":", 1)
+    if job.rank == 0:
+        _check_port(int(port))
+    if host in LOOPBACK:  # the service has no authentication: open to this machine only, where that is enough
+        options["coordinator_bind_address"] = job.coordinator
+    jax.distributed.initialize(job.coordinator, job.processes, job.rank, **options)
+
+
+def _check_port(port: int) -> None:
+    """Raise `UserError` if the port is taken: jax 0.10 would crash without a word."""
+    try:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or "no port"
+        raise UserError(f"port {port} of the coordinator (MASTER_PORT or JAX_COORDINATOR_ADDRESS): {reason}; use a free one") from error
+
+
+@contextlib.contextmanager
+def fail_alone() -> Iterator[None]:
+    """Around the work of one process of a job: an exception is reported as usual, then the process ends at once.
+
+    A normal exit waits for the other processes to exit too, and they wait for this one, in a collective: minutes of
+    silence. Ended at once, a launcher sees it, and so does JAX in the other processes. Status as in scripts: 2 for a
+    `UserError`, else 1. A single process is left to itself.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if jax.process_count() == 1:
+            raise
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, UserError) else 1)
 
 
 def choose_platform(devices: DevicesConfig) -> None:
-    """Set the platform and the number of simulated CPU devices; both are read when JAX starts its devices."""
-    jax.config.update("jax_num_cpu_devices", devices.simulated)
+    """Set the platform and the number of simulated CPU devices. No effect when JAX has started its devices already, as in
+    a notebook: the mesh is then judged by what is there."""
+    with contextlib.suppress(RuntimeError):  # JAX refuses a number of devices once they are there
+        jax.config.update("jax_num_cpu_devices", devices.simulated)
     if devices.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif devices.platform == "gpu":
@@ -87,7 +152,7 @@ def start(config: Config) -> Config:
     enable_x64(config.precision.policy)
     choose_platform(config.devices)
     job = describe_job(os.environ)
-    if job is not None:
+    if job is not None and not jax.distributed.is_initialized():
         join(job)
     config = replace(config, mesh=resolve_mesh(config.mesh, jax.device_count(), config.devices.fit))
     check_layout(config)
