@@ -151,7 +151,7 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
         resumed = first_step if checkpoints.latest() is not None else None
         metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl", resume_step=resumed))
         (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        write_environment(folder / "env.json", run_environment(mesh))
+        write_environment(folder / "env.json", {**run_environment(mesh), "data": source.info})
     baselines = {"bigram": bigram_bits(source.train, source.held_out, source.vocab)} if lead else {}
     return Run(
         config, folder, mesh, source, precision, model, target, step, state, first_step, checkpoints, console, metrics,
@@ -181,7 +181,8 @@ def describe(run: Run) -> dict[str, str]:
         "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, {count:,} parameters",
         "data": f"{info['name']}: {info['train']:,} {info['unit']} to train on in {info['files']} files, "
         f"{info['held_out']:,} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
-        "mesh": f"{sizes} ({run.mesh.size} {simulated}{device.device_kind} devices, {jax.process_count()} processes)",
+        "mesh": f"{sizes} ({run.mesh.size} {simulated}{device.device_kind} {'device' if run.mesh.size == 1 else 'devices'}, "
+        f"{jax.process_count()} {'process' if jax.process_count() == 1 else 'processes'})",
         "parallel": f"{parallel.strategy}, {parallel.schedule}, {parallel.microbatches} microbatches, "
         f"{parallel.grad_sync.algorithm} reductions, {config.precision.policy}",
         "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",

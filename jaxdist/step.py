@@ -65,14 +65,15 @@ def make_gradients(
         program, region_of = foreign_program(model, strategy, specs, mesh), unchecked_region
 
     def gradients(params: PyTree, batch: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
-        loss_scale = 2.0 ** -math.ceil(math.log2(max(leaf.size for leaf in jax.tree.leaves(batch))))  # exact: a power of 2
+        # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
+        loss_seed = 2.0 ** -math.ceil(math.log2(max(leaf.size for leaf in jax.tree.leaves(batch))))
 
         def region(params: PyTree, batch: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
             keys = sample_keys(seed, step, jax.tree.leaves(batch)[0].shape[0])
             batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
             diff, held = strategy.begin(params, specs)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
-            loss, weight, grads = schedule(program, diff, held, parts, seed=loss_scale, reduce_dtype=precision.reduce)
+            loss, weight, grads = schedule(program, diff, held, parts, seed=loss_seed, reduce_dtype=precision.reduce)
             grads = strategy.reduce(grads, specs)
             loss, weight = psum(to_varying(jnp.stack([loss, weight]), BATCH_LIKE), BATCH_LIKE)
             return loss, weight, stack(specs, grads)
@@ -83,7 +84,7 @@ def make_gradients(
         loss, weight, grads = run(params, batch, step)
         grads = claim_replicated(grads, specs, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
-        inverse = jnp.where(weight > 0, 1 / (weight * loss_scale), jnp.zeros_like(weight))
+        inverse = jnp.where(weight > 0, 1 / (weight * loss_seed), jnp.zeros_like(weight))
         grads = jax.tree.map(lambda grad: (grad * inverse.astype(grad.dtype)).astype(precision.param), grads)
         return loss, weight, grads
 

@@ -1,5 +1,6 @@
 """Every layout trains like one device: gradients and parameters in float64 to 1e-10, losses and gradients in fp32 to 1e-5."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -164,6 +165,27 @@ def test_layout_equals_one_device(case: Case) -> None:
 @pytest.mark.parametrize("case", sorted(set(EVERY) - set(EVERYDAY)), ids=str)
 def test_every_layout_equals_one_device(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("case", [
+    Case("gpt2", True, "zero3", 4, (2, 2, 2)), Case("llama", False, "ddp", 1, (1, 1, 8)), Case("llama", True, "ddp", 4, (8, 1, 1))
+], ids=str)  # fmt: skip
+def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> None:
+    def grads(case: Case) -> Any:
+        mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])
+        config = dataclasses.replace(model_config(case), dropout=0.3)
+        model, tx = gpt(config, max_length=SEQ, param_dtype=jnp.float64), optax.sgd(0.0)
+        state = place_params(initial(config, "fp64"), tx, state_target(model, tx, mesh, strategy=case.strategy))
+        step = make_train_step(
+            model, tx, mesh, strategy=case.strategy, microbatches=case.microbatches, precision="fp64", return_grads=True
+        )
+        first = step(state, make_batch(32, 0))[1]
+        return jax.device_get(first["grads"])
+
+    with jax.enable_x64(True):
+        got, want = grads(case), grads(case._replace(strategy="ddp", microbatches=1, mesh=(1, 1, 1)))
+        assert oracle.error(got, want) < 1e-10
+        assert oracle.error(want, reference(model_config(case), 32, "fp64").grads[0]) > 0.1  # dropout did something
 
 
 def test_everyday_cases_cover_every_pair_of_options() -> None:

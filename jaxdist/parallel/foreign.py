@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.errors import UserError
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
+from jaxdist.precision import accumulation_dtype
 
 PyTree = Any
 ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
@@ -61,6 +63,7 @@ def foreign_program(loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mes
         params = strategy.gather(diff, held, specs)
         refuse_collectives(jax.make_jaxpr(loss_fn)(params, batch["batch"], batch["keys"]))
         total, weight = loss_fn(params, batch["batch"], batch["keys"])
-        return total, jax.lax.stop_gradient(weight)
+        wide = accumulation_dtype(total.dtype)
+        return total.astype(wide), jax.lax.stop_gradient(jnp.asarray(weight, wide))
 
     return Program(loss)

@@ -78,8 +78,9 @@ def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
-    if not re.fullmatch(r".+:\d{1,5}", coordinator):
-        raise UserError(f"JAX_COORDINATOR_ADDRESS: {coordinator!r} is no address; allowed: host:port of process 0")
+    port = coordinator.rpartition(":")[2]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"coordinator: {coordinator!r} in the environment is no address; allowed: host:port of process 0")
     if rank >= processes:
         raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to the number of processes - 1")
     return Job(coordinator, processes, rank, gpus) if processes > 1 else None
@@ -106,9 +107,10 @@ def _check_port(port: int) -> None:
     """Raise `UserError` if the port is taken: jax 0.10 would crash without a word."""
     try:
         socket.create_server(("", port)).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or "no port"
-        raise UserError(f"port {port} of the coordinator (MASTER_PORT or JAX_COORDINATOR_ADDRESS): {reason}; use a free one") from error
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT or JAX_COORDINATOR_ADDRESS: port {port} cannot be used, {os.strerror(error.errno or 0)}; set a free one"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -144,6 +146,17 @@ def choose_platform(devices: DevicesConfig) -> None:
         jax.config.update("jax_platforms", "cuda,cpu")
 
 
+def _count(devices: DevicesConfig) -> int:
+    """The number of devices of the job: JAX starts here."""
+    try:
+        return jax.device_count()
+    except RuntimeError as error:
+        if devices.platform != "gpu":
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"devices.platform: 'gpu', but JAX cannot use one ({reason}); set auto or cpu") from error
+
+
 def start(config: Config) -> Config:
     """Bring up JAX for this configuration and return it with the mesh that the devices allow.
 
@@ -154,6 +167,6 @@ def start(config: Config) -> Config:
     job = describe_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
         join(job)
-    config = replace(config, mesh=resolve_mesh(config.mesh, jax.device_count(), config.devices.fit))
+    config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
     check_layout(config)
     return config

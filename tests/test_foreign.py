@@ -1,0 +1,128 @@
+"""A user's own loss under every strategy: exact against one device, and what it may not contain is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax import lax
+
+import jaxdist
+from jaxdist import registry
+from jaxdist.errors import UserError
+
+STRATEGIES = registry.names("jaxdist.parallel.strategies")
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "own_model.py"
+
+
+def rnn_loss(params: Any, batch: Any, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ordinary code that the check would not pass: a scan from zeros. Ragged: rows count as their weights say."""
+    start = jnp.zeros((batch["x"].shape[0], 16), batch["x"].dtype)
+
+    def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ params["w"] + x[:, None] * params["v"]), None
+
+    h, _ = lax.scan(cell, start, batch["x"].T)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (16,), h.dtype))(keys)
+    return (((h + 0.1 * noise).sum(-1) - batch["y"]) ** 2 * batch["w"]).sum(), batch["w"].sum()
+
+
+def make_params() -> Any:
+    rng = np.random.default_rng(0)
+    return {"w": jnp.asarray(rng.normal(size=(16, 16)) * 0.2), "v": jnp.asarray(rng.normal(size=(1, 16)))}
+
+
+def make_batch(step: int) -> Any:
+    rng = np.random.default_rng(step)
+    return {"x": rng.normal(size=(32, 5)), "y": rng.normal(size=32), "w": rng.random(32) ** 4}
+
+
+def train(loss: Any, params: Any, **options: Any) -> tuple[list[float], Any, Any]:
+    sizes = options.pop("sizes", {})
+    mesh, tx = jaxdist.make_mesh(**sizes), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-6))
+    state = jaxdist.init_state(params, tx, mesh, strategy=options.get("strategy", "ddp"))
+    step = jaxdist.make_train_step(loss, tx, mesh, precision="fp64", return_grads=True, **options)
+    losses, grads = [], None
+    for i in range(3):
+        state, metrics = step(state, make_batch(i))
+        losses.append(float(metrics["loss"]))
+        grads = metrics["grads"] if grads is None else grads
+    return losses, jax.device_get(grads), jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 8}], ids=str)
+@pytest.mark.parametrize(("microbatches", "algorithm"), [(1, "native"), (4, "native"), (4, "ring")])
+def test_foreign_loss_equals_one_device(strategy: str, sizes: Any, microbatches: int, algorithm: str) -> None:
+    with jax.enable_x64(True):
+        want = train(rnn_loss, make_params())
+        got = train(
+            rnn_loss, make_params(), sizes=sizes, strategy=strategy, microbatches=microbatches, algorithm=algorithm
+        )
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-12)
+        assert oracle.error(got[1], want[1]) < 1e-10
+        assert oracle.error(got[2], want[2]) < 1e-10
+
+
+def test_one_device_equals_plain_jax() -> None:
+    with jax.enable_x64(True):
+        batch, params = make_batch(0), make_params()
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(jax.random.key(0), 0), jnp.arange(32))
+        mean = lambda params: (lambda total, weight: total / weight)(*rnn_loss(params, batch, keys))  # noqa: E731
+        loss, grads = jax.value_and_grad(mean)(params)
+        losses, got, _ = train(rnn_loss, params)
+        assert losses[0] == pytest.approx(float(loss), rel=1e-12)
+        assert oracle.error(got, grads) < 1e-12
+
+
+def psum_loss(params: Any, batch: Any, keys: Any) -> Any:
+    return lax.psum((params["v"] ** 2).sum(), "data"), jnp.ones(())
+
+
+def index_loss(params: Any, batch: Any, keys: Any) -> Any:
+    scale = lax.axis_index("fsdp").astype(jnp.float64)
+    return lax.cond(True, lambda: (params["v"] ** 2).sum() * scale, lambda: 0.0 * scale), jnp.ones(())
+
+
+@pytest.mark.parametrize(("loss", "what"), [(psum_loss, "psum.*over data"), (index_loss, "axis_index over fsdp")])
+def test_collectives_in_a_foreign_loss_are_refused(loss: Any, what: str) -> None:
+    with jax.enable_x64(True), pytest.raises(UserError, match=f"loss_fn: contains {what}"):
+        train(loss, make_params(), sizes={"data": 2, "fsdp": 2})
+
+
+def test_axes_that_a_foreign_loss_cannot_use_are_refused() -> None:
+    with jax.enable_x64(True), pytest.raises(UserError, match="mesh.tensor=2"):
+        train(rnn_loss, make_params(), sizes={"tensor": 2})
+
+
+def test_a_batch_that_does_not_divide_is_named() -> None:
+    with jax.enable_x64(True), pytest.raises(UserError, match=r"\(32,\).*data \* fsdp \* microbatches = 24"):
+        train(rnn_loss, make_params(), sizes={"data": 8}, microbatches=3)
+
+
+def test_an_empty_batch_changes_nothing_into_nan() -> None:
+    def weightless(params: Any, batch: Any, keys: Any) -> Any:
+        return (params["v"] * 0).sum(), jnp.zeros(())
+
+    with jax.enable_x64(True):
+        _, grads, params = train(weightless, make_params(), sizes={"data": 2})
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, params)))
+
+
+def test_the_example_of_thirty_lines_runs() -> None:
+    code = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
+    assert len(code) <= 30
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in out] == ["nnx_loss", "plain_loss"]
+    assert all("fsdp" in line for line in out)
+    assert float(out[0].split()[1]) < 1.0  # from about log 4
