@@ -291,20 +291,20 @@ def complaints(rule: Rule, paths: list[str]) -> list[str]:
 def test_package(rule: Rule) -> None:
     assert PACKAGE
     found = complaints(rule, PACKAGE)
-    assert not found, \"\n\".join(found)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("rule", SCRIPT_RULES, ids=lambda rule: rule.__name__)
 def test_scripts(rule: Rule) -> None:
     assert SCRIPTS
     found = complaints(rule, SCRIPTS)
-    assert not found, \"\n\".join(found)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("rule", EXAMPLE_RULES, ids=lambda rule: rule.__name__)
 def test_examples(rule: Rule) -> None:
     found = complaints(rule, EXAMPLES)
-    assert not found, \"\n\".join(found)
+    assert not found, "\n".join(found)
 
 
 def test_the_check_is_off_in_exactly_two_places() -> None:

@@ -1,0 +1,94 @@
+"""The mesh and the specs: sizes, the rest axis, order of devices, divisibility."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.errors import UserError
+from jaxdist.mesh import AXES, batch_shards, make_mesh, sizes_of
+from jaxdist.specs import (
+    BATCH_SPEC,
+    batch_spec,
+    bytes_per_device,
+    check_divisible,
+    claimed_axes,
+    dim_of,
+    shard_count,
+    spec_axes,
+    without_idle,
+)
+
+
+def test_all_six_axes_slowest_first_and_auto() -> None:
+    mesh = make_mesh(data=2, tensor=2)
+    assert mesh.axis_names == AXES == ("pipe", "data", "fsdp", "expert", "context", "tensor")
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert sizes_of(mesh) == {"pipe": 1, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3]  # the first four of eight
+
+
+def test_the_rest_axis_takes_what_is_left() -> None:
+    assert make_mesh(fsdp=-1).shape["fsdp"] == 8
+    assert make_mesh(data=2, fsdp=-1, tensor=2).shape["fsdp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 0}, "mesh.data=0: allowed are sizes >= 1"),
+        ({"data": -2}, "mesh.data=-2"),
+        ({"data": -1, "fsdp": -1}, "only one axis may be -1, got data, fsdp"),
+        ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes multiply to 3, which does not divide 8"),
+        ({"data": 4, "tensor": 4}, "data=4 tensor=4 needs 16 devices, there are 8"),
+    ],
+)
+def test_meshes_that_cannot_be_are_named(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_mesh(**sizes)
+
+
+def test_tensor_neighbours_share_a_process() -> None:
+    class Device:
+        def __init__(self, process: int, number: int) -> None:
+            self.process_index, self.id = process, number
+
+    devices = [Device(i % 2, 2048 * (i % 2) + i // 2) for i in range(8)]  # two hosts, listed alternately
+    mesh = make_mesh(data=2, tensor=4, devices=devices)  # type: ignore[arg-type]
+    for row in mesh.devices.reshape(2, 4):
+        assert len({device.process_index for device in row}) == 1
+
+
+entries = st.sampled_from([None, "tensor", "fsdp", ("data", "fsdp"), ("tensor", "fsdp"), "pipe"])
+
+
+@given(st.lists(entries, max_size=3))
+def test_a_spec_and_its_complement_name_every_batch_like_axis_once(parts: list[str | tuple[str, ...] | None]) -> None:
+    spec = P(*parts)
+    assert set(claimed_axes(spec)) | set(spec_axes(spec)) >= {"pipe", "data", "fsdp", "expert", "context"}
+    assert not set(claimed_axes(spec)) & set(spec_axes(spec))
+    mesh = make_mesh(data=2, tensor=2)
+    assert set(spec_axes(without_idle(spec, mesh))) == set(spec_axes(spec)) & {"data", "tensor"}
+    assert shard_count(without_idle(spec, mesh), mesh) == shard_count(spec, mesh)
+
+
+def test_bytes_and_dims() -> None:
+    mesh, leaf = make_mesh(fsdp=2, tensor=4), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+    spec = P(("tensor", "fsdp"), None)
+    assert (dim_of(spec, "fsdp"), dim_of(spec, "data")) == (0, None)
+    assert bytes_per_device(leaf, spec, mesh) == 16 * 8 * 2 // 8
+    array = jax.device_put(jnp.zeros((16, 8), jnp.bfloat16), NamedSharding(mesh, spec))
+    assert array.addressable_shards[0].data.nbytes == bytes_per_device(leaf, spec, mesh)
+    with pytest.raises(UserError, match=r"w: dim 1 of \(16, 6\) is 6, not divisible by tensor=4"):
+        check_divisible({"w": jax.ShapeDtypeStruct((16, 6), jnp.float32)}, {"w": P(None, "tensor")}, mesh)
+
+
+def test_batch_specs_split_alike() -> None:
+    mesh = make_mesh(data=2, fsdp=2)
+    assert batch_shards(mesh) == 4
+    x = np.zeros((8, 3))
+    assert NamedSharding(mesh, BATCH_SPEC).is_equivalent_to(NamedSharding(mesh, batch_spec(mesh)), x.ndim)
