@@ -37,10 +37,11 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
 def make_sampler(
     model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy, *, temperature: float = 0.8
 ) -> Callable[..., jax.Array]:
-    """Compiled (params, tokens [R, S], start, stop, key) -> tokens with positions start..stop-1 sampled one after the other.
+    """Compiled (params, tokens [R, S], start, stop, key) -> tokens with positions start..stop-1 sampled one after the
+    other.
 
-    R must be divisible by the batch shards, stop at most S. Each token costs a forward pass over S positions: made for a
-    look at what was learned, not for serving.
+    R must be divisible by the batch shards, stop at most S. Each token costs a forward pass over S positions: made for
+    a look at what was learned, not for serving.
     """
     assert mesh.shape["pipe"] == mesh.shape["context"] == 1, "sampling runs the model as one stage"
     logits_of = make_logits(model, strategy, specs)

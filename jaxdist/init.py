@@ -33,8 +33,8 @@ def state_target(
     strategy: str = "ddp",
     min_shard_bytes: int = 0,
 ) -> TrainState:
-    """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step is
-    compiled for without allocating anything."""
+    """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
+    is compiled for without allocating anything."""
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))

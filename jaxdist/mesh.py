@@ -32,9 +32,9 @@ def make_mesh(
 ) -> Mesh:
     """A `jax.sharding.Mesh` over all six axes with Auto axis types.
 
-    Sizes: one axis may be -1, "the rest of the devices". Without -1 the first `product of sizes` devices are used, so a mesh
-    may be smaller than the machine. `devices` defaults to `jax.devices()`, sorted so that the devices of one process are
-    neighbours: `tensor`, the last and fastest axis, stays inside a host whenever its size allows it.
+    Sizes: one axis may be -1, "the rest of the devices". Without -1 the first `product of sizes` devices are used, so a
+    mesh may be smaller than the machine. `devices` defaults to `jax.devices()`, sorted so that the devices of one
+    process are neighbours: `tensor`, the last and fastest axis, stays inside a host whenever its size allows it.
 
     Raises `UserError` when a size is not positive, or the mesh needs more devices than there are.
     """
@@ -50,7 +50,9 @@ def make_mesh(
     known = math.prod(size for size in sizes.values() if size != -1)
     if free:
         if len(pool) % known:
-            raise UserError(f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide {len(pool)} devices")
+            raise UserError(
+                f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide {len(pool)} devices"
+            )
         sizes[free[0]] = len(pool) // known
     total = math.prod(sizes.values())
     if total > len(pool):

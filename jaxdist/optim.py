@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
 
 PyTree = Any
-Optimizer = optax.GradientTransformation
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
 UNITS = {"embed", "blocks", "head"}  # top level of a ModelDef's parameters
 
@@ -53,10 +52,11 @@ def decay_mask(params: PyTree) -> PyTree:
 
 
 def muon_dims(params: PyTree) -> PyTree:
-    """Which parameters Muon orthogonalises, and as what matrix: the kernels of blocks, input dim against all output dims.
+    """Which parameters Muon orthogonalises, and as what matrix: the kernels of blocks, input dim against all output
+    dims.
 
-    Embeddings, the head and vectors go to Adam (Jordan et al. 2024). Stacked blocks are a batch of matrices. A tree that
-    is not a `ModelDef`'s has its 2-D leaves orthogonalised.
+    Embeddings, the head and vectors go to Adam (Jordan et al. 2024). Stacked blocks are a batch of matrices. A tree
+    that is not a `ModelDef`'s has its 2-D leaves orthogonalised.
     """
     stacked = isinstance(params, dict) and set(params) == UNITS
 
@@ -70,9 +70,9 @@ def muon_dims(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(dims, params)
 
 
-def _core(config: "OptimizerConfig", rate: optax.Schedule) -> Optimizer:
+def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTransformation:
     decay: dict[str, Any] = {"weight_decay": config.weight_decay}
-    makers: dict[str, Callable[[], Optimizer]] = {
+    makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": lambda: optax.adamw(rate, config.b1, config.b2, config.eps, mask=decay_mask, **decay),
         "lion": lambda: optax.lion(rate, config.b1, config.b2, mask=decay_mask, **decay),
         "sgd": lambda: optax.chain(
@@ -99,7 +99,7 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule) -> Optimizer:
     return makers[config.name]()
 
 
-def make_optimizer(config: "OptimizerConfig", *, steps: int) -> Optimizer:
+def make_optimizer(config: "OptimizerConfig", *, steps: int) -> optax.GradientTransformation:
     """Clip by global norm (unless `clip_norm` is 0), then the optimizer with its schedule over `steps` steps."""
     core = _core(config, learning_rate(config, steps))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), core) if config.clip_norm else core

@@ -12,8 +12,8 @@ from jaxdist.errors import UserError
 class Precision(NamedTuple):
     """Dtypes of one training run.
 
-    param: parameters and optimizer state at rest (the master copy). compute: what layers receive and multiply in; layers
-    take their dtype from their arrays. reduce: gradients while they are summed over microbatches and devices.
+    param: parameters and optimizer state at rest (the master copy). compute: what layers receive and multiply in;
+    layers take their dtype from their arrays. reduce: gradients while they are summed over microbatches and devices.
     """
 
     param: Any

@@ -1,4 +1,5 @@
-"""A folder is a registry: `jaxdist/parallel/strategies/zero3.py` defines the strategy called `zero3`, and nothing else does."""
+"""A folder is a registry: `jaxdist/parallel/strategies/zero3.py` defines the strategy called `zero3`, and nothing else
+does."""
 
 import difflib
 import importlib
@@ -37,7 +38,8 @@ def check(package: str, name: str, *, key: str) -> None:
 
 
 def load(package: str, name: str, *, key: str) -> Any:
-    """The instance called `name`: the attribute of the same name in the file of that name, or a dotted path's attribute."""
+    """The instance called `name`: the attribute of the same name in the file of that name, or a dotted path's
+    attribute."""
     check(package, name, key=key)
     module_name, _, attribute = name.rpartition(".") if "." in name else (f"{package}.{name}", "", name)
     module = importlib.import_module(module_name)

@@ -1,4 +1,5 @@
-"""What a training run is made of: data, mesh, model, laid-out state and the run directory, built from a configuration."""
+"""What a training run is made of: data, mesh, model, laid-out state and the run directory, built from a
+configuration."""
 
 import json
 import math
@@ -71,7 +72,8 @@ def strategy_options(config: Config, precision: Precision) -> StrategyOptions:
 
 
 def identity(config: Config, source: Source) -> dict[str, Any]:
-    """What must not change between a checkpoint and its resumption: it would be another experiment under the same name."""
+    """What must not change between a checkpoint and its resumption: it would be another experiment under the same
+    name."""
     data = {key: value for key, value in asdict(config.data).items() if key not in ("path", "val_path")}
     whole = {
         "model": asdict(resolve_model(config.model)),
@@ -101,9 +103,9 @@ def restore_or_init(
     """The newest checkpoint's state if the run directory has one and `checkpoint.resume` allows, else step 0."""
     latest = checkpoints.latest()
     if latest is not None and config.checkpoint.resume == "never":
-        raise UserError(f"checkpoint.resume: 'never', but {folder} holds a checkpoint of step {latest}; use another --run-dir")
+        raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
     if latest is None and config.checkpoint.resume == "must":
-        raise UserError(f"checkpoint.resume: 'must', but there is no checkpoint in {folder}; check --run-dir, or use auto")
+        raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
     if latest is not None:
         check_identity(checkpoints.meta(latest), identity(config, source), folder)
         return checkpoints.restore(latest, target)
@@ -165,6 +167,11 @@ def run_environment(mesh: Mesh) -> dict[str, Any]:
     return environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
 
 
+def plural(word: str, count: int) -> str:
+    """The English plural of a noun in -s, -h or anything else: processes, microbatches, devices."""
+    return word if count == 1 else word + ("es" if word.endswith(("s", "h")) else "s")
+
+
 def describe(run: Run) -> dict[str, str]:
     """The header on the console: what runs."""
     config, info = run.config, run.source.info
@@ -172,23 +179,26 @@ def describe(run: Run) -> dict[str, str]:
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.model.shapes))
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     device = run.mesh.devices.flat[0]
-    simulated = "simulated " if device.platform == "cpu" else ""
+    kind = "simulated CPU" if device.platform == "cpu" else device.device_kind
     held_per_device = sum(
         bytes_per_device(leaf, leaf.sharding.spec, run.mesh) for leaf in jax.tree.leaves(run.target)
     )
     rows = {
         "run": str(run.folder),
-        "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, {count:,} parameters",
+        "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "
+        f"{count:,} parameters",
         "data": f"{info['name']}: {info['train']:,} {info['unit']} to train on in {info['files']} files, "
         f"{info['held_out']:,} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
-        "mesh": f"{sizes} ({run.mesh.size} {simulated}{device.device_kind} {'device' if run.mesh.size == 1 else 'devices'}, "
-        f"{jax.process_count()} {'process' if jax.process_count() == 1 else 'processes'})",
-        "parallel": f"{parallel.strategy}, {parallel.schedule}, {parallel.microbatches} microbatches, "
+        "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "
+        f"{jax.process_count()} {plural('process', jax.process_count())})",
+        "parallel": f"{parallel.strategy}, {parallel.schedule}, "
+        f"{parallel.microbatches} {plural('microbatch', parallel.microbatches)}, "
         f"{parallel.grad_sync.algorithm} reductions, {config.precision.policy}",
         "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",
     }
     if not math.isnan(run.baselines.get("bigram", math.nan)):
-        rows["bigram"] = f"{run.baselines['bigram']:.3f} bits per {info['unit'][:-1]} on the held-out text: the mark to beat"
+        bits = run.baselines["bigram"]
+        rows["bigram"] = f"{bits:.3f} bits per {info['unit'][:-1]} on the held-out text: the mark to beat"
     if run.first_step:
         rows["resumed"] = f"after step {run.first_step}"
     return rows

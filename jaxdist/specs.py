@@ -1,5 +1,5 @@
-"""PartitionSpec trees: the one description of how an array is laid out. The same tree serves as `in_specs`, `out_specs`,
-`out_shardings` and restore target."""
+"""PartitionSpec trees: the one description of how an array is laid out. The same tree serves as `in_specs`,
+`out_specs`, `out_shardings` and restore target."""
 
 import math
 from collections.abc import Callable

@@ -15,7 +15,8 @@ PyTree = Any
 
 
 class TrainState(NamedTuple):
-    """step: int32, optimizer steps taken. params: in the policy's param dtype. opt_state: optax's, laid out like params."""
+    """step: int32, optimizer steps taken. params: in the policy's param dtype. opt_state: optax's, laid out like
+    params."""
 
     step: Any
     params: PyTree
@@ -23,8 +24,8 @@ class TrainState(NamedTuple):
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
-    """Specs of the optimizer state: a leaf that mirrors a parameter (its path ends like the parameter's, same shape) rests
-    like it; everything else (counts, Adafactor's factors) is small and replicated."""
+    """Specs of the optimizer state: a leaf that mirrors a parameter (its path ends like the parameter's, same shape)
+    rests like it; everything else (counts, Adafactor's factors) is small and replicated."""
     known = {}
     flat_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
     for (path, shape), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), flat_specs, strict=True):

@@ -1,7 +1,9 @@
 """The train step, from a batch to a new state. A reader who knows this file knows jaxdist.
 
-Manual region: one `jax.shard_map` over all mesh axes; gather -> forward -> backward -> reduce. What it says is what runs.
-Global region: plain `jax.jit` on whole arrays; scaling, clipping and the optimizer, laid out by explicit `out_shardings`.
+Manual region: one `jax.shard_map` over all mesh axes; gather -> forward -> backward -> reduce. What it says is what
+runs.
+Global region: plain `jax.jit` on whole arrays; scaling, clipping and the optimizer, laid out by explicit
+`out_shardings`.
 """
 
 import math
@@ -16,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, psum, rank, stack, stacked_specs, to_varying
-from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards
+from jaxdist.mesh import BATCH_AXES, BATCH_LIKE
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.foreign import ForeignLoss, foreign_program, unchecked_region
+from jaxdist.parallel.microbatch import check_batch, split_microbatches
 from jaxdist.parallel.program import make_program
 from jaxdist.parallel.schedule import Program, Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
@@ -31,26 +33,11 @@ PyTree = Any
 Metrics = dict[str, jax.Array]
 
 
-def check_batch(batch: PyTree, mesh: Mesh, microbatches: int) -> None:
-    """Raise `UserError` unless every leaf's dim 0 is one and the same multiple of what the batch is split into."""
-    parts = batch_shards(mesh) * microbatches
-    for leaf in jax.tree.leaves(batch):
-        if not leaf.ndim or leaf.shape[0] != jax.tree.leaves(batch)[0].shape[0] or leaf.shape[0] % parts:
-            raise UserError(
-                f"batch: a leaf has shape {leaf.shape}; dim 0 of all leaves must be the same multiple of data * fsdp * "
-                f"microbatches = {parts}"
-            )
-
-
-def split_microbatches(batch: PyTree, count: int) -> PyTree:
-    """Leaves [b, ...] -> [count, b / count, ...]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
-
-
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
-    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch), in every layout."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rank(BATCH_AXES) * rows + jnp.arange(rows, dtype=jnp.int32))
+    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch), in every
+    layout."""
+    key, first = jax.random.fold_in(jax.random.key(seed), step), rank(BATCH_AXES) * rows
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))
 
 
 def make_gradients(
@@ -59,6 +46,7 @@ def make_gradients(
 ) -> Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array, PyTree]]:  # fmt: skip
     """(params, batch, step) -> (loss sum, weight sum, gradients of the mean loss), all global arrays."""
     program: Program
+    region_of: Callable[..., Any]
     if isinstance(model, ModelDef):
         program, region_of = make_program(model, strategy, specs, remat=remat), jax.shard_map  # check_vma is on
     else:
@@ -147,7 +135,8 @@ def make_train_step(
             return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 
         layout, whole = shardings_of(state), NamedSharding(mesh, P())
-        outputs = {"loss": whole, "weight": whole, "grad_norm": whole} | ({"grads": layout.params} if return_grads else {})
+        outputs = dict.fromkeys(("loss", "weight", "grad_norm"), whole)
+        outputs |= {"grads": layout.params} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))
 
     return TrainStep(build)

@@ -129,7 +129,7 @@ class Evaluator:
     def __call__(self, params: Any) -> dict[str, float]:
         """{"eval/loss": nats a token, and for bytes "eval/bits_per_byte"}."""
         parts = [self._step(params, self._loader.batch(i)) for i in range(self._loader.batches or 0)]
-        loss, weight = np.sum(jax.device_get(parts), axis=0, dtype=np.float64)
+        loss, weight = np.asarray(jax.device_get(parts), np.float64).sum(axis=0).tolist()
         bits = {"eval/bits_per_byte": loss / weight / math.log(2)} if self._unit == "bytes" else {}
         return {"eval/loss": loss / weight, **bits}
 
@@ -152,7 +152,7 @@ def loop(run: Run) -> tuple[int, bool]:
     step, stopped = run.first_step, False
     with StopSignal() as stop, closing(prefetch(loader.batch, step, last)) as batches:
         for batch in batches:
-            with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device: an error, not a slow run
+            with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 run.state, metrics = run.step(run.state, batch)
                 step += 1
                 recorder.dispatched(step, metrics)
@@ -268,6 +268,6 @@ def train(config: Config, folder: Path) -> int:
             samples = sample_text(run)
         if jax.process_index() == 0:
             if not complete:
-                run.console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on from there")
+                run.console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on")
             finish(run, samples)
     return DONE if complete else STOPPED

@@ -88,7 +88,8 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     ours = init_state(model, optimizer, mesh, strategy=config.parallel.strategy)
     params = jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), jax.device_get(ours.params))
     plain: Any = (params, jax.jit(optimizer.init)(params))
-    step, plain_run = make_train_step(model, optimizer, mesh, strategy=config.parallel.strategy), plain_step(config, optimizer)
+    step = make_train_step(model, optimizer, mesh, strategy=config.parallel.strategy)
+    plain_run = plain_step(config, optimizer)
     loader = Loader(
         text(config.data).train, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
         sharding=NamedSharding(mesh, BATCH_SPEC),

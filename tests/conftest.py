@@ -8,6 +8,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

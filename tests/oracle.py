@@ -1,4 +1,5 @@
-"""A GPT written apart from jaxdist, on one device: no shard_map, no psum, no modules. What every layout must agree with."""
+"""A GPT written apart from jaxdist, on one device: no shard_map, no psum, no modules. What every layout must agree
+with."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Every algorithm in the folder against sums computed on the host, for all group sizes, and the types of its results."""
+"""Every algorithm in the folder against sums computed on the host, for all group sizes, and the types of its
+results."""
 
 from typing import Any
 
@@ -30,7 +31,7 @@ from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.specs import batch_spec
 
 NAMES = registry.names("jaxdist.collectives.algorithms")
-GROUPS = [{"data": 1}, {"data": 2}, {"data": 3}, {"data": 4}, {"data": 8}, {"data": 2, "fsdp": 3}, {"data": 4, "fsdp": 2}]
+GROUPS = [*({"data": n} for n in (1, 2, 3, 4, 8)), {"data": 2, "fsdp": 3}, {"data": 4, "fsdp": 2}]
 
 
 def on_every_device(function: Any, x: np.ndarray, **sizes: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Every layout trains like one device: gradients and parameters in float64 to 1e-10, losses and gradients in fp32 to 1e-5."""
+"""Every layout trains like one device: gradients and parameters in float64 to 1e-10, losses and gradients in fp32 to
+1e-5."""
 
 import dataclasses
 import functools
@@ -53,7 +54,10 @@ EVERYDAY = [
     for s, strategy in enumerate(("ddp", "zero3"))
 ]
 EXTRA = [
-    *(Case(("gpt2", "llama")[i % 2], i % 3 == 0, ("ddp", "zero3")[i % 2 ^ i // 4], 1 + 3 * (i % 2), mesh) for i, mesh in enumerate(ODD)),
+    *(
+        Case(("gpt2", "llama")[i % 2], i % 3 == 0, ("ddp", "zero3")[i % 2 ^ i // 4], 1 + 3 * (i % 2), mesh)
+        for i, mesh in enumerate(ODD)
+    ),
     Case("gpt2", True, "ddp", 4, (2, 2, 2), "ring"),
     Case("llama", False, "zero3", 4, (2, 4, 1), "ring"),
     Case("gpt2", True, "zero3", 1, (3, 2, 1), "ring"),
@@ -168,7 +172,9 @@ def test_every_layout_equals_one_device(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [
-    Case("gpt2", True, "zero3", 4, (2, 2, 2)), Case("llama", False, "ddp", 1, (1, 1, 8)), Case("llama", True, "ddp", 4, (8, 1, 1))
+    Case("gpt2", True, "zero3", 4, (2, 2, 2)),
+    Case("llama", False, "ddp", 1, (1, 1, 8)),
+    Case("llama", True, "ddp", 4, (8, 1, 1)),
 ], ids=str)  # fmt: skip
 def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> None:
     def grads(case: Case) -> Any:

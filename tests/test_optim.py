@@ -1,4 +1,5 @@
-"""Learning-rate schedules, what is decayed, what Muon takes; and that every optimizer sees whole tensors in every layout."""
+"""Learning-rate schedules, what is decayed, what Muon takes; and that every optimizer sees whole tensors in every
+layout."""
 
 import dataclasses
 
@@ -52,7 +53,8 @@ def test_muon_takes_the_kernels_of_blocks() -> None:
         muon_dims(shapes), is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
     )}  # fmt: skip
     taken = {name for name, value in dims.items() if value is not None}
-    assert taken == {f"blocks.{name}.kernel" for name in ("attention.qkv.linear", "attention.out", "mlp.up", "mlp.down")}
+    layers = ("attention.qkv.linear", "attention.out", "mlp.up", "mlp.down")
+    assert taken == {f"blocks.{name}.kernel" for name in layers}
     assert dims["blocks.attention.qkv.linear.kernel"].output_axis == (2, 3, 4)
     foreign = muon_dims({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
     assert foreign["b"] is None and foreign["w"] is not None
@@ -61,15 +63,16 @@ def test_muon_takes_the_kernels_of_blocks() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
 def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
     """Adafactor, Muon and clipping look across a tensor: local statistics would differ here."""
-    config = OptimizerConfig(name=name, lr=1e-2, clip_norm=0.1, eps=1e-6)
+    options = OptimizerConfig(name=name, lr=1e-2, clip_norm=0.1, eps=1e-6)
     ids = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
     batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((8, 8), np.float32)}
 
     def params_after(strategy: str, **sizes: int) -> object:
         with jax.numpy_dtype_promotion("standard"):
-            tx, mesh = make_optimizer(config, steps=3), make_mesh(**sizes)
+            tx, mesh = make_optimizer(options, steps=3), make_mesh(**sizes)
             width = 128 if name == "adafactor" else 16  # it factors dims of 128 and more
-            model = gpt(dataclasses.replace(MODEL, style="llama", width=width, vocab=width * 2), max_length=8, param_dtype=jnp.float64)
+            config = dataclasses.replace(MODEL, style="llama", width=width, vocab=width * 2)
+            model = gpt(config, max_length=8, param_dtype=jnp.float64)
             state = place_params(model.init(jax.random.key(0)), tx, state_target(model, tx, mesh, strategy=strategy))
             step = make_train_step(model, tx, mesh, strategy=strategy, precision="fp64")
             for _ in range(2):

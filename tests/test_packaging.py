@@ -66,7 +66,8 @@ def test_every_requirement_has_a_lower_bound_that_holds_here() -> None:
             if ("<" in marker) != (sys.version_info < (3, 12)):
                 continue
         name, bound = re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement).groups()  # type: ignore[union-attr]
-        installed, needed = (list(map(int, re.findall(r"\d+", text))) for text in (importlib.metadata.version(name), bound))
+        versions = (importlib.metadata.version(name), bound)
+        installed, needed = ([int(part) for part in re.findall(r"\d+", version)] for version in versions)
         assert installed >= needed, line
 
 

@@ -47,7 +47,8 @@ def jaxpr_of(strategy: str, *, microbatches: int = 1, precision: str = "fp32", *
 def test_zero3_gathers_each_unit_forward_and_backward_and_reduces_it_once() -> None:
     counts = collectives(jaxpr_of("zero3", fsdp=8), "fsdp")
     leaves = LAYERS * BLOCK + EMBED + HEAD
-    assert counts.pop(("all_gather", "float32")) == 2 * leaves - EMBED  # the gradient of a look-up does not read the table
+    # The gradient of a look-up does not read the table: that one is not gathered again.
+    assert counts.pop(("all_gather", "float32")) == 2 * leaves - EMBED
     assert counts.pop(("reduce_scatter", "float32")) == leaves
     # Loss and weight, together. Every parameter is a shard, so `finish` has nothing to add.
     assert counts == {("psum", "float32"): 1}
@@ -79,7 +80,9 @@ def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", [{}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}], ids=str
+)
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)

@@ -341,7 +341,7 @@ def five_steps(config: OptimizerConfig, strategy: str, **mesh_sizes: int) -> tup
     optimizer = make_optimizer(config, steps=5)
     state = init_state(model, optimizer, mesh, strategy=strategy, seed=3)
     step = make_train_step(model, optimizer, mesh, strategy=strategy, precision="fp64")
-    ids = np.random.default_rng(1).integers(0, 64, 2000)
+    ids = np.arange(2000) % 7 * 9  # something to learn
     loader = Loader(ids, seq_len=8, global_batch=8, sharding=NamedSharding(mesh, BATCH_SPEC))
     values = []
     for i in range(5):

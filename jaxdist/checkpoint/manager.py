@@ -21,6 +21,8 @@ class Checkpoints:
     a failed asynchronous save surfaces in the next call or in `close`, never silently."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{str(folder)!r} is a file, and checkpoints belong there; move it, or use another --run-dir")
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
@@ -54,7 +56,7 @@ class Checkpoints:
     def _check(self, step: int, target: TrainState) -> None:
         found = self._manager.item_metadata(step)["state"].tree
         saved = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target._asdict())}
+        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
             side = "the checkpoint" if only[0] in saved else "this configuration"
@@ -66,10 +68,14 @@ class Checkpoints:
                     f"{leaf.dtype}{list(leaf.shape)}; use the configuration of the checkpoint, or another --run-dir"
                 )
 
+    def wait(self) -> None:
+        """Wait for a save under way and raise what went wrong in it."""
+        self._manager.wait_until_finished()
+
     def close(self) -> None:
-        """Wait for saves under way and raise what went wrong in them."""
+        """`wait`, then let go of everything."""
         try:
-            self._manager.wait_until_finished()
+            self.wait()
         finally:
             self._manager.close()
 

@@ -31,7 +31,7 @@ class Algorithm(NamedTuple):
 
 
 def ring_cost(op: str, nbytes: float, n: int) -> Cost:
-    """Cost of the bandwidth-optimal ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3)."""
+    """Cost of the bandwidth-optimal ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms")."""
     per_round = {"all_reduce": nbytes / n, "reduce_scatter": nbytes / n, "all_gather": nbytes}[op]
     rounds = (2 if op == "all_reduce" else 1) * (n - 1)
     return Cost(rounds, rounds * per_round)

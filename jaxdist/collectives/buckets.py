@@ -34,7 +34,8 @@ def in_buckets(function: Callable[[jax.Array], jax.Array], leaves: Sequence[Any]
     kinds = [(leaf.dtype, varying_axes(leaf)) for leaf in leaves]
     results: list[Any] = [None] * len(leaves)
     for bucket in plan_buckets([leaf.nbytes for leaf in leaves], kinds, limit):
-        flat = function(jnp.concatenate([leaves[i].ravel() for i in bucket]) if len(bucket) > 1 else leaves[bucket[0]].ravel())
+        parts = [leaves[i].ravel() for i in bucket]
+        flat = function(jnp.concatenate(parts) if len(parts) > 1 else parts[0])
         offset = 0
         for i in bucket:
             results[i] = flat[offset : offset + leaves[i].size].reshape(leaves[i].shape)

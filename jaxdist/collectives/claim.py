@@ -1,9 +1,9 @@
 """The one door by which a hand-reduced value leaves the checked region as replicated.
 
-A value that a hand-written all-reduce made equal on all devices is still typed varying, and JAX has no cast from varying
-to invariant. So it leaves the checked `shard_map` with a leading stacked dim, one entry a device of the axes it is a copy
-over, and `claim_replicated` drops that dim again. No byte moves: every device keeps the entry it has. There is no
-communication and no autodiff in this region, hence nothing that the switched-off check could have caught:
+A value that a hand-written all-reduce made equal on all devices is still typed varying, and JAX has no cast from
+varying to invariant. So it leaves the checked `shard_map` with a leading stacked dim, one entry a device of the axes it
+is a copy over, and `claim_replicated` drops that dim again. No byte moves: every device keeps the entry it has. There
+is no communication and no autodiff in this region, hence nothing that the switched-off check could have caught:
 
     def body(w, x):                                    # checked
         g = jax.grad(loss)(to_varying(w, BATCH_LIKE), x)

@@ -1,4 +1,4 @@
-"""`all_reduce`, `reduce_scatter`, `all_gather` over mesh axes, for use inside `jax.shard_map`, with a choice of algorithm."""
+"""`all_reduce`, `reduce_scatter`, `all_gather` over mesh axes, by any algorithm, for use inside `jax.shard_map`."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def get_algorithm(name: str) -> Algorithm:
 def all_reduce(x: PyTree, axis: Axes, *, algorithm: str = "native") -> PyTree:
     """The sum of `x` over `axis` on every device, in the dtype of `x`. Any shape; `x` may be a pytree.
 
-    `native` gives a result typed invariant over the axes with more than one device; hand-written algorithms give a result
-    typed varying, which leaves `shard_map` through `claim_replicated`.
+    `native` gives a result typed invariant over the axes with more than one device; hand-written algorithms give a
+    result typed varying, which leaves `shard_map` through `claim_replicated`.
     """
     axes = active_axes(axis)
     return jax.tree.map(lambda leaf: get_algorithm(algorithm).all_reduce(leaf, axes) if axes else leaf, x)
@@ -40,7 +40,8 @@ def reduce_scatter(x: PyTree, axis: Axes, *, dim: int = 0, algorithm: str = "nat
     def scatter(leaf: jax.Array) -> jax.Array:
         n = lax.axis_size(axes)
         if leaf.shape[dim] % n:
-            raise UserError(f"reduce_scatter: dim {dim} of {leaf.shape} is not divisible by {'*'.join(axes)}={n}; pad it")
+            group = f"{'*'.join(axes)}={n}"
+            raise UserError(f"reduce_scatter: dim {dim} of {leaf.shape} is not divisible by {group}; pad it")
         return get_algorithm(algorithm).reduce_scatter(leaf, axes, dim)
 
     return jax.tree.map(scatter, x) if axes else x

@@ -1,11 +1,11 @@
 """The type of a value inside `jax.shard_map(check_vma=True)`: over which mesh axes it may differ between devices.
 
-"Varying" over an axis: each device holds its own value. "Invariant": provably the same on all. `jax.grad` with respect to
-an invariant parameter has already summed over the axis, so a hand-written all-reduce on top would count every device
+"Varying" over an axis: each device holds its own value. "Invariant": provably the same on all. `jax.grad` with respect
+to an invariant parameter has already summed over the axis, so a hand-written all-reduce on top would count every device
 twice: parameters are cast with `to_varying` first.
 
-An axis of size 1 is off: the functions here neither cast nor communicate over it, and ranks on it are the constant 0. (The
-compiler does not remove a reduction over one device on every backend.) Layouts must then not name it either, see
+An axis of size 1 is off: the functions here neither cast nor communicate over it, and ranks on it are the constant 0.
+(The compiler does not remove a reduction over one device on every backend.) Layouts must then not name it either, see
 `specs.without_idle`.
 """
 

@@ -1,5 +1,5 @@
-"""GPT: a decoder-only transformer whose options give GPT-2 (learned positions, LayerNorm, GELU, tied embeddings; Radford
-et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query heads, untied; Touvron et al. 2023).
+"""GPT: a decoder-only transformer whose options give GPT-2 (learned positions, LayerNorm, GELU, tied embeddings;
+Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query heads, untied; Touvron et al. 2023).
 
 Legend: B batch, S sequence, D model width, V vocabulary.
 """

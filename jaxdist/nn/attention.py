@@ -17,7 +17,8 @@ SITE_PROBABILITIES = 1
 
 
 def rotary(x_BSHK: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021), the halves rotated together as in GPT-NeoX and Llama's released code."""
+    """Rotary position embedding (Su et al. 2021), the halves rotated together as in GPT-NeoX and Llama's released
+    code."""
     half = x_BSHK.shape[-1] // 2
     wide = accumulation_dtype(x_BSHK.dtype)
     frequencies = jnp.asarray(theta ** -(np.arange(half) / half), wide)

@@ -1,7 +1,7 @@
 """Dropout whose mask depends on what is dropped, never on where: the same in every layout.
 
-Keys come one a sample: fold_in(fold_in(fold_in(seed key, step), global sample), layer); here the site inside the layer is
-folded in, and for activations split by heads the global head. Legend: B batch, h local heads.
+Keys come one a sample: fold_in(fold_in(fold_in(seed key, step), global sample), layer); here the site inside the layer
+is folded in, and for activations split by heads the global head. Legend: B batch, h local heads.
 """
 
 import jax

@@ -55,7 +55,8 @@ def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
 
 
 def whole_vocab(logits_BSV: jax.Array) -> jax.Array:
-    """Logits of the whole vocabulary [B, S, V] on every device of `tensor`, from [B, S, V_t]: for sampling, not training."""
+    """Logits of the whole vocabulary [B, S, V] on every device of `tensor`, from [B, S, V_t]: for sampling, not
+    training."""
     if not active_axes("tensor"):
         return logits_BSV
     return lax.all_gather(logits_BSV, "tensor", axis=logits_BSV.ndim - 1, tiled=True, to="invarying")

@@ -2,8 +2,8 @@
 elementwise function, and a row-parallel layer need one all-reduce forward and one backward for the pair.
 
 Legend: B batch, S sequence, D model width; a trailing _t marks a dim of which this device holds 1/tensor.
-The backward all-reduce of a column-parallel layer is not written here: its input is typed invariant over `tensor` and its
-weights varying, so the checked `shard_map` transposes that cast to the psum (Megatron's operator f).
+The backward all-reduce of a column-parallel layer is not written here: its input is typed invariant over `tensor` and
+its weights varying, so the checked `shard_map` transposes that cast to the psum (Megatron's operator f).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from jaxdist.nn.param import normal, zeros
 class ColumnParallelLinear(nnx.Module):
     """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in)."""
 
-    def __init__(self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool) -> None:
+    def __init__(
+        self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool
+    ) -> None:
         spec = tuple("tensor" if dim == split else None for dim in range(len(features)))
         self.kernel = normal(rngs, (in_features, *features), in_features**-0.5, (None, *spec))
         self.bias = zeros(features, spec) if bias else None
@@ -32,7 +34,8 @@ class ColumnParallelLinear(nnx.Module):
 class RowParallelLinear(nnx.Module):
     """x [B, S, in_t] -> [B, S, out]: each device multiplies its rows, a psum over `tensor` adds the parts.
 
-    `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019, 2.3).
+    `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
+    2.3).
     """
 
     def __init__(self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0) -> None:

@@ -7,8 +7,8 @@ from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class MLP(nnx.Module):
-    """kind "gelu": down(gelu(up(x))), tanh approximation as GPT-2. kind "swiglu": down(silu(gate(x)) * up(x)) (Shazeer 2020),
-    gate and up in one kernel [D, 2, hidden] so that one product makes both."""
+    """kind "gelu": down(gelu(up(x))), tanh approximation as GPT-2. kind "swiglu": down(silu(gate(x)) * up(x)) (Shazeer
+    2020), gate and up in one kernel [D, 2, hidden] so that one product makes both."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, hidden: int, *, kind: str, bias: bool, out_scale: float) -> None:
         gated = kind == "swiglu"

@@ -1,4 +1,5 @@
-"""Normalisation over the model width, which no axis splits. Statistics in at least fp32, result in the input's dtype."""
+"""Normalisation over the model width, which no axis splits. Statistics in at least fp32, result in the input's
+dtype."""
 
 import jax
 import jax.numpy as jnp

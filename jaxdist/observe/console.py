@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 _RECENT = 50  # step times the estimate of the remaining time looks at
 _REFRESH_S = 0.1  # the live bar takes new numbers at most this often
@@ -52,7 +52,7 @@ class Console:
         self,
         total_steps: int,
         *,
-        mode: Literal["auto", "plain", "rich"] = "auto",
+        mode: str = "auto",
         log_every: int = 10,
         enabled: bool = True,
         stream: TextIO | None = None,

@@ -6,6 +6,7 @@ value is written as null beside a second key that says what it was, `{"loss": nu
 "inf" or "-inf"), so that every line is valid JSON for any reader. `read_metrics` puts the float back.
 """
 
+import itertools
 import json
 import math
 import os
@@ -167,7 +168,7 @@ def decimate(line: Curve, limit: int = 2000) -> Curve:
         return line
     edges = np.linspace(0, count, limit // 2 + 1).astype(int)
     keep: set[int] = {0, count - 1}
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         part = line.values[start:stop]
         if np.isfinite(part).any():
             keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}

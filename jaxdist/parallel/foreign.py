@@ -1,8 +1,9 @@
 """A user's own loss, under every data-parallel strategy.
 
-Ordinary code (say, a `lax.scan` from `jnp.zeros`) does not type-check under `check_vma=True`, so a foreign loss runs in a
-second unchecked region. What the check would have caught there is excluded by construction instead: a foreign loss may
-contain no collective and may not ask where it runs, so all reductions are the strategy's, explicit and outside autodiff.
+Ordinary code (say, a `lax.scan` from `jnp.zeros`) does not type-check under `check_vma=True`, so a foreign loss runs in
+a second unchecked region. What the check would have caught there is excluded by construction instead: a foreign loss
+may contain no collective and may not ask where it runs, so all reductions are the strategy's, explicit and outside
+autodiff.
 """
 
 from collections.abc import Callable
@@ -40,21 +41,21 @@ def refuse_collectives(jaxpr: Any) -> None:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if axes := _named_axes(equation.params):
             raise UserError(
-                f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and no "
-                "axis_index: return this shard's (sum, weight), jaxdist adds them up"
+                f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and "
+                "no axis_index: return this shard's (sum, weight), jaxdist adds them up"
             )
         for inner in jaxprs_in_params(equation.params):
             refuse_collectives(inner)
 
 
 def foreign_program(loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: Mesh) -> Program:
-    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the state is
-    sharded, but the computation gathers all parameters at once."""
+    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
+    state is sharded, but the computation gathers all parameters at once."""
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
     if idle:
         raise UserError(
-            f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} to 1, "
-            "or build the model from jaxdist.nn layers"
+            f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} "
+            "to 1, or build the model from jaxdist.nn layers"
         )
     named = [spec for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) if "tensor" in spec]
     assert not named, "foreign parameters are split over fsdp only"

@@ -78,13 +78,15 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: s
 
 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
-    """(params at rest, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary]. For sampling."""
+    """(params at rest, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary]. For
+    sampling."""
     units, program = unit_specs(specs), make_program(model, strategy, specs, remat="none")
-    assert program.embed is not None and program.blocks is not None
+    embed, blocks = program.embed, program.blocks
+    assert embed is not None and blocks is not None
 
     def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
         diff, held = strategy.begin(params, specs)
-        h = program.blocks(diff, held, program.embed(diff, held, batch), batch)
+        h = blocks(diff, held, embed(diff, held, batch), batch)
         h = lax.dynamic_slice_in_dim(h, position, 1, axis=1)  # the head sees one position: no [b, S, vocabulary]
         tied = strategy.gather(diff["embed"], held["embed"], units["embed"]) if model.tied else None
         return model.logits(strategy.gather(diff["head"], held["head"], units["head"]), tied, h)[:, 0]

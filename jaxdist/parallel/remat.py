@@ -8,8 +8,9 @@ import jax
 MODES = ("none", "full")
 
 
-# Values that only move, cast or broadcast others: cheaper to redo than to keep. Keeping one that was made from a gathered
-# parameter would keep the parameter (a norm's scale, broadcast to every position, is as large as an activation).
+# Values that only move, cast or broadcast others: cheaper to redo than to keep. Keeping one that was made from a
+# gathered parameter would keep the parameter (a norm's scale, broadcast to every position, is as large as an
+# activation).
 CHEAP = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
 
 

@@ -11,9 +11,10 @@ PyTree = Any
 class Program(NamedTuple):
     """What a schedule may call. Gathers, remat, the scan over blocks and dropout keys are already inside.
 
-    loss: (diff, held, microbatch) -> (sum, weight). The other three are its parts, for schedules that cut the model into
-    stages: embed (diff, held, microbatch) -> h; blocks (diff, held, h, microbatch) -> h; head (diff, held, h, microbatch)
-    -> (sum, weight). They are None for a foreign loss.
+    loss: (diff, held, microbatch) -> (sum, weight). The other three are its parts, for schedules that cut the model
+    into
+    stages: embed (diff, held, microbatch) -> h; blocks (diff, held, h, microbatch) -> h; head (diff, held, h,
+    microbatch) -> (sum, weight). They are None for a foreign loss.
     """
 
     loss: Callable[..., tuple[jax.Array, jax.Array]]
@@ -25,10 +26,10 @@ class Program(NamedTuple):
 class Schedule(Protocol):
     """Run all microbatches, inside the manual region.
 
-    microbatches: leaves [M, b, ...]. seed: the static power of two that the loss is multiplied by before differentiation;
-    the caller multiplies gradients by 1 / (seed * global weight) afterwards, which is exact for ragged batches because
-    only a power of two has touched them. reduce_dtype: of the accumulated gradients, used at no less than fp32.
-    Returns this device's (loss sum, weight sum, gradients with respect to diff times seed).
+    microbatches: leaves [M, b, ...]. seed: the static power of two that the loss is multiplied by before
+    differentiation; the caller multiplies gradients by 1 / (seed * global weight) afterwards, which is exact for ragged
+    batches because only a power of two has touched them. reduce_dtype: of the accumulated gradients, used at no less
+    than fp32. Returns this device's (loss sum, weight sum, gradients with respect to diff times seed).
     """
 
     def __call__(

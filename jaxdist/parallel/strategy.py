@@ -1,8 +1,8 @@
 """The type of a strategy, and the pieces that strategies are made of.
 
-All pieces work on one leaf or one tree and are driven by PartitionSpecs: a leaf whose spec names `fsdp` rests as a shard.
-Casts and gathers are `custom_vjp`s with an explicit reduce dtype: a plain cast followed by an all-gather would transpose
-to a reduce-scatter in the compute dtype, and sum gradients in bf16.
+All pieces work on one leaf or one tree and are driven by PartitionSpecs: a leaf whose spec names `fsdp` rests as a
+shard. Casts and gathers are `custom_vjp`s with an explicit reduce dtype: a plain cast followed by an all-gather would
+transpose to a reduce-scatter in the compute dtype, and sum gradients in bf16.
 """
 
 import functools
@@ -135,8 +135,8 @@ gather_leaf.defvjp(_gather_forward, _gather_backward)
 def finish(grads: PyTree, specs: PyTree, options: StrategyOptions) -> PyTree:
     """Sum each leaf over the batch-like axes that its spec does not name, in buckets, in the reduce dtype.
 
-    Hybrid sharding, parameters kept whole, and tied embeddings across pipeline stages need no code of their own: what is
-    missing is always the sum over the axes over which the leaf is a copy.
+    Hybrid sharding, parameters kept whole, and tied embeddings across pipeline stages need no code of their own: what
+    is missing is always the sum over the axes over which the leaf is a copy.
     """
     leaves, treedef = jax.tree.flatten(grads)
     axes_of = [active_axes(claimed_axes(spec)) for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))]

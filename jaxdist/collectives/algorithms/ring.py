@@ -1,7 +1,7 @@
 """The ring, from `lax.ppermute`: every device sends to its right neighbour and adds what comes from its left.
 
-All-reduce of N bytes over n devices is a reduce-scatter and an all-gather of n-1 rounds each; in every round each device
-sends one chunk of N/n, so 2 (n-1)/n N in all, whatever n (Patarasuk and Yuan 2009; Baidu 2017).
+All-reduce of N bytes over n devices is a reduce-scatter and an all-gather of n-1 rounds each; in every round each
+device sends one chunk of N/n, so 2 (n-1)/n N in all, whatever n (Patarasuk and Yuan 2009; Baidu 2017).
 Results are typed varying: that they are equal everywhere cannot be written in the type (see `claim_replicated`).
 """
 
@@ -51,7 +51,7 @@ def _all_gather(x: Array, axes: tuple[str, ...], dim: int) -> Array:
 
 
 def _all_reduce(x: Array, axes: tuple[str, ...]) -> Array:
-    flat = jnp.pad(x.ravel(), (0, -x.size % lax.axis_size(axes)))  # n equal chunks; the padding never leaves this function
+    flat = jnp.pad(x.ravel(), (0, -x.size % lax.axis_size(axes)))  # n equal chunks; the padding never leaves from here
     return _all_gather(_reduce_scatter(flat, axes, 0), axes, 0)[: x.size].reshape(x.shape)
 
 

@@ -1,6 +1,6 @@
-"""ZeRO-3 = FSDP (Rajbhandari et al. 2020; Zhao et al. 2023): parameters, gradients and optimizer state rest as shards over
-`fsdp`. Each unit (a block, the embedding, the head) is all-gathered before use, forward and backward, and its gradient is
-reduce-scattered; with `data` > 1 the shards are then all-reduced over `data` (hybrid sharding)."""
+"""ZeRO-3 = FSDP (Rajbhandari et al. 2020; Zhao et al. 2023): parameters, gradients and optimizer state rest as shards
+over `fsdp`. Each unit (a block, the embedding, the head) is all-gathered before use, forward and backward, and its
+gradient is reduce-scattered; with `data` > 1 the shards are then all-reduced over `data` (hybrid sharding)."""
 
 import functools
 

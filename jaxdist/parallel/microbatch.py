@@ -1,0 +1,27 @@
+"""How a batch is cut into microbatches, and what sizes allow it."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxdist.errors import UserError
+from jaxdist.mesh import batch_shards
+
+PyTree = Any
+
+
+def check_batch(batch: PyTree, mesh: Mesh, microbatches: int) -> None:
+    """Raise `UserError` unless every leaf's dim 0 is one and the same multiple of what the batch is split into."""
+    parts = batch_shards(mesh) * microbatches
+    for leaf in jax.tree.leaves(batch):
+        if not leaf.ndim or leaf.shape[0] != jax.tree.leaves(batch)[0].shape[0] or leaf.shape[0] % parts:
+            raise UserError(
+                f"batch: a leaf has shape {leaf.shape}; dim 0 of all leaves must be the same multiple of data * fsdp * "
+                f"microbatches = {parts}"
+            )
+
+
+def split_microbatches(batch: PyTree, count: int) -> PyTree:
+    """Leaves [b, ...] -> [count, b / count, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
