@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import Config, resolve_model, to_yaml
-from jaxdist.data import Source, bigram_bits
+from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh, sizes_of
@@ -154,11 +154,20 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
         metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl", resume_step=resumed))
         (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         write_environment(folder / "env.json", {**run_environment(mesh), "data": source.info})
-    baselines = {"bigram": bigram_bits(source.train, source.held_out, source.vocab)} if lead else {}
+    baselines = ngram_baselines(source) if lead else {}
     return Run(
         config, folder, mesh, source, precision, model, target, step, state, first_step, checkpoints, console, metrics,
         baselines,
     )  # fmt: skip
+
+
+def ngram_baselines(source: Source) -> dict[str, float]:
+    """Bits per token of counting models on the held-out text; empty for vocabularies too large to count."""
+    bits = {
+        "bigram": bigram_bits(source.train, source.held_out, source.vocab),
+        "trigram": trigram_bits(source.train, source.held_out, source.vocab),
+    }
+    return {name: value for name, value in bits.items() if not math.isnan(value)}
 
 
 def run_environment(mesh: Mesh) -> dict[str, Any]:
@@ -196,9 +205,9 @@ def describe(run: Run) -> dict[str, str]:
         f"{parallel.grad_sync.algorithm} reductions, {config.precision.policy}",
         "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",
     }
-    if not math.isnan(run.baselines.get("bigram", math.nan)):
-        bits = run.baselines["bigram"]
-        rows["bigram"] = f"{bits:.3f} bits per {info['unit'][:-1]} on the held-out text: the mark to beat"
+    if run.baselines:
+        marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
+        rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"
     if run.first_step:
         rows["resumed"] = f"after step {run.first_step}"
     return rows

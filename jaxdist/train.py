@@ -223,10 +223,12 @@ def finish(run: Run, samples: str) -> None:
     if run.config.observe.report:
         report(run, samples)
     evaluations = [record for record in read_metrics(run.folder / "metrics.jsonl") if "eval/bits_per_byte" in record]
-    if evaluations and "bigram" in run.baselines:
-        bits, bigram = evaluations[-1]["eval/bits_per_byte"], run.baselines["bigram"]
-        verdict = "below" if bits < bigram else "NOT below"
-        run.console.line(f"held-out text: {bits:.3f} bits per byte, {verdict} the bigram model's {bigram:.3f}")
+    if evaluations:
+        bits = evaluations[-1]["eval/bits_per_byte"]
+        marks = [
+            f"{'below' if bits < mark else 'NOT below'} the {name} model's {mark:.3f}" for name, mark in run.baselines.items()
+        ]
+        run.console.line(", ".join([f"held-out text: {bits:.3f} bits per byte", *marks]))
     run.console.line(f"run directory: {run.folder}")
 
 

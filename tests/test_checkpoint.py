@@ -41,7 +41,8 @@ def parts(*, width: int = 16, optimizer: str = "adamw", dtype: Any = jnp.float32
 
 def target(layout: str, **options: Any) -> TrainState:
     sizes = dict(LAYOUTS[layout])
-    return state_target(*parts(**options), make_mesh(**{k: v for k, v in sizes.items() if k != "strategy"}), strategy=sizes["strategy"])  # fmt: skip
+    strategy = sizes.pop("strategy")
+    return state_target(*parts(**options), make_mesh(**sizes), strategy=strategy)
 
 
 def state_of(layout: str) -> TrainState:
@@ -61,10 +62,11 @@ def state_of(layout: str) -> TrainState:
 
 
 def assert_same(got: TrainState, want: TrainState) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    def check(a: jax.Array, b: jax.Array) -> None:
         assert a.dtype == b.dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+    jax.tree.map(check, got, want)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +105,9 @@ def test_any_layout_into_any_other(saved: dict[str, Path], source: str, into: st
     ],
 )
 def test_other_model_optimizer_or_dtype_is_refused(saved: dict[str, Path], options: dict[str, Any], leaf: str) -> None:
-    with Checkpoints(saved["zero3"], keep=1) as checkpoints:
-        with pytest.raises(UserError, match="^checkpoint of step 3: " + leaf) as error:
-            checkpoints.restore(3, target("one", **options))
+    raises = pytest.raises(UserError, match="^checkpoint of step 3: " + leaf)
+    with Checkpoints(saved["zero3"], keep=1) as checkpoints, raises as error:
+        checkpoints.restore(3, target("one", **options))
     assert "\n" not in str(error.value)
 
 
@@ -189,6 +191,8 @@ def small_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+# Writes still under way when orbax gives up report to an event loop that is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seen_by", ["the next save", "close"])
 def test_failed_save_is_not_silent(seen_by: str, tmp_path: Path) -> None:
     state = TrainState(jnp.int32(1), {"w": jax.random.normal(jax.random.key(0), (300, 300))}, ())

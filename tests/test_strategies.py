@@ -164,3 +164,16 @@ def test_optimizer_state_rests_like_its_parameter() -> None:
     target = state_target(gpt(LLAMA, max_length=8), tx, mesh, strategy="zero3")
     sharded = [leaf for leaf in jax.tree.leaves(target.opt_state) if "fsdp" in spec_axes(leaf.sharding.spec)]
     assert len(sharded) == 2 * len(jax.tree.leaves(target.params))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("algorithm", registry.names("jaxdist.collectives.algorithms"))
+def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
+    """As far as a machine without a GPU can take it: StableHLO for CUDA, with every collective in it."""
+    mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
+    model = gpt(GPT2, max_length=8)
+    state = state_target(model, tx, mesh, strategy=name)
+    step = make_train_step(model, tx, mesh, strategy=name, precision="bf16", algorithm=algorithm)
+    text = step.jitted(state).trace(state, batch()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.all_reduce" in text
+    assert ("stablehlo.collective_permute" in text) == (algorithm == "ring")

@@ -1,4 +1,4 @@
-"""Checkpoints through orbax: asynchronous, atomic (a step's folder appears when it is complete), the newest `keep` kept.
+"""Checkpoints through orbax: asynchronous, atomic (a step's folder appears when complete), the newest `keep` kept.
 
 What is saved is whole arrays under the names of the `TrainState`'s leaves, whatever the mesh and strategy; they are
 restored straight into the layout of the state that asks. Next to them lies a record of what the run was (`meta`).
@@ -22,7 +22,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is a file, and checkpoints belong there; move it, or use another --run-dir")
+            raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
@@ -60,7 +60,7 @@ class Checkpoints:
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
             side = "the checkpoint" if only[0] in saved else "this configuration"
-            raise UserError(f"{where}: {only[0]} is only in {side}; model and optimizer must be those of the checkpoint")
+            raise UserError(f"{where}: {only[0]} is only in {side}; model and optimizer must be the checkpoint's")
         for name, leaf in asked.items():
             if tuple(saved[name].shape) != tuple(leaf.shape) or saved[name].dtype != leaf.dtype:
                 raise UserError(

@@ -1,4 +1,4 @@
-"""From a configuration to running devices: platform and simulated devices, joining a multi-process job, the true mesh."""
+"""From a configuration to running devices: platform, simulated devices, joining a multi-process job, the true mesh."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,8 +21,9 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Job(NamedTuple):
-    """A multi-process job as the environment describes it. coordinator: "host:port". detect: let JAX find out (SLURM, MPI).
-    gpus: indices of this process's GPUs, () for all that it sees, None for what JAX_LOCAL_DEVICE_IDS says."""
+    """A multi-process job as the environment describes it. coordinator: "host:port". gpus: indices of this process's
+    GPUs, () for all that it sees, None for what JAX_LOCAL_DEVICE_IDS says. detect: JAX finds out the rest (SLURM, MPI).
+    """
 
     coordinator: str | None
     processes: int | None
@@ -41,8 +42,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 def describe_job(environ: Mapping[str, str]) -> Job | None:
     """The job that the environment describes, or None for a single process.
 
-    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; or torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE
-    and RANK; or a SLURM or Open MPI step of more than one task, which JAX detects by itself.
+    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; or torchrun's MASTER_ADDR, MASTER_PORT,
+    WORLD_SIZE and RANK; or a SLURM or Open MPI step of more than one task, which JAX detects by itself.
     """
     gpus = local_gpus(environ)
     if environ.get("JAX_COORDINATOR_ADDRESS") and environ.get("JAX_NUM_PROCESSES"):
@@ -62,10 +63,11 @@ def describe_job(environ: Mapping[str, str]) -> Job | None:
 
 
 def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """See `Job.gpus`: where several processes share a node and all see its GPUs, each takes the one of its local rank."""
+    """See `Job.gpus`. Where several processes share a node and all see its GPUs, each takes that of its local rank."""
     if environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
-    bound = len(environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and environ.get("CUDA_VISIBLE_DEVICES")
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    bound = visible != "" and "," not in visible  # the launcher has chosen
     shared = re.search("[2-9]|1[0-9]", re.sub(r"\(x\d+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "")))
     for rank, several in (
         ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1") != "1"),
@@ -80,7 +82,7 @@ def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
     port = coordinator.rpartition(":")[2]
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise UserError(f"coordinator: {coordinator!r} in the environment is no address; allowed: host:port of process 0")
+        raise UserError(f"coordinator: {coordinator!r} in the environment is no address; allowed: host:port of rank 0")
     if rank >= processes:
         raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to the number of processes - 1")
     return Job(coordinator, processes, rank, gpus) if processes > 1 else None
@@ -88,7 +90,9 @@ def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...
 
 def join(job: Job) -> None:
     """`jax.distributed.initialize` for this job. Must run before JAX starts its devices."""
-    options = {"initialization_timeout": INITIALIZATION_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
+    options: dict[str, Any] = {
+        "initialization_timeout": INITIALIZATION_S, "heartbeat_timeout_seconds": HEARTBEAT_S
+    }  # fmt: skip
     if job.gpus is not None:
         options["local_device_ids"] = list(job.gpus)  # an empty list is all; left out, SLURM gets one GPU a task
     if job.detect:
@@ -108,9 +112,8 @@ def _check_port(port: int) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        raise UserError(
-            f"MASTER_PORT or JAX_COORDINATOR_ADDRESS: port {port} cannot be used, {os.strerror(error.errno or 0)}; set a free one"
-        ) from error
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"MASTER_PORT or JAX_COORDINATOR_ADDRESS: port {port}: {reason}; set a free one") from error
 
 
 @contextlib.contextmanager
@@ -136,9 +139,9 @@ def fail_alone() -> Iterator[None]:
 
 
 def choose_platform(devices: DevicesConfig) -> None:
-    """Set the platform and the number of simulated CPU devices. No effect when JAX has started its devices already, as in
-    a notebook: the mesh is then judged by what is there."""
-    with contextlib.suppress(RuntimeError):  # JAX refuses a number of devices once they are there
+    """Set the platform and the number of simulated CPU devices. When JAX has its devices already, as in a notebook,
+    they stay what they are, and the mesh is judged by them."""
+    with contextlib.suppress(RuntimeError):  # JAX refuses to change their number then
         jax.config.update("jax_num_cpu_devices", devices.simulated)
     if devices.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")

@@ -14,8 +14,8 @@ STOPPED = 75  # exit status: stopped, and the same command resumes
 class StopSignal:
     """A context in which SIGINT and SIGTERM set a flag; a second SIGINT raises KeyboardInterrupt as usual.
 
-    In a job of several processes JAX's coordination service agrees on the step: there a SIGINT is turned into the SIGTERM
-    that this service listens to.
+    In a job of several processes JAX's coordination service agrees on the step: there a SIGINT is turned into the
+    SIGTERM that this service listens to.
     """
 
     def __init__(self) -> None:

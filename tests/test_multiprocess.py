@@ -1,0 +1,351 @@
+"""The command line in processes of its own: two of four simulated devices train like one of eight; signals, errors."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.errors import UserError
+from jaxdist.observe import read_metrics
+from jaxdist.runtime.start import Job, describe_job
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = [str(ROOT / "scripts" / "train.py"), "--config", "tiny.yaml"]
+YAML = """
+model: {layers: 2, width: 16, heads: 2}
+data: {path: text.py, seq_len: 16, global_batch: 8}
+mesh: {data: 2, fsdp: 2, tensor: 2}
+parallel: {strategy: zero3, min_shard_bytes: 0}
+optimizer: {lr: 1e-2, schedule: constant}
+train: {steps: 8, eval_every: 0, sample_tokens: 0}
+checkpoint: {every: 4}
+devices: {platform: cpu, simulated: 4}
+observe: {report: false}
+"""
+
+Environ = dict[str, str]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def torchrun(port: int, rank: int) -> Environ:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+
+
+def by_jax(port: int, rank: int) -> Environ:
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
+    }  # fmt: skip
+
+
+class Processes:
+    """Python processes started together in one folder; whatever happens, none of them outlives the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def add(self, arguments: Sequence[str], environ: Environ) -> None:
+        clean = {
+            key: value for key, value in os.environ.items()
+            if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_")) and key not in torchrun(0, 0)
+        }  # fmt: skip
+        # Without optimisation the same program compiles in half the time.
+        clean |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        rank = len(self.running)
+        with (self.folder / f"out{rank}").open("wb") as out, (self.folder / f"err{rank}").open("wb") as err:
+            self.running.append(
+                subprocess.Popen(
+                    [sys.executable, *arguments], env=clean | environ, stdout=out, stderr=err, cwd=self.folder
+                )
+            )
+
+    def out(self, rank: int) -> str:
+        """Standard output, without what gloo prints there when it connects."""
+        text = (self.folder / f"out{rank}").read_text()
+        return "\n".join(line for line in text.splitlines() if "peer ranks" not in line)
+
+    def err(self, rank: int) -> str:
+        return (self.folder / f"err{rank}").read_text()
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {i}\n{self.out(i)}\n{self.err(i)}" for i in range(len(self.running)))
+
+    def wait(self, seconds: float = 60) -> list[int]:
+        """Exit statuses. Fails, with what they printed, when not all have ended in time."""
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in self.running):
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"not ended after {seconds} s\n{self.logs()}")
+            time.sleep(0.02)
+        return [process.returncode for process in self.running]
+
+    def wait_for_step(self, metrics: Path, step: int, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self.running):
+                self.kill()
+                pytest.fail(f"step {step} was not reached in {seconds} s\n{self.logs()}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Folders with the configuration and its text in them."""
+    words = np.random.default_rng(0).choice(["def", "return", "x", "y", "0", "1", "+", ":"], 4000)
+
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("job")
+        (folder / "tiny.yaml").write_text(YAML)
+        (folder / "text.py").write_text(" ".join(words))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def processes(make_folder: Callable[[], Path]) -> Iterator[Processes]:
+    made = Processes(make_folder())
+    yield made
+    made.kill()
+
+
+def losses(run: Path) -> list[float]:
+    records = read_metrics(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def alone(make_folder: Callable[[], Path]) -> list[float]:
+    """The losses of eight steps in one process of eight devices."""
+    processes = Processes(make_folder())
+    processes.add([*SCRIPT, "--run-dir", "run", "devices.simulated=8"], {})
+    try:
+        assert processes.wait() == [0], processes.logs()
+    finally:
+        processes.kill()
+    return losses(processes.folder / "run")
+
+
+@pytest.fixture(scope="module")
+def pair(make_folder: Callable[[], Path]) -> Processes:
+    """Four steps in two processes, started in different seconds, in the run directory that is the default."""
+    processes, port = Processes(make_folder()), free_port()
+    try:
+        for rank in (0, 1):
+            processes.add([*SCRIPT, "train.steps=4"], torchrun(port, rank))
+            time.sleep(1.2)
+        assert processes.wait() == [0, 0], processes.logs()
+    finally:
+        processes.kill()
+    return processes
+
+
+def run_directory(processes: Processes) -> Path:
+    (folder,) = (processes.folder / "runs").iterdir()
+    return folder
+
+
+def test_same_losses_as_one_process(pair: Processes, alone: list[float]) -> None:
+    assert len(alone) == 8
+    assert alone[-1] < alone[0] - 0.5
+    np.testing.assert_allclose(losses(run_directory(pair))[:4], alone[:4], rtol=1e-6)
+
+
+def test_only_process_0_speaks(pair: Processes) -> None:
+    assert "step" in pair.out(0)
+    assert "2 processes" in pair.out(0)
+    assert pair.out(1) == ""
+    assert pair.err(0) == pair.err(1) == ""
+
+
+def test_interrupted_together_and_resumed(pair: Processes, alone: list[float]) -> None:
+    """The same run goes on in a job described by JAX's variables; Ctrl-C reaches both processes, as in a terminal."""
+    run = run_directory(pair)
+    processes, port = Processes(pair.folder), free_port()
+    options = ["--run-dir", str(run), "train.steps=1000000", "checkpoint.every=0", "checkpoint.keep=1"]
+    try:
+        for rank in (0, 1):
+            processes.add([*SCRIPT, *options], by_jax(port, rank))
+        processes.wait_for_step(run / "metrics.jsonl", 10)
+        for process in processes.running:
+            process.send_signal(signal.SIGINT)
+        assert processes.wait(30) == [75, 75], processes.logs()
+    finally:
+        processes.kill()
+    values = losses(run)
+    np.testing.assert_allclose(values[:8], alone, rtol=1e-5)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [str(len(values))]
+    assert f"stopped after step {len(values)};" in processes.out(0)
+    assert "Traceback" not in processes.err(0) + processes.err(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_a_run_that_can_go_on(number: signal.Signals, make_folder: Callable[[], Path]) -> None:
+    """Stopped twice, in float64, which has to be turned on before JAX starts its devices."""
+    folder = make_folder()
+    run, stopped = folder / "run", 0
+    one = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", "precision=fp64"]
+    for _ in range(2):
+        processes = Processes(folder)
+        processes.add([*SCRIPT, "--run-dir", "run", *one, "train.steps=1000000", "checkpoint.every=0"], {})
+        try:
+            processes.wait_for_step(run / "metrics.jsonl", stopped + 3)
+            processes.running[0].send_signal(number)
+            assert processes.wait(10) == [75], processes.logs()
+        finally:
+            processes.kill()
+        assert processes.err(0) == ""
+        assert len(losses(run)) > stopped
+        stopped = len(losses(run))
+        assert f"stopped after step {stopped};" in processes.out(0)
+        assert (run / "checkpoints" / str(stopped)).is_dir()
+    assert any(float(np.float32(value)) != value for value in losses(run)), "float64"
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_stops_both(processes: Processes) -> None:
+    port = free_port()
+    for rank in (0, 1):
+        processes.add([*SCRIPT, "--run-dir", "run", "train.steps=1000000"], torchrun(port, rank))
+    processes.wait_for_step(processes.folder / "run" / "metrics.jsonl", 5)
+    processes.running[1].send_signal(signal.SIGTERM)
+    assert processes.wait(30) == [75, 75], processes.logs()
+    steps = sorted(int(path.name) for path in (processes.folder / "run" / "checkpoints").iterdir())
+    assert steps[-1] == len(losses(processes.folder / "run"))
+
+
+def test_error_in_one_process_ends_it_at_once(processes: Processes) -> None:
+    """Its peer hears of it from the closed connection, or after the heartbeat at the latest."""
+    (processes.folder / "own").mkdir()
+    np.full(1000, 300, "<u2").tofile(processes.folder / "own" / "train.bin")
+    port, wrong = free_port(), ["data.source=tokens", "data.path=own"]
+    for rank in (0, 1):
+        processes.add([*SCRIPT, "--run-dir", "run", *(wrong if rank else [])], torchrun(port, rank))
+    deadline = time.monotonic() + 20
+    while processes.running[1].poll() is None:
+        assert time.monotonic() < deadline, processes.logs()
+        time.sleep(0.02)
+    assert processes.running[1].returncode == 2
+    assert processes.err(1).startswith("error: model.vocab: 256 is too small")
+    assert processes.err(1).count("\n") == 1
+    assert processes.wait(60)[0] not in (0, 75), processes.logs()
+
+
+def test_taken_port(processes: Processes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        processes.add([*SCRIPT, "--run-dir", "run"], torchrun(port, 0))
+        assert processes.wait() == [2], processes.logs()
+    assert f"port {port}:" in processes.err(0)
+    assert processes.err(0).count("\n") == 1
+
+
+READ_A_BATCH = """
+import json
+from jaxdist.config import load_config
+from jaxdist.data import Loader
+from jaxdist.mesh import make_mesh
+from jaxdist.runtime.start import start
+config = start(load_config("tiny.yaml"))
+import numpy as np
+from dataclasses import asdict
+from jax.sharding import NamedSharding
+from jaxdist.specs import BATCH_SPEC
+sharding = NamedSharding(make_mesh(**asdict(config.mesh)), BATCH_SPEC)
+loader = Loader(np.arange(5000), seq_len=16, global_batch=8, sharding=sharding)
+read, real = set(), loader.host_rows
+def host_rows(step, rows):
+    read.update(range(8)[rows])
+    return real(step, rows)
+loader.host_rows = host_rows
+shape = loader.batch(0)["inputs"].shape
+print(json.dumps({"read": sorted(read), "shape": shape}))
+"""
+
+
+def test_each_process_reads_its_own_rows(processes: Processes) -> None:
+    port = free_port()
+    for rank in (0, 1):
+        processes.add(["-c", READ_A_BATCH], by_jax(port, rank))
+    assert processes.wait() == [0, 0], processes.logs()
+    said = [json.loads(processes.out(rank)) for rank in (0, 1)]
+    assert said == [{"read": [0, 1, 2, 3], "shape": [8, 16]}, {"read": [4, 5, 6, 7], "shape": [8, 16]}]
+
+
+TORCH = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        ({}, None),
+        (TORCH | {"WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None),
+        (TORCH, Job("node1:29500", 4, 3)),
+        (JAX, Job("node1:1234", 4, 3)),
+        (TORCH | JAX, Job("node1:1234", 4, 3)),
+        # torchrun's own store is on MASTER_PORT.
+        (TORCH | {"TORCHELASTIC_RUN_ID": "none"}, Job("node1:29501", 4, 3)),
+        # One process a GPU, unless the launcher lets each see one only, or JAX is told.
+        (TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Job("node1:29500", 4, 3, (1,))),
+        (TORCH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Job("node1:29500", 4, 3)),
+        (TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "5"}, Job("node1:29500", 4, 3)),
+        (JAX | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, Job("node1:1234", 4, 3, None)),
+        (
+            {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"},
+            Job(None, None, None, (2,), detect=True),
+        ),
+        # One process a node drives all of its GPUs.
+        (
+            {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"},
+            Job(None, None, None, (), detect=True),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            Job(None, None, None, (1,), detect=True),
+        ),
+    ],
+)
+def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
+    assert describe_job(environ) == job
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (TORCH | {"RANK": "4"}, "rank 4 of a job of 4 processes"),
+        (TORCH | {"RANK": "-1"}, "^RANK: '-1'"),
+        (TORCH | {"WORLD_SIZE": "four"}, "^WORLD_SIZE: 'four'"),
+        (TORCH | {"MASTER_PORT": "70000"}, "'node1:70000'"),
+        ({key: value for key, value in TORCH.items() if key != "MASTER_PORT"}, "^MASTER_PORT: ''"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "node1"}, "'node1'"),
+        ({"JAX_COORDINATOR_ADDRESS": "node1:1234"}, "JAX_NUM_PROCESSES is not"),
+        ({key: value for key, value in JAX.items() if key != "JAX_PROCESS_ID"}, "^JAX_PROCESS_ID: ''"),
+    ],
+)
+def test_job_that_makes_no_sense(environ: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        describe_job(environ)
+    assert "\n" not in str(error.value)
