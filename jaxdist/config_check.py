@@ -183,13 +183,15 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     )
 
 
-def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str) -> MeshConfig:
+def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bool = False) -> MeshConfig:
     """The mesh for `device_count` devices, with no -1 in it. It may use fewer devices than there are.
 
     fit="exact": a mesh that needs more devices, or a -1 with nothing whole to stand for, is a `UserError` that lists
     meshes that do fit. fit="shrink": sizes are divided by their smallest prime factor, which halves an even size and
     keeps every divisibility that held before: data first, then fsdp, then the others. What changed is logged.
+    Simulated devices are as many as one asks for, so they are never a reason to shrink.
     """
+    fit = "exact" if simulated else fit
     sizes: dict[str, int] = asdict(mesh)
     rest = _rest_axis(sizes)
     fixed = {axis: size for axis, size in sizes.items() if axis != rest}
@@ -202,10 +204,10 @@ def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str) -> MeshConfig:
         )  # fmt: skip
         need = math.prod(fixed.values())
     if need > device_count:
-        more = f", or on a CPU devices.simulated={need}" if need <= 512 else ""
+        more = "set devices.fit=shrink" if not simulated else "set devices.simulated" + f"={need}" * (need <= 512)
         raise UserError(
             f"mesh: {_words(sizes)} needs {need} devices; {device_count} are there; these fit:"
-            f" {_fitting(fixed, device_count, whole=False)}; or set devices.fit=shrink{more}"
+            f" {_fitting(fixed, device_count, whole=False)}; or {more}"
         )
     if rest is not None and device_count % need and fit != "shrink":
         raise UserError(
@@ -240,7 +242,8 @@ def _fitting(sizes: dict[str, int], device_count: int, *, whole: bool) -> str:
     found: list[tuple[int, ...]] = [()]
     for axis in axes:
         options = [n for n in divisors(device_count if whole else sizes[axis]) if n <= device_count]
-        options = [n for _, n in sorted((abs(math.log(n / sizes[axis])), n) for n in options)[:7]] + [1]
+        nearest_first = [n for _, n in sorted((abs(math.log(n / sizes[axis])), n) for n in options)]
+        options = list(dict.fromkeys([*nearest_first[:7], 1]))  # off always fits
         found = [(*sofar, n) for sofar in found for n in options if math.prod(sofar) * n <= device_count]
     if whole:
         found = [each for each in found if device_count % math.prod(each) == 0]
@@ -272,7 +275,7 @@ def check_config(config: Config) -> Config:
     _rest_axis(asdict(config.mesh))
     device_count = known_devices(config.devices)
     if device_count is not None:
-        config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit))
+        config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
     check_layout(config)
     return config
 

@@ -191,9 +191,13 @@ def test_shrink(mesh: MeshConfig, devices: int, expected: MeshConfig) -> None:
     assert resolve_mesh(mesh, devices, "shrink") == expected
 
 
-def test_shrink_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    config = load(tmp_path, "mesh: {data: 16}", "devices.fit=shrink", CPU)
-    assert config.mesh == MeshConfig(data=8)
+def test_simulated_devices_are_no_reason_to_shrink(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"needs 16 devices; 8 are there.*set devices.simulated=16"):
+        load(tmp_path, "mesh: {data: 16}", "devices.fit=shrink", CPU)
+
+
+def test_shrink_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_mesh(MeshConfig(data=16), 8, "shrink") == MeshConfig(data=8)
     assert [record.getMessage() for record in caplog.records] == [
         "mesh: data=16 needs 16 devices; 8 are there, so it shrinks to data=8 (devices.fit=shrink)"
     ]
@@ -239,6 +243,7 @@ def test_rest_needs_known_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "JAX_NUM_PROCESSES"])
 def test_devices_of_all_processes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv({"WORLD_SIZE": "MASTER_ADDR", "JAX_NUM_PROCESSES": "JAX_COORDINATOR_ADDRESS"}[name], "localhost")
     monkeypatch.setenv(name, "4")
     assert load(tmp_path, "mesh: {data: -1}", "devices.simulated=2", CPU).mesh.data == 8
 

@@ -208,7 +208,7 @@ TOGETHER = [
     case("warmup", b"optimizer: {warmup_steps: 300}\n", "optimizer.warmup_steps", "300", "train.steps 200"),
     case("two-rests", b"mesh: {data: -1, fsdp: -1}\n", "mesh", "data=-1 and fsdp=-1"),
     case("rest-ragged", b"mesh: {data: -1, tensor: 3}\n", "mesh.data", "-1", "8 devices / 3", "tensor=2", args=(CPU,)),
-    case("mesh-too-large", b"mesh: {data: 4, fsdp: 4}\n", "mesh", "16 devices", "8 are", "data=2 fsdp=4", "shrink",
+    case("mesh-too-large", b"mesh: {data: 4, fsdp: 4}\n", "mesh", "16 devices", "8 are", "data=2 fsdp=4", "devices.simulated=16",
          args=(CPU,)),
     case("mesh-enormous", b"mesh: {data: 2000000000, fsdp: 2000000000, tensor: 2000000000}\n", "mesh", "8 are there",
          args=(CPU,)),
@@ -330,6 +330,7 @@ def test_command(each: Case, ended: dict[str, Ended]) -> None:
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "JAX_NUM_PROCESSES"])
 @pytest.mark.parametrize("value", ["two", "0", "-1", "2.0", "9" * 5000, " "])
 def test_process_count(name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv({"WORLD_SIZE": "MASTER_ADDR", "JAX_NUM_PROCESSES": "JAX_COORDINATOR_ADDRESS"}[name], "localhost")
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{name}: .*process count"):
         load_config(place(case("", OK), tmp_path), [CPU])

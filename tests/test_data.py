@@ -74,12 +74,13 @@ def test_permute_is_a_permutation(count: int, seed: int) -> None:
     assert sorted(permute(np.arange(count), count, keys)) == list(range(count))
 
 
-@pytest.mark.parametrize("count", [2**16 - 1, 2**16, 2**16 + 1, 2**18 + 1])
-def test_permute_around_powers_of_two(count: int) -> None:
+@pytest.mark.parametrize("count", [100_000, 2**16 - 1, 2**16, 2**16 + 1, 2**18 + 1])
+def test_permute_mixes_and_is_exact_around_powers_of_two(count: int) -> None:
     keys = np.arange(8, dtype=np.uint64)
     out = permute(np.arange(count), count, keys)
     assert np.array_equal(np.sort(out), np.arange(count))
     assert abs(np.corrcoef(out[:-1], out[1:])[0, 1]) < 0.02  # neighbours part
+    assert abs(np.corrcoef(np.arange(count), out)[0, 1]) < 0.02  # nothing stays where it was, not even in its half
 
 
 def test_permute_gives_every_order_equally_often() -> None:
@@ -435,6 +436,7 @@ def test_sha_changes_with_content_name_and_boundaries(tmp_path: Path) -> None:
     again = text(config(folder_of(tmp_path / "again", variants[0]))).info
     assert again["sha256"] == shas[0]
     assert fingerprint([("a", 4, [b"12", b"34"])]) == fingerprint([("a", 4, [b"1234"])])
+    assert fingerprint([("a", 2, [b"bc"]), ("d", 1, [b"e"])]) != fingerprint([("a", 1, [b"b"]), ("cd", 1, [b"e"])])
 
 
 @pytest.mark.parametrize(

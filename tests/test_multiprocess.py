@@ -179,20 +179,16 @@ def test_only_process_0_speaks(pair: Processes) -> None:
     assert pair.err(0) == pair.err(1) == ""
 
 
-def test_interrupted_together_and_resumed(pair: Processes, alone: list[float]) -> None:
+def test_interrupted_together_and_resumed(pair: Processes, alone: list[float], processes: Processes) -> None:
     """The same run goes on in a job described by JAX's variables; Ctrl-C reaches both processes, as in a terminal."""
-    run = run_directory(pair)
-    processes, port = Processes(pair.folder), free_port()
+    run, port = run_directory(pair), free_port()
     options = ["--run-dir", str(run), "train.steps=1000000", "checkpoint.every=0", "checkpoint.keep=1"]
-    try:
-        for rank in (0, 1):
-            processes.add([*SCRIPT, *options], by_jax(port, rank))
-        processes.wait_for_step(run / "metrics.jsonl", 10)
-        for process in processes.running:
-            process.send_signal(signal.SIGINT)
-        assert processes.wait(30) == [75, 75], processes.logs()
-    finally:
-        processes.kill()
+    for rank in (0, 1):
+        processes.add([*SCRIPT, *options], by_jax(port, rank))
+    processes.wait_for_step(run / "metrics.jsonl", 10)
+    for process in processes.running:
+        process.send_signal(signal.SIGINT)
+    assert processes.wait(30) == [75, 75], processes.logs()
     values = losses(run)
     np.testing.assert_allclose(values[:8], alone, rtol=1e-5)
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(len(values))]
@@ -200,13 +196,12 @@ def test_interrupted_together_and_resumed(pair: Processes, alone: list[float]) -
     assert "Traceback" not in processes.err(0) + processes.err(1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_a_run_that_can_go_on(number: signal.Signals, make_folder: Callable[[], Path]) -> None:
-    """Stopped twice, in float64, which has to be turned on before JAX starts its devices."""
+def test_signals_stop_a_run_that_can_go_on(make_folder: Callable[[], Path]) -> None:
+    """Ctrl-C, then SIGTERM; in float64, which has to be turned on before JAX starts its devices."""
     folder = make_folder()
     run, stopped = folder / "run", 0
     one = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", "precision=fp64"]
-    for _ in range(2):
+    for number in (signal.SIGINT, signal.SIGTERM):
         processes = Processes(folder)
         processes.add([*SCRIPT, "--run-dir", "run", *one, "train.steps=1000000", "checkpoint.every=0"], {})
         try:
