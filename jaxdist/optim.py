@@ -39,7 +39,8 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
 
 def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
     """The learning rate of every step, [steps], as host floats: metrics must not wait for the device."""
-    return np.asarray(jax.vmap(learning_rate(config, steps))(jnp.arange(steps)), np.float64)
+    with jax.numpy_dtype_promotion("standard"):  # optax divides its int32 counts
+        return np.asarray(jax.vmap(learning_rate(config, steps))(jnp.arange(steps)), np.float64)
 
 
 def decay_mask(params: PyTree) -> PyTree:

@@ -226,7 +226,8 @@ def finish(run: Run, samples: str) -> None:
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]
         marks = [
-            f"{'below' if bits < mark else 'NOT below'} the {name} model's {mark:.3f}" for name, mark in run.baselines.items()
+            f"{'below' if bits < mark else 'NOT below'} the {name} model's {mark:.3f}"
+            for name, mark in run.baselines.items()
         ]
         run.console.line(", ".join([f"held-out text: {bits:.3f} bits per byte", *marks]))
     run.console.line(f"run directory: {run.folder}")

@@ -25,8 +25,7 @@ MODEL = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32)
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
 def test_schedules(schedule: str, middle: float) -> None:
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, final_lr_ratio=0.1)
-    with jax.numpy_dtype_promotion("standard"):
-        rates = learning_rates(config, 24)
+    rates = learning_rates(config, 24)
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0], rtol=1e-6)  # the first step already moves
     assert rates[14] == pytest.approx(middle, rel=1e-5)
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.05)
@@ -34,8 +33,7 @@ def test_schedules(schedule: str, middle: float) -> None:
 
 
 def test_without_warm_up_the_first_rate_is_the_peak() -> None:
-    with jax.numpy_dtype_promotion("standard"):
-        assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
+    assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
 
 
 def test_vectors_are_not_decayed_however_they_are_stacked() -> None:

@@ -1,5 +1,5 @@
 """Your own Flax NNX model, and a plain pytree, on 8 devices under ZeRO-3: python docs/examples/own_model.py"""
-import jax, jax.numpy as jnp, numpy as np, optax  # noqa: E401
+import jax, jax.numpy as jnp, numpy as np, optax  # noqa: E401, I001
 from flax import nnx
 import jaxdist
 

@@ -12,8 +12,7 @@ class Program(NamedTuple):
     """What a schedule may call. Gathers, remat, the scan over blocks and dropout keys are already inside.
 
     loss: (diff, held, microbatch) -> (sum, weight). The other three are its parts, for schedules that cut the model
-    into
-    stages: embed (diff, held, microbatch) -> h; blocks (diff, held, h, microbatch) -> h; head (diff, held, h,
+    into stages: embed (diff, held, microbatch) -> h; blocks (diff, held, h, microbatch) -> h; head (diff, held, h,
     microbatch) -> (sum, weight). They are None for a foreign loss.
     """
 
