@@ -24,7 +24,7 @@ from jaxdist.mesh import batch_shards, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
 from jaxdist.parallel.strategy import get_strategy
-from jaxdist.runtime.start import start
+from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.stop import STOPPED, StopSignal
 from jaxdist.session import Run, build, describe, identity, make_model, run_environment, strategy_options
 from jaxdist.specs import bytes_per_device, path_name, shard_count
@@ -73,7 +73,7 @@ class Clock:
 
 
 class NonFinite(Exception):
-    """The loss is not finite: nothing after it is worth keeping."""
+    """The loss or the gradient is not finite: nothing after it is worth keeping."""
 
 
 class Recorder:
@@ -108,8 +108,10 @@ class Recorder:
             self._run.console.evaluation(step, evaluation)
         if self._run.metrics is not None:
             self._run.metrics.write(step, metrics | evaluation)
-        if not math.isfinite(loss):
-            raise NonFinite(f"the loss of step {step} is {loss}; try a lower optimizer.lr, or precision=fp32")
+        # A gradient can overflow while its loss is finite: the parameters it makes must not be saved.
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(metrics[name]):
+                raise NonFinite(f"{name} of step {step} is {metrics[name]}; try a lower optimizer.lr, or fp32")
 
 
 class Evaluator:
@@ -256,6 +258,11 @@ def train(config: Config, folder: Path) -> int:
     """Train as `config` says into `folder`, resuming what is there. Returns the exit status: 0 done, 75 stopped and
     resumable, 1 failed. Raises `UserError` for what the user can mend."""
     config = start(config)
+    with fail_alone():
+        return _train(config, folder)
+
+
+def _train(config: Config, folder: Path) -> int:
     folder = agree_on(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

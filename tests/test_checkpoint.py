@@ -26,6 +26,8 @@ from jaxdist.models.gpt import gpt
 from jaxdist.optim import make_optimizer
 from jaxdist.state import TrainState
 
+pytestmark = pytest.mark.xdist_group("checkpoint")  # runs and commands are shared by the tests of this file
+
 META = {"model": {"width": 16}, "data": {"sha256": "ab" * 32}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"strategy": "ddp"},

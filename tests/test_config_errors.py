@@ -14,6 +14,8 @@ import pytest
 from jaxdist.config import load_config
 from jaxdist.errors import UserError
 
+pytestmark = pytest.mark.xdist_group("commands")  # runs and commands are shared by the tests of this file
+
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 2.0
 MISSING, FOLDER, LOOP, PIPE = "missing", "folder", "loop", "pipe"  # instead of a file's bytes

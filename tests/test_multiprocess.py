@@ -18,6 +18,8 @@ from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.start import Job, describe_job
 
+pytestmark = pytest.mark.xdist_group("processes")  # runs and commands are shared by the tests of this file
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = [str(ROOT / "scripts" / "train.py"), "--config", "tiny.yaml"]
 YAML = """

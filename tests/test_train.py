@@ -27,6 +27,8 @@ from jaxdist.specs import BATCH_SPEC, path_name
 from jaxdist.step import TrainStep, make_train_step
 from jaxdist.train import Recorder, train
 
+pytestmark = pytest.mark.xdist_group("runs")  # runs and commands are shared by the tests of this file
+
 ROOT = Path(__file__).parents[1]
 ONE = ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp")
 BARE = ("train.eval_every=0", "train.sample_tokens=0", "observe.report=false")  # nothing to compile but the step
