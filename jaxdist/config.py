@@ -120,7 +120,7 @@ class OptimizerConfig:
     b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the denominator", above=0)
     momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
-    weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
+    weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
     clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
 
 

@@ -271,6 +271,9 @@ def check_config(config: Config) -> Config:
     if config.optimizer.warmup_steps > config.train.steps:
         raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
                         f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
+    if config.precision.reduce_dtype == "float64" and config.precision.policy != "fp64":
+        raise UserError(f"precision.reduce_dtype: 'float64' needs precision.policy fp64, not {config.precision.policy};"
+                        " allowed: float32, bfloat16")  # fmt: skip
     _check_paths(config.data)
     _rest_axis(asdict(config.mesh))
     device_count = known_devices(config.devices)

@@ -58,6 +58,11 @@ def make_mesh(
     if total > len(pool):
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make the mesh smaller")
+    if missing := {device.process_index for device in pool} - {device.process_index for device in pool[:total]}:
+        raise UserError(
+            f"mesh: {total} devices leave process {min(missing)} without one; make the mesh larger or start fewer "
+            "processes"
+        )
     grid = np.asarray(pool[:total], dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -24,7 +24,7 @@ UNITS = {"embed", "blocks", "head"}  # top level of a ModelDef's parameters
 
 def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
     """Linear warm-up to `lr`, then cosine or linear to `final_lr_ratio * lr` at the last step, or constant."""
-    after, final = max(1, steps - config.warmup_steps), config.lr * config.final_lr_ratio
+    after, final = max(1, steps - config.warmup_steps - 1), config.lr * config.final_lr_ratio
     tail = {
         "cosine": lambda: optax.cosine_decay_schedule(config.lr, after, alpha=config.final_lr_ratio),
         "linear": lambda: optax.linear_schedule(config.lr, final, after),
@@ -47,7 +47,7 @@ def decay_mask(params: PyTree) -> PyTree:
     """True for matrices and tables; biases and the scales of norms are not decayed."""
 
     def decays(path: tuple[Any, ...], leaf: Any) -> bool:
-        return getattr(path[-1], "key", None) not in NOT_DECAYED and leaf.ndim >= 2
+        return (not path or getattr(path[-1], "key", None) not in NOT_DECAYED) and leaf.ndim >= 2
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

@@ -36,7 +36,10 @@ def make_precision(policy: str, reduce_dtype: str | None = None) -> Precision:
     if policy not in POLICIES:
         raise UserError(f"precision.policy: {policy!r} is not known; allowed: {', '.join(POLICIES)}")
     chosen = POLICIES[policy]
-    return chosen if reduce_dtype is None else chosen._replace(reduce=np.dtype(jnp.dtype(reduce_dtype)))
+    chosen = chosen if reduce_dtype is None else chosen._replace(reduce=np.dtype(jnp.dtype(reduce_dtype)))
+    if any(jnp.dtype(dtype).itemsize == 8 for dtype in chosen) and not jax.config.read("jax_enable_x64"):
+        raise UserError(f"precision: {policy}, reduce_dtype {reduce_dtype}: 64-bit types need jax_enable_x64")
+    return chosen
 
 
 def enable_x64(policy: str) -> None:

@@ -85,6 +85,19 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     return json.loads(json.dumps(whole))  # as it will come back
 
 
+def schedule_keys(config: Config) -> dict[str, Any]:
+    """What may change on resuming, but is said: it bends the learning rate's curve."""
+    return {**{f"optimizer.{key}": value for key, value in asdict(config.optimizer).items()},
+            "train.steps": config.train.steps}  # fmt: skip
+
+
+def schedule_changes(run: "Run") -> str:
+    """Text such as ", with optimizer.lr 0.02 (was 0.01)" for what differs from the checkpoint's run, else nothing."""
+    before, now = run.checkpoints.meta(run.first_step)["schedule"], schedule_keys(run.config)
+    changed = [f"{key} {now[key]} (was {before[key]})" for key in now if before.get(key, now[key]) != now[key]]
+    return ", with " + ", ".join(changed) if changed else ""
+
+
 def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` naming the first key that differs."""
     for section in now:
@@ -107,6 +120,10 @@ def restore_or_init(
     if latest is None and config.checkpoint.resume == "must":
         raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
     if latest is not None:
+        if latest > config.train.steps:
+            raise UserError(
+                f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
+            )
         check_identity(checkpoints.meta(latest), identity(config, source), folder)
         return checkpoints.restore(latest, target)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps)
@@ -209,5 +226,5 @@ def describe(run: Run) -> dict[str, str]:
         marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"
     if run.first_step:
-        rows["resumed"] = f"after step {run.first_step}"
+        rows["resumed"] = f"after step {run.first_step}{schedule_changes(run)}"
     return rows

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
@@ -62,11 +62,6 @@ def shard_count(spec: P, mesh: Mesh) -> int:
 def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: Mesh) -> int:
     """Bytes that one device holds of an array; exact, since `check_divisible` holds."""
     return math.prod(shape.shape) * shape.dtype.itemsize // shard_count(spec, mesh)
-
-
-def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
-    """NamedSharding tree of a PartitionSpec tree."""
-    return map_specs(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.errors import UserError
 from jaxdist.specs import map_specs, path_name
 
 PyTree = Any
@@ -32,7 +33,7 @@ def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, spe
         known[path_name(path)] = (shape.shape, spec)
 
     def spec_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
-        for start in range(len(path)):
+        for start in range(len(path) + 1):
             shape, spec = known.get(path_name(path[start:]), (None, None))
             if shape == leaf.shape:
                 return spec
@@ -69,6 +70,18 @@ def specs_of_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 
+def check_state(state: TrainState, mesh: Mesh, param_dtype: Any) -> None:
+    """Raise `UserError` for a state of another mesh, or with parameters not in the policy's param dtype."""
+    if state.step.sharding.mesh != mesh:
+        raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if leaf.dtype != param_dtype:
+            raise UserError(
+                f"params.{path_name(path)}: {leaf.dtype}, but this precision keeps parameters in "
+                f"{jnp.dtype(param_dtype)}; cast it or choose another precision"
+            )
+
+
 def allocate(
     make_params: Callable[[jax.Array], PyTree],
     key: jax.Array,
@@ -85,5 +98,6 @@ def allocate(
 
 def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
     """A state around parameters that exist already."""
-    placed = jax.device_put(params, shardings_of(target.params))
+    strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)  # a weak type would compile twice
+    placed = jax.device_put(strong, shardings_of(target.params))
     return jax.jit(lambda params: fresh_state(params, optimizer), out_shardings=shardings_of(target))(placed)

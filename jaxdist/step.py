@@ -1,9 +1,7 @@
 """The train step, from a batch to a new state. A reader who knows this file knows jaxdist.
 
-Manual region: one `jax.shard_map` over all mesh axes; gather -> forward -> backward -> reduce. What it says is what
-runs.
-Global region: plain `jax.jit` on whole arrays; scaling, clipping and the optimizer, laid out by explicit
-`out_shardings`.
+Manual region: one `jax.shard_map` over all mesh axes: gather -> forward -> backward -> reduce, as the source says it.
+Global region: plain `jax.jit` on whole arrays: scaling, clipping and the optimizer, with explicit `out_shardings`.
 """
 
 import math
@@ -17,25 +15,25 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
-from jaxdist.collectives import claim_replicated, psum, rank, stack, stacked_specs, to_varying
+from jaxdist.collectives import claim_replicated, get_algorithm, psum, rank, stack, stacked_specs, to_varying
+from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.foreign import ForeignLoss, foreign_program, unchecked_region
-from jaxdist.parallel.microbatch import check_batch, split_microbatches
+from jaxdist.parallel.microbatch import check_batch, check_global, split_microbatches
 from jaxdist.parallel.program import make_program
 from jaxdist.parallel.schedule import Program, Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
-from jaxdist.precision import POLICIES, Precision
+from jaxdist.precision import Precision, accumulation_dtype, make_precision
 from jaxdist.specs import batch_spec
-from jaxdist.state import TrainState, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, check_state, shardings_of, specs_of_arrays
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
 
 
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
-    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch), in every
-    layout."""
+    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch)."""
     key, first = jax.random.fold_in(jax.random.key(seed), step), rank(BATCH_AXES) * rows
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))
 
@@ -50,7 +48,7 @@ def make_gradients(
     if isinstance(model, ModelDef):
         program, region_of = make_program(model, strategy, specs, remat=remat), jax.shard_map  # check_vma is on
     else:
-        program, region_of = foreign_program(model, strategy, specs, mesh), unchecked_region
+        program, region_of = foreign_program(model, strategy, specs, mesh, remat=remat), unchecked_region
 
     def gradients(params: PyTree, batch: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
@@ -73,8 +71,12 @@ def make_gradients(
         grads = claim_replicated(grads, specs, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
         inverse = jnp.where(weight > 0, 1 / (weight * loss_seed), jnp.zeros_like(weight))
-        grads = jax.tree.map(lambda grad: (grad * inverse.astype(grad.dtype)).astype(precision.param), grads)
-        return loss, weight, grads
+
+        def scaled(grad: jax.Array) -> jax.Array:
+            wide = accumulation_dtype(grad.dtype)
+            return (grad.astype(wide) * inverse.astype(wide)).astype(precision.param)
+
+        return loss, weight, jax.tree.map(scaled, grads)
 
     return gradients
 
@@ -87,16 +89,19 @@ class TrainStep:
     """
 
     def __init__(self, build: Callable[[TrainState], Any]) -> None:
-        self._build = build
-        self._jitted: Any = None
+        self._build, self._jitted, self._layout = build, None, None
 
     def jitted(self, state: TrainState) -> Any:
         """The `jax.jit` function for this layout; `state` may be made of ShapeDtypeStructs with shardings."""
+        layout = shardings_of(state)
         if self._jitted is None:
-            self._jitted = self._build(state)
+            self._jitted, self._layout = self._build(state), layout
+        elif layout != self._layout:
+            raise UserError("state: laid out differently from the one this step was compiled for; make another step")
         return self._jitted
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        check_global(batch)
         return self.jitted(state)(state, batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> Any:
@@ -115,13 +120,15 @@ def make_train_step(
     gradient is that of sum / weight over the global batch, the same in every layout. Raises `UserError` on a batch or a
     mesh that does not fit.
     """
-    policy = POLICIES[precision] if isinstance(precision, str) else precision
-    options = StrategyOptions(policy, algorithm, int(bucket_mb * 2**20))
+    policy = make_precision(precision) if isinstance(precision, str) else precision
+    get_algorithm(algorithm)  # an unknown name is an error now, not when a group first needs it
+    placing = get_strategy(strategy, StrategyOptions(policy, algorithm, int(bucket_mb * 2**20)))
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
     def build(state: TrainState) -> Any:
+        check_state(state, mesh, policy.param)
         gradients = make_gradients(
-            model, mesh, specs_of_arrays(state.params), get_strategy(strategy, options), run_schedule,
+            model, mesh, specs_of_arrays(state.params), placing, run_schedule,
             microbatches=microbatches, precision=policy, remat=remat, seed=seed,
         )  # fmt: skip
 
@@ -130,12 +137,13 @@ def make_train_step(
             loss, weight, grads = gradients(state.params, batch, state.step)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            metrics = {"loss": loss / weight, "weight": weight, "grad_norm": optax.tree.norm(grads)}
+            mean = jnp.where(weight > 0, loss / weight, 0)
+            metrics = {"loss": mean, "weight": weight, "grad_norm": optax.tree.norm(grads)}
             metrics |= {"grads": grads} if return_grads else {}
             return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 
-        layout, whole = shardings_of(state), NamedSharding(mesh, P())
-        outputs = dict.fromkeys(("loss", "weight", "grad_norm"), whole)
+        layout = shardings_of(state)
+        outputs = dict.fromkeys(("loss", "weight", "grad_norm"), NamedSharding(mesh, P()))
         outputs |= {"grads": layout.params} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))
 

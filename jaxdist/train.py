@@ -26,7 +26,7 @@ from jaxdist.optim import learning_rates
 from jaxdist.parallel.strategy import get_strategy
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.stop import STOPPED, StopSignal
-from jaxdist.session import Run, build, describe, identity, make_model, run_environment, strategy_options
+from jaxdist.session import Run, build, describe, identity, make_model, run_environment, schedule_keys, strategy_options
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 from jaxdist.state import specs_of_arrays
 
@@ -149,7 +149,7 @@ def loop(run: Run) -> tuple[int, bool]:
         sharding=run.sharding,
     )  # fmt: skip
     evaluate = Evaluator(run) if config.train.eval_every else None
-    meta = identity(config, run.source)
+    meta = identity(config, run.source) | {"schedule": schedule_keys(config)}
     recorder = Recorder(run)
     step, stopped = run.first_step, False
     with StopSignal() as stop, closing(prefetch(loader.batch, step, last)) as batches:

@@ -28,7 +28,7 @@ data: {path: text.py, seq_len: 16, global_batch: 8}
 mesh: {data: 2, fsdp: 2, tensor: 2}
 parallel: {strategy: zero3, min_shard_bytes: 0}
 optimizer: {lr: 1e-2, schedule: constant}
-train: {steps: 8, eval_every: 0, sample_tokens: 0}
+train: {steps: 8, eval_every: 4, eval_batches: 1, sample_tokens: 4}
 checkpoint: {every: 4}
 devices: {platform: cpu, simulated: 4}
 observe: {report: false}

@@ -27,8 +27,8 @@ def test_schedules(schedule: str, middle: float) -> None:
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, final_lr_ratio=0.1)
     rates = learning_rates(config, 24)
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0], rtol=1e-6)  # the first step already moves
-    assert rates[14] == pytest.approx(middle, rel=1e-5)
-    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.05)
+    assert rates[13] > middle * 0.99 > rates[14] * 0.9
+    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, rel=1e-5)
     assert np.all(np.diff(rates[4:]) <= 0)
 
 

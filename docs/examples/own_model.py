@@ -4,7 +4,7 @@ from flax import nnx
 import jaxdist
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight simulated devices; ignored on GPUs
-mesh = jaxdist.make_mesh(data=2, fsdp=-1)  # fsdp: the rest of the devices
+mesh = jaxdist.make_mesh(fsdp=-1)  # all devices
 adamw, rng = optax.adamw(1e-2), np.random.default_rng(0)
 batch = {"x": rng.normal(size=(64, 8)).astype(np.float32), "y": rng.integers(0, 4, 64)}
 

@@ -64,7 +64,8 @@ class Head(nnx.Module):
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
         losses_BS = vocab_cross_entropy(self._local_logits(h_BSD, embed), batch["targets"])
-        weights_BS = batch["weights"].astype(losses_BS.dtype)
+        # A negative target, such as PyTorch's ignore_index -100, counts nothing.
+        weights_BS = jnp.where(batch["targets"] < 0, 0, batch["weights"]).astype(losses_BS.dtype)
         return (losses_BS * weights_BS).sum(), weights_BS.sum()
 
 

@@ -29,7 +29,9 @@ class VocabEmbed(nnx.Module):
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         table = self.table[...]
         local, here = _local_ids(ids_BS, table.shape[0])
-        return psum(jnp.where(here[..., None], table[local], jnp.zeros((), table.dtype)), "tensor")
+        # Looked up wide, so that its backward adds the gradients of a frequent token in at least fp32.
+        rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
+        return psum(jnp.where(here[..., None], rows, jnp.zeros((), table.dtype)), "tensor")
 
 
 class PositionEmbed(nnx.Module):

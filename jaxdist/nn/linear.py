@@ -14,6 +14,13 @@ from flax import nnx
 
 from jaxdist.collectives import psum
 from jaxdist.nn.param import normal, zeros
+from jaxdist.precision import accumulation_dtype
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y + bias, in at least fp32: the gradient of a bias is a sum over all positions."""
+    wide = accumulation_dtype(y.dtype)
+    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -28,7 +35,7 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = jnp.tensordot(x, self.kernel[...], 1)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else add_bias(y, self.bias[...])
 
 
 class RowParallelLinear(nnx.Module):
@@ -44,4 +51,4 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = psum(x @ self.kernel[...], "tensor")
-        return y if self.bias is None else y + self.bias[...]  # after the psum: once, not once a device
+        return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum: once, not once a device

@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
+from jaxdist.parallel.program import gathers
+from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision import accumulation_dtype
@@ -48,9 +50,13 @@ def refuse_collectives(jaxpr: Any) -> None:
             refuse_collectives(inner)
 
 
-def foreign_program(loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: Mesh) -> Program:
+def foreign_program(
+    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: Mesh, *, remat: str = "none"
+) -> Program:
     """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
-    state is sharded, but the computation gathers all parameters at once."""
+    state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the
+    whole global batch; no gradient flows through it. params come in the compute dtype: cast inputs to it in the loss.
+    """
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
     if idle:
         raise UserError(
@@ -60,11 +66,19 @@ def foreign_program(loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mes
     named = [spec for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) if "tensor" in spec]
     assert not named, "foreign parameters are split over fsdp only"
 
+    def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result: Any = loss_fn(params, batch, keys)
+        if not isinstance(result, tuple) or len(result) != 2 or any(jnp.shape(part) for part in result):
+            raise UserError("loss_fn: must return two scalars (sum of losses, weight); say losses.sum(), losses.size")
+        total = jnp.asarray(result[0])
+        wide = accumulation_dtype(total.dtype)
+        return total.astype(wide), jax.lax.stop_gradient(jnp.asarray(result[1]).astype(wide))
+
     def loss(diff: PyTree, held: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         params = strategy.gather(diff, held, specs)
-        refuse_collectives(jax.make_jaxpr(loss_fn)(params, batch["batch"], batch["keys"]))
-        total, weight = loss_fn(params, batch["batch"], batch["keys"])
-        wide = accumulation_dtype(total.dtype)
-        return total.astype(wide), jax.lax.stop_gradient(jnp.asarray(weight, wide))
+        # The gradient too: a custom_vjp may hide a collective in its backward.
+        total_of = lambda params: run(params, batch["batch"], batch["keys"])[0]  # noqa: E731
+        refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
+        return run(params, batch["batch"], batch["keys"])
 
-    return Program(loss)
+    return Program(rematerialise(loss, remat, gathers=gathers(specs), in_scan=False))

@@ -22,6 +22,15 @@ def check_batch(batch: PyTree, mesh: Mesh, microbatches: int) -> None:
             )
 
 
+def check_global(batch: PyTree) -> None:
+    """Raise `UserError` when one of several processes hands in arrays of its own: rows would be lost without a word."""
+    if jax.process_count() > 1 and any(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(batch)):
+        raise UserError(
+            "batch: holds arrays of one process; make global ones with "
+            "jax.make_array_from_process_local_data(NamedSharding(mesh, jaxdist.BATCH_SPEC), rows)"
+        )
+
+
 def split_microbatches(batch: PyTree, count: int) -> PyTree:
     """Leaves [b, ...] -> [count, b / count, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)

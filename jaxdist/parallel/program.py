@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import rank
+from jaxdist.collectives import active_axes, rank
+from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
@@ -72,6 +73,8 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: s
         return head_unit(diff["head"], held["head"], tied, h, batch)
 
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        if idle := active_axes(("pipe", "context")):  # would be a truncated model, or the same work twice
+            raise UserError(f"mesh.{idle[0]}: the model runs as one stage on whole sequences; set {idle[0]} to 1")
         return head(diff, held, blocks(diff, held, embed(diff, held, batch), batch), batch)
 
     return Program(loss, embed, blocks, head)

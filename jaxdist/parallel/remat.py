@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jaxdist.errors import UserError
+
 MODES = ("none", "full")
 
 
@@ -30,6 +32,8 @@ def rematerialise(function: Callable[..., Any], mode: str, *, gathers: bool, in_
     sharded parameters, which are never kept. in_scan: a scan's body needs no barrier against merging the recomputation
     with the first run.
     """
+    if mode not in MODES:
+        raise UserError(f"memory.remat: {mode!r} is not known; allowed: {', '.join(MODES)}")
     if mode == "full":
         return jax.checkpoint(function, prevent_cse=not in_scan)
     if gathers:

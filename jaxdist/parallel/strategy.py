@@ -39,7 +39,8 @@ class Strategy(NamedTuple):
 
 
 class StrategyOptions(NamedTuple):
-    """What every strategy is made from. bucket_bytes: fuse gradients into all-reduces of at most this size.
+    """What every strategy is made from. bucket_bytes: fuse gradients into all-reduces of at most
+    this size; a larger leaf goes alone.
     min_shard_bytes: parameters smaller than this, counted for one block, stay whole."""
 
     precision: Precision
@@ -104,7 +105,7 @@ def cast_leaf(x: jax.Array, precision: Precision) -> jax.Array:
 
 
 def _cast_forward(x: jax.Array, precision: Precision) -> tuple[jax.Array, None]:
-    return x.astype(precision.compute), None
+    return cast_leaf(x, precision), None
 
 
 def _cast_backward(precision: Precision, _: None, grad: jax.Array) -> tuple[jax.Array]:
@@ -121,7 +122,7 @@ def gather_leaf(x: jax.Array, dim: int, precision: Precision, algorithm: str) ->
 
 
 def _gather_forward(x: jax.Array, dim: int, precision: Precision, algorithm: str) -> tuple[jax.Array, None]:
-    return all_gather(x.astype(precision.compute), "fsdp", dim=dim), None
+    return gather_leaf(x, dim, precision, algorithm), None
 
 
 def _gather_backward(dim: int, precision: Precision, algorithm: str, _: None, grad: jax.Array) -> tuple[jax.Array]:

@@ -3,7 +3,9 @@
 import functools
 
 import jax
+from jax.sharding import PartitionSpec as P
 
+from jaxdist.errors import UserError
 from jaxdist.parallel.strategy import (
     PyTree,
     Strategy,
@@ -13,12 +15,18 @@ from jaxdist.parallel.strategy import (
     finish,
     place_whole,
 )
+from jaxdist.specs import dim_of, map_specs
 
 
 def ddp(options: StrategyOptions) -> Strategy:
     """diff: the parameters. gather: cast. reduce: all-reduce."""
 
     def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: cast_leaf(leaf, options.precision), diff)
+        def one(spec: P, leaf: jax.Array) -> jax.Array:
+            if dim_of(spec, "fsdp") is not None:
+                raise UserError("strategy: 'ddp' was given shards over fsdp; give init_state the same strategy")
+            return cast_leaf(leaf, options.precision)
+
+        return map_specs(one, specs, diff)
 
     return Strategy(place_whole, begin_at_rest, gather, functools.partial(finish, options=options))
