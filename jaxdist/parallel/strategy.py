@@ -105,7 +105,7 @@ def cast_leaf(x: jax.Array, precision: Precision) -> jax.Array:
 
 
 def _cast_forward(x: jax.Array, precision: Precision) -> tuple[jax.Array, None]:
-    return cast_leaf(x, precision), None
+    return x.astype(precision.compute), None
 
 
 def _cast_backward(precision: Precision, _: None, grad: jax.Array) -> tuple[jax.Array]:
@@ -115,14 +115,20 @@ def _cast_backward(precision: Precision, _: None, grad: jax.Array) -> tuple[jax.
 cast_leaf.defvjp(_cast_forward, _cast_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_leaf(x: jax.Array, dim: int, precision: Precision, algorithm: str) -> jax.Array:
-    """A shard -> the whole parameter in the compute dtype; its gradient is reduce-scattered in the reduce dtype."""
+def _gather(x: jax.Array, dim: int, precision: Precision) -> jax.Array:
     return all_gather(x.astype(precision.compute), "fsdp", dim=dim)
 
 
+# The forward rules do not call the functions they belong to: a remat policy would see a custom_vjp_call where the
+# all_gather is, and keep what it should drop (see `remat`).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_leaf(x: jax.Array, dim: int, precision: Precision, algorithm: str) -> jax.Array:
+    """A shard -> the whole parameter in the compute dtype; its gradient is reduce-scattered in the reduce dtype."""
+    return _gather(x, dim, precision)
+
+
 def _gather_forward(x: jax.Array, dim: int, precision: Precision, algorithm: str) -> tuple[jax.Array, None]:
-    return gather_leaf(x, dim, precision, algorithm), None
+    return _gather(x, dim, precision), None
 
 
 def _gather_backward(dim: int, precision: Precision, algorithm: str, _: None, grad: jax.Array) -> tuple[jax.Array]:
