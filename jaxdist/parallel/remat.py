@@ -20,7 +20,7 @@ def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     """Save every intermediate value except gathered parameters: they are gathered again (that is ZeRO-3, not ZeRO-2).
 
     Differentiation has inlined the forward rule of `gather_leaf` by the time a policy is asked, so the collective's own
-    name is seen, as long as that rule contains no custom_vjp; a hand-written gather (ppermute) would need its name here.
+    name is seen, as long as that rule holds no custom_vjp; a hand-written gather (ppermute) would need its name here.
     """
     return prim.name != "all_gather" and prim.name not in CHEAP
 
