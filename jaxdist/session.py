@@ -1,9 +1,11 @@
 """What a training run is made of: data, mesh, model, laid-out state and the run directory, built from a
 configuration."""
 
+import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,15 +19,15 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import Config, resolve_model, to_yaml
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
-from jaxdist.init import init_state, state_target
+from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
 from jaxdist.optim import make_optimizer
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
-from jaxdist.state import TrainState
+from jaxdist.state import TrainState, allocate, specs_of_arrays
 from jaxdist.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -63,12 +65,11 @@ def make_model(config: Config, precision: Precision, *, training: bool) -> Model
     return build(options, max_length=config.data.seq_len, param_dtype=precision.param)
 
 
-def strategy_options(config: Config, precision: Precision) -> StrategyOptions:
-    """What the configuration says about reductions and shards."""
-    sync = config.parallel.grad_sync
-    return StrategyOptions(
-        precision, sync.algorithm, int(sync.bucket_mb * 2**20), config.parallel.min_shard_bytes
-    )
+def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
+    """What forward-only programs (`jaxdist.evaluate`) are made of: the model without dropout, in the run's layout."""
+    strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
+    model = make_model(run.config, run.precision, training=False)
+    return model, run.mesh, specs_of_arrays(run.target.params), strategy
 
 
 def identity(config: Config, source: Source) -> dict[str, Any]:
@@ -111,9 +112,15 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
 
 
 def restore_or_init(
-    config: Config, folder: Path, source: Source, model: ModelDef, target: TrainState, checkpoints: Checkpoints
+    config: Config,
+    folder: Path,
+    checkpoints: Checkpoints,
+    *,
+    source: Source,
+    target: TrainState,
+    fresh: Callable[[], TrainState],
 ) -> TrainState:
-    """The newest checkpoint's state if the run directory has one and `checkpoint.resume` allows, else step 0."""
+    """The newest checkpoint's state if the run directory has one and `checkpoint.resume` allows, else `fresh()`."""
     latest = checkpoints.latest()
     if latest is not None and config.checkpoint.resume == "never":
         raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
@@ -126,11 +133,7 @@ def restore_or_init(
             )
         check_identity(checkpoints.meta(latest), identity(config, source), folder)
         return checkpoints.restore(latest, target)
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps)
-    return init_state(
-        model, optimizer, target.step.sharding.mesh, strategy=config.parallel.strategy,
-        min_shard_bytes=config.parallel.min_shard_bytes, seed=config.train.seed,
-    )  # fmt: skip
+    return fresh()
 
 
 def check_vocabulary(config: Config, source: Source) -> None:
@@ -160,7 +163,8 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
         algorithm=sync.algorithm, bucket_mb=sync.bucket_mb, seed=config.train.seed,
     )  # fmt: skip
     checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
-    state = restore_or_init(config, folder, source, model, target, checkpoints)
+    fresh = functools.partial(allocate, model.init, jax.random.key(config.train.seed), optimizer, target)
+    state = restore_or_init(config, folder, checkpoints, source=source, target=target, fresh=fresh)
     first_step = int(jax.device_get(state.step))
     console = stack.enter_context(
         Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)

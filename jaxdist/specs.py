@@ -2,7 +2,7 @@
 `out_specs`, `out_shardings` and restore target."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,15 +43,24 @@ def claimed_axes(spec: P) -> tuple[str, ...]:
     return tuple(axis for axis in BATCH_LIKE if axis not in spec_axes(spec))
 
 
+def from_entries(entries: Iterable[tuple[str, ...]]) -> P:
+    """The PartitionSpec of each dim's mesh axes: the inverse of `entry_axes`."""
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
 def without_idle(spec: P, mesh: Mesh) -> P:
     """The spec without the axes of size 1: the same layout, but nothing is typed varying over an axis that is off."""
-    entries = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec]
-    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    return from_entries(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec)
 
 
 def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
     """`jax.tree.map` with the spec tree first. A PartitionSpec is a leaf."""
     return jax.tree.map(function, specs, *trees, is_leaf=lambda node: isinstance(node, P))
+
+
+def spec_leaves(specs: PyTree) -> list[P]:
+    """The PartitionSpecs of a tree, in the order of `jax.tree.leaves` of the arrays they describe."""
+    return jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
 
 
 def shard_count(spec: P, mesh: Mesh) -> int:

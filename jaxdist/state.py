@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.specs import map_specs, path_name
+from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
 
@@ -28,13 +28,12 @@ def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, spe
     """Specs of the optimizer state: a leaf that mirrors a parameter (its path ends like the parameter's, same shape)
     rests like it; everything else (counts, Adafactor's factors) is small and replicated."""
     known = {}
-    flat_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
-    for (path, shape), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), flat_specs, strict=True):
+    for (path, shape), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), spec_leaves(specs), strict=True):
         known[path_name(path)] = (shape.shape, spec)
 
     def spec_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
         for start in range(len(path) + 1):
-            shape, spec = known.get(path_name(path[start:]), (None, None))
+            shape, spec = known.get(path_name(path[start:]), (None, P()))
             if shape == leaf.shape:
                 return spec
         return P()

@@ -23,12 +23,10 @@ from jaxdist.evaluate import make_eval_step, make_sampler
 from jaxdist.mesh import batch_shards, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
-from jaxdist.parallel.strategy import get_strategy
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.stop import STOPPED, StopSignal
-from jaxdist.session import Run, build, describe, identity, make_model, run_environment, schedule_keys, strategy_options
+from jaxdist.session import Run, build, describe, forward_parts, identity, run_environment, schedule_keys
 from jaxdist.specs import bytes_per_device, path_name, shard_count
-from jaxdist.state import specs_of_arrays
 
 DONE, FAILED = 0, 1
 
@@ -123,9 +121,7 @@ class Evaluator:
             run.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
             sharding=run.sharding, shuffle=False, batches=config.train.eval_batches,
         )  # fmt: skip
-        strategy = get_strategy(config.parallel.strategy, strategy_options(config, run.precision))
-        model = make_model(config, run.precision, training=False)
-        self._step = make_eval_step(model, run.mesh, specs_of_arrays(run.target.params), strategy)
+        self._step = make_eval_step(*forward_parts(run))
         self._unit = run.source.info["unit"]
 
     def __call__(self, params: Any) -> dict[str, float]:
@@ -178,9 +174,7 @@ def sample_text(run: Run) -> str:
     stop = min(length, len(prompt) + config.train.sample_tokens)
     tokens = np.zeros((rows, length), np.int32)
     tokens[:, : len(prompt)] = prompt
-    strategy = get_strategy(config.parallel.strategy, strategy_options(config, run.precision))
-    model = make_model(config, run.precision, training=False)
-    sampler = make_sampler(model, run.mesh, specs_of_arrays(run.target.params), strategy)
+    sampler = make_sampler(*forward_parts(run))
     global_tokens = jax.make_array_from_callback(tokens.shape, run.sharding, lambda index: tokens[index])
     drawn = sampler(run.state.params, global_tokens, len(prompt), stop, jax.random.key(config.train.seed))
     whole = multihost_utils.process_allgather(drawn, tiled=True)

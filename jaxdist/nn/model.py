@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.nn.param import specs_of
+from jaxdist.specs import map_specs
 
 PyTree = Any
 Batch = dict[str, jax.Array]
@@ -70,7 +71,7 @@ def model_def(build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any 
     block_def, block_state = split[0]
     if any(other[0] != block_def for other in split):
         raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
-    block_specs = jax.tree.map(lambda spec: P("pipe", *spec), specs_of(block_state), is_leaf=lambda s: isinstance(s, P))
+    block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
 
     def head_of(params: PyTree, embed: PyTree | None) -> tuple[Any, Any]:
         return nnx.merge(head_def, params), None if embed is None else nnx.merge(embed_def, embed)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.program import gathers
@@ -21,6 +20,7 @@ from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision import accumulation_dtype
+from jaxdist.specs import spec_leaves
 
 PyTree = Any
 ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
@@ -63,7 +63,7 @@ def foreign_program(
             f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} "
             "to 1, or build the model from jaxdist.nn layers"
         )
-    named = [spec for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) if "tensor" in spec]
+    named = [spec for spec in spec_leaves(specs) if "tensor" in spec]
     assert not named, "foreign parameters are split over fsdp only"
 
     def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from jaxdist.nn import ModelDef
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import map_specs, spec_axes
+from jaxdist.specs import map_specs, spec_axes, spec_leaves
 
 PyTree = Any
 EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
@@ -27,7 +27,7 @@ def unit_specs(specs: PyTree) -> PyTree:
 
 def gathers(specs: PyTree) -> bool:
     """Whether any parameter of a unit rests as a shard over `fsdp`."""
-    return any("fsdp" in spec_axes(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)))
+    return any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
 def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str) -> Program:

@@ -18,7 +18,7 @@ from jaxdist import registry
 from jaxdist.collectives import active_axes, all_gather, all_reduce, in_buckets, reduce_scatter, to_varying
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.precision import Precision
-from jaxdist.specs import claimed_axes, dim_of, entry_axes, map_specs
+from jaxdist.specs import claimed_axes, dim_of, entry_axes, from_entries, map_specs, spec_leaves
 
 PyTree = Any
 
@@ -80,7 +80,7 @@ def place_sharded(shapes: PyTree, specs: PyTree, mesh: Mesh, *, min_shard_bytes:
         if best is None:
             return P(*spec)
         entries[best] = (*entries[best], "fsdp")
-        return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+        return from_entries(entries)
 
     return map_specs(add_fsdp, specs, shapes)
 
@@ -146,7 +146,7 @@ def finish(grads: PyTree, specs: PyTree, options: StrategyOptions) -> PyTree:
     is missing is always the sum over the axes over which the leaf is a copy.
     """
     leaves, treedef = jax.tree.flatten(grads)
-    axes_of = [active_axes(claimed_axes(spec)) for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))]
+    axes_of = [active_axes(claimed_axes(spec)) for spec in spec_leaves(specs)]
     for axes in sorted(set(axes_of) - {()}):
         members = [i for i, own in enumerate(axes_of) if own == axes]
         reduced = in_buckets(
