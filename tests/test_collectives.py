@@ -25,7 +25,7 @@ from jaxdist.collectives import (
     to_varying,
     varying_axes,
 )
-from jaxdist.collectives.buckets import plan_buckets
+from jaxdist.collectives.bucket import plan_buckets
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.specs import batch_spec

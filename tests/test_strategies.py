@@ -176,4 +176,4 @@ def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     step = make_train_step(model, tx, mesh, strategy=name, precision="bf16", algorithm=algorithm)
     text = step.jitted(state).trace(state, batch()).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.all_reduce" in text
-    assert ("stablehlo.collective_permute" in text) == (algorithm == "ring")
+    assert ("stablehlo.collective_permute" in text) == (algorithm != "native")

@@ -1,24 +1,51 @@
-"""Collectives inside `jax.shard_map(check_vma=True)`, the compiler's own and hand-written ones from `lax.ppermute`."""
+"""Collectives inside `jax.shard_map(check_vma=True)`: the compiler's own, and hand-written ones from `lax.ppermute`."""
 
-from jaxdist.collectives.algorithm import Algorithm, Cost
-from jaxdist.collectives.buckets import in_buckets
+from jaxdist.collectives.algorithm import Algorithm
+from jaxdist.collectives.bucket import in_buckets
 from jaxdist.collectives.claim import claim_replicated, stack, stacked_specs
-from jaxdist.collectives.operations import all_gather, all_reduce, get_algorithm, reduce_scatter
+from jaxdist.collectives.cost import Cost, Link, make_link
+from jaxdist.collectives.group import Group, make_group
+from jaxdist.collectives.operations import (
+    all_gather,
+    all_reduce,
+    all_reduce_with_feedback,
+    all_to_all,
+    broadcast,
+    cost,
+    gather,
+    get_algorithm,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send_recv,
+)
 from jaxdist.collectives.varying import active_axes, pmax, psum, rank, to_varying, varying_axes, zeros_varying_like
 
 __all__ = [
     "Algorithm",
     "Cost",
+    "Group",
+    "Link",
     "active_axes",
     "all_gather",
     "all_reduce",
+    "all_reduce_with_feedback",
+    "all_to_all",
+    "broadcast",
     "claim_replicated",
+    "cost",
+    "gather",
     "get_algorithm",
     "in_buckets",
+    "make_group",
+    "make_link",
     "pmax",
     "psum",
     "rank",
+    "reduce",
     "reduce_scatter",
+    "scatter",
+    "send_recv",
     "stack",
     "stacked_specs",
     "to_varying",

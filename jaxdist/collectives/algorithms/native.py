@@ -1,21 +1,81 @@
-"""`lax.psum`, `lax.psum_scatter`, `lax.all_gather`: the compiler's own collectives (NCCL on GPUs)."""
+"""`lax.psum`, `lax.psum_scatter`, `lax.all_gather`, `lax.all_to_all`: the compiler's own (NCCL on GPUs, gloo on CPUs).
 
+How they communicate is the library's choice; the cost given is that of its rings. What JAX lacks is made of what it
+has: a broadcast is a sum of one value and zeros, gathering is an all-gather that the others do not look at.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import Algorithm, Array, ring_cost
-from jaxdist.collectives.varying import to_varying
+from jaxdist.collectives.algorithm import Algorithm, Array, cut, padded_parts, unpadded
+from jaxdist.collectives.algorithms import ring
+from jaxdist.collectives.cost import Cost
+from jaxdist.collectives.group import Group
+from jaxdist.errors import UserError
+
+REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+REDUCE_LOCAL: dict[str, Callable[..., Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
 
-def _all_reduce(x: Array, axes: tuple[str, ...]) -> Array:
-    return lax.psum(to_varying(x, axes), axes)
+def _index_groups(group: Group) -> list[list[int]] | None:
+    """For `axis_index_groups`; None where the group is the axes."""
+    if not group.complete:
+        raise UserError(f"groups={group.members}: native needs groups that cover the axis; use algorithm='ring'")
+    return None if group.members == (tuple(range(group.n)),) else [list(members) for members in group.members]
 
 
-def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int) -> Array:
-    return lax.psum_scatter(to_varying(x, axes), axes, scatter_dimension=dim, tiled=True)
+def _all_reduce(x: Array, group: Group, op: str) -> Array:
+    groups = _index_groups(group)
+    if groups is None:
+        return REDUCE[op](x, group.axes)
+    # psum and its kin take no groups under shard_map.
+    mine = _reduce_scatter(padded_parts(x, group.n), group, op, 0)
+    return unpadded(lax.all_gather(mine, group.axes, axis_index_groups=groups), x)
 
 
-def _all_gather(x: Array, axes: tuple[str, ...], dim: int) -> Array:
-    return lax.all_gather(to_varying(x, axes), axes, axis=dim, tiled=True)
+def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
+    if op == "sum" and not jnp.issubdtype(x.dtype, jnp.bool_):
+        groups = _index_groups(group)
+        return lax.psum_scatter(x, group.axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+    return REDUCE_LOCAL[op](_all_to_all(cut(x, group.n, dim), group), axis=0)
 
 
-native = Algorithm(_all_reduce, _reduce_scatter, _all_gather, ring_cost)
+def _all_gather(x: Array, group: Group, dim: int) -> Array:
+    return lax.all_gather(x, group.axes, axis=dim, axis_index_groups=_index_groups(group), tiled=True)
+
+
+def _all_to_all(parts: Array, group: Group) -> Array:
+    return lax.all_to_all(parts, group.axes, 0, 0, axis_index_groups=_index_groups(group), tiled=True)
+
+
+def _broadcast(x: Array, group: Group, root: int) -> Array:
+    return _all_reduce(jnp.where(group.rank == root, x, jnp.zeros((), x.dtype)), group, _add_or_or(x))
+
+
+def _add_or_or(x: Array) -> str:
+    return "max" if x.dtype == jnp.bool_ else "sum"
+
+
+def _reduce(x: Array, group: Group, op: str, root: int) -> Array:
+    return _all_reduce(x, group, op)
+
+
+def _gather(x: Array, group: Group, root: int) -> Array:
+    return lax.all_gather(x, group.axes, axis_index_groups=_index_groups(group))
+
+
+def _scatter(parts: Array, group: Group, root: int) -> Array:
+    return _all_to_all(parts, group)[root]
+
+
+def _cost(operation: str, size: int, group: Group) -> Cost:
+    """As if by rings; the rooted operations as what they are made of."""
+    made_of = {"broadcast": "all_reduce", "reduce": "all_reduce", "gather": "all_gather", "scatter": "all_to_all"}
+    return ring.cost(made_of.get(operation, operation), size, group)
+
+
+native = Algorithm(
+    _cost, _all_reduce, _reduce_scatter, _all_gather, _all_to_all, _broadcast, _reduce, _gather, _scatter
+)

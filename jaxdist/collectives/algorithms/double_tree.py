@@ -1,0 +1,163 @@
+"""Two complementary trees, each with half of the data: a rank that is inner in one is a leaf in the other.
+
+In a single tree the leaves, half of the ranks, send once and then wait. Two trees mirrored against each other share the
+sending: logarithmic latency, and no rank sends more than 2 N (Sanders, Speck and Traeff 2009, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan"; NCCL 2.4). Each half travels in pieces, one behind the other, and the
+edges are coloured so that in every round each rank sends at most one piece and receives at most one (theirs, section
+3). The reduction is the broadcast backwards.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
+from jaxdist.collectives.algorithms.ring import alone, part
+from jaxdist.collectives.cost import Cost
+from jaxdist.collectives.group import Group
+
+PIECE = 32768  # elements of a piece, about; at most MOST pieces a tree
+MOST = 4
+
+
+class Edge(NamedTuple):
+    """Of tree 0 or 1, from a parent down to its child."""
+
+    tree: int
+    parent: int
+    child: int
+
+
+class Hop(NamedTuple):
+    """One message of one round of the broadcast: a piece goes down an edge."""
+
+    source: int
+    target: int
+    piece: int
+
+
+def _first_tree(n: int) -> list[tuple[int, int]]:
+    """(parent, child) pairs. A rank's place comes from its lowest set bit: odd ranks are leaves, rank 0 is the root."""
+    edges = []
+    for child in range(1, n):
+        bit = child & -child
+        up = (child ^ bit) | (bit << 1)
+        edges.append((up if up < n else child ^ bit, child))
+    return edges
+
+
+@functools.cache
+def trees(n: int) -> tuple[Edge, ...]:
+    """The edges of both trees. The second is the first with ranks counted backwards, or one further for odd n."""
+    first = _first_tree(n)
+
+    def other(rank: int) -> int:
+        return n - 1 - rank if n % 2 == 0 else (rank + 1) % n
+
+    return tuple([Edge(0, up, down) for up, down in first] + [Edge(1, other(up), other(down)) for up, down in first])
+
+
+def _colours(edges: tuple[Edge, ...]) -> dict[Edge, int]:
+    """0 or 1 for every edge: the two with the same parent differ, and the two with the same child.
+
+    No edge is in more than one conflict of each sort, so conflicts form paths and even cycles, which two colours do.
+    """
+    colour: dict[Edge, int] = {}
+
+    def paint(start: Edge) -> None:
+        waiting = [(start, 0)]
+        while waiting:
+            edge, wanted = waiting.pop()
+            if edge in colour:
+                assert colour[edge] == wanted, "an odd cycle: a rank with three children"
+                continue
+            colour[edge] = wanted
+            conflicts = [e for e in edges if e != edge and (e.parent == edge.parent or e.child == edge.child)]
+            waiting += [(conflict, 1 - wanted) for conflict in conflicts]
+
+    for edge in edges:
+        if edge not in colour:
+            paint(edge)
+    return colour
+
+
+@functools.cache
+def rounds(n: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
+    """The broadcast: both roots' halves, `pieces` pieces each, numbered one tree after the other."""
+    edges = trees(n)
+    colour = _colours(edges)
+    roots = [{e.parent for e in edges if e.tree == t} - {e.child for e in edges if e.tree == t} for t in (0, 1)]
+    arrival = {(t, root): -1 for t in (0, 1) for root in roots[t]}  # round in which a rank gets the first piece
+    waiting = list(edges)
+    while waiting:
+        edge = waiting.pop(0)
+        if (edge.tree, edge.parent) not in arrival:
+            waiting.append(edge)
+            continue
+        ready = arrival[edge.tree, edge.parent] + 1
+        arrival[edge.tree, edge.child] = ready + (ready + colour[edge]) % 2  # rounds alternate between the colours
+    found: dict[int, list[Hop]] = {}
+    for edge in edges:
+        for k in range(pieces):
+            when = arrival[edge.tree, edge.child] + 2 * k
+            found.setdefault(when, []).append(Hop(edge.parent, edge.child, edge.tree * pieces + k))
+    return tuple(tuple(found[when]) for when in sorted(found))
+
+
+def _table(group: Group, pieces: dict[int, int]) -> Array:
+    """This rank's entry; 0 for ranks that have none."""
+    return group.at([pieces.get(rank, 0) for rank in range(group.n)])
+
+
+def _run_round(held: Array, group: Group, hops: Sequence[Hop], op: str | None) -> Array:
+    """Move one piece along every hop; combine it with what the target holds, or put it there (op None)."""
+    send = _table(group, {hop.source: hop.piece for hop in hops})
+    receive = _table(group, {hop.target: hop.piece for hop in hops})
+    arrived = group.permute(
+        lax.dynamic_index_in_dim(held, send, keepdims=False), [(hop.source, hop.target) for hop in hops]
+    )
+    before = lax.dynamic_index_in_dim(held, receive, keepdims=False)
+    after = arrived if op is None else COMBINE[op](before, arrived)
+    after = jnp.where(group.among(hop.target for hop in hops), after, before)
+    return lax.dynamic_update_index_in_dim(held, after, receive, 0)
+
+
+def _pieces(size: int) -> int:
+    return min(MOST, max(1, size // (2 * PIECE)))
+
+
+def _all_reduce(x: Array, group: Group, op: str) -> Array:
+    pieces = _pieces(x.size)
+    plan = rounds(group.n, pieces)
+    held = padded_parts(x, 2 * pieces)
+    for hops in reversed(plan):
+        held = _run_round(held, group, [Hop(hop.target, hop.source, hop.piece) for hop in hops], op)
+    held = group.rounded(held)
+    for hops in plan:
+        held = _run_round(held, group, hops, None)
+    return unpadded(held, x)
+
+
+def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
+    """Of everything, of which a device keeps its part: trees have no cheaper way."""
+    return part(_all_reduce(cut(x, group.n, dim), group, op), group.rank)
+
+
+def _all_gather(x: Array, group: Group, dim: int) -> Array:
+    """The sum (of bool, the maximum) of what each has in its own place, with zeros elsewhere."""
+    return join(_all_reduce(alone(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
+
+
+def _cost(operation: str, size: int, group: Group) -> Cost:
+    size = group.n * size if operation == "all_gather" else size
+    pieces = _pieces(size)
+    plan, length = rounds(group.n, pieces), -(-size // (2 * pieces))
+    hops = [hop for round_ in plan for hop in round_]
+    sent = [sum((hop.source == rank) + (hop.target == rank) for hop in hops) for rank in range(group.n)]
+    return Cost(2 * len(plan), max(sent) * length, 2 * len(hops) * length, 2 * len(plan) * length)
+
+
+double_tree = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather)

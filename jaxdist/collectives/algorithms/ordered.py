@@ -1,0 +1,71 @@
+"""A summation order that does not depend on the number of devices: rank 0 with 1, 2 with 3; then pairs of pairs; ...
+
+On 2n devices, or on n devices that each add two neighbours first, the additions are the same, so that the results are
+the same bits (`parallel.grad_sync.deterministic`). For a power of two: small arrays by recursive doubling (log2 n
+rounds of N), large ones by recursive halving in the same order and an all-gather, 2 (n-1)/n N in 2 log2 n rounds
+(Thakur et al. 2005). Otherwise by the tree, which adds in this order too.
+"""
+
+from jax import lax
+
+from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, padded_parts, unpadded
+from jaxdist.collectives.algorithms import halving_doubling, tree
+from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.group import Group, Pairs
+
+SMALL = 4096  # elements up to which the rounds matter more than the bytes
+
+
+def _partners(n: int, distance: int) -> Pairs:
+    return [(rank, rank ^ distance) for rank in range(n)]
+
+
+def _levels(n: int) -> int | None:
+    """log2 n for a power of two, else None."""
+    return n.bit_length() - 1 if n & (n - 1) == 0 else None
+
+
+def _halve(parts: Array, group: Group, op: str) -> Array:
+    """[n, ...] -> this device's part. Round k pairs ranks that differ in bit k: each keeps the parts with its own bit
+    k."""
+    held, levels = parts, _levels(group.n)
+    assert levels is not None
+    for k in range(levels):
+        halves = held.reshape(-1, 2, *parts.shape[1:])  # by bit k of the part's number, the lowest that is left
+        bit = (group.rank >> k) & 1
+        keep, give = (lax.dynamic_index_in_dim(halves, which, 1, keepdims=False) for which in (bit, 1 - bit))
+        held = COMBINE[op](group.rounded(keep), group.permute(give, _partners(group.n, 2**k)))
+    return held[0]
+
+
+def _all_reduce(x: Array, group: Group, op: str) -> Array:
+    levels = _levels(group.n)
+    if levels is None:
+        return tree.all_reduce(x, group, op)
+    if x.size > SMALL:
+        mine = _halve(padded_parts(x, group.n), group, op)
+        return unpadded(halving_doubling.all_gather(group.rounded(mine)[None], group, 0), x)
+    for k in range(levels):
+        x = COMBINE[op](group.rounded(x), group.permute(x, _partners(group.n, 2**k)))
+    return x
+
+
+def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
+    if _levels(group.n) is None:
+        return tree.reduce_scatter(x, group, op, dim)
+    return _halve(cut(x, group.n, dim), group, op)
+
+
+def _cost(operation: str, size: int, group: Group) -> Cost:
+    n, levels = group.n, _levels(group.n)
+    if operation == "all_gather":
+        return halving_doubling.cost(operation, size, group)
+    if levels is None:
+        return tree.cost(operation, size, group)
+    if operation == "all_reduce" and size <= SMALL:
+        return even(levels, levels * size, n, swap=True)
+    both = 2 if operation == "all_reduce" else 1
+    return even(both * levels, both * (n - 1) * -(-size // n), n, swap=True)
+
+
+ordered = Algorithm(_cost, _all_reduce, _reduce_scatter, halving_doubling.all_gather)

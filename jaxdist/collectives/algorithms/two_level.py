@@ -1,0 +1,82 @@
+"""Two levels: reduce inside the fast neighbourhoods first, so that the slow links carry each byte once.
+
+n = outer x inner. Reduce-scatter inside, all-reduce of the inner-th parts between neighbourhoods, all-gather inside:
+over the slow links a device sends 2 (outer-1)/outer N/inner, where the flat ring sends 2 (n-1)/n N (Jia et al. 2018,
+"Highly scalable deep learning training system", section 3.2). Over several mesh axes the last one is inner; over one
+axis of n devices, inner is the largest divisor of n up to sqrt(n). For a prime n this is the ring.
+"""
+
+import jax.numpy as jnp
+
+from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
+from jaxdist.collectives.algorithms import ring
+from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.group import Group, Pairs
+
+
+def _all_reduce(x: Array, group: Group, op: str) -> Array:
+    outer, inner = group.split()
+    if inner.n == 1 or outer.n == 1:
+        return ring.all_reduce(x, group, op)
+    if outer.n == 2:
+        return _two_neighbourhoods(x, group, inner, op)
+    mine = ring.reduce_parts(padded_parts(x, inner.n), inner, op)
+    return unpadded(ring.gather_parts(ring.all_reduce(mine, outer, op), inner), x)
+
+
+def twist(inner: int) -> Pairs:
+    """One cycle through two neighbourhoods that changes sides at every step: (0, d) -> (1, d) -> (0, d+1)."""
+    there = [(d, inner + d) for d in range(inner)]
+    back = [(inner + d, (d + 1) % inner) for d in range(inner)]
+    return there + back
+
+
+def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
+    """With two neighbourhoods the outer ring would be exchanges between pairs, at half speed over gloo. `twist` has
+    none: side 0 sends the first half of the data to be completed on side 1 while side 1 sends the second half, and the
+    results go the same way. On side 1, parts of the second half rest one device earlier, to fit the way back.
+    """
+    n, pairs = inner.n, twist(inner.n)
+    side = group.rank // n
+    first, second = padded_parts(x, 2 * n).reshape(2, n, -1)
+    rows = jnp.stack([first, jnp.roll(second, -side, axis=0)], axis=1)
+    of_first, of_second = ring.reduce_parts(rows, inner, op)
+    complete = jnp.where(side == 0, of_second, of_first)
+    complete = COMBINE[op](complete, group.permute(jnp.where(side == 0, of_first, of_second), pairs))
+    complete = group.rounded(complete)
+    other = group.permute(complete, pairs)
+    rows = ring.gather_parts(jnp.where(side == 0, jnp.stack([other, complete]), jnp.stack([complete, other])), inner)
+    first = jnp.roll(rows[:, 0], side - 1, axis=0)  # came to side 0 one device later
+    return unpadded(jnp.concatenate([first, rows[:, 1]]), x)
+
+
+def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
+    outer, inner = group.split()
+    parts = cut(x, group.n, dim)
+    parts = jnp.swapaxes(parts.reshape(outer.n, inner.n, *parts.shape[1:]), 0, 1)
+    mine = ring.reduce_parts(parts, inner, op) if inner.n > 1 else parts[0]
+    return ring.reduce_parts(mine, outer, op) if outer.n > 1 else mine[0]
+
+
+def _all_gather(x: Array, group: Group, dim: int) -> Array:
+    outer, inner = group.split()
+    rows = ring.gather_parts(x, outer) if outer.n > 1 else x[None]
+    parts = ring.gather_parts(rows, inner) if inner.n > 1 else rows[None]
+    return join(jnp.swapaxes(parts, 0, 1).reshape(group.n, *x.shape), dim)
+
+
+def _cost(operation: str, size: int, group: Group) -> Cost:
+    d, h = group.inner, group.n // group.inner
+    if d == 1 or h == 1:
+        return ring.cost(operation, size, group)
+    if operation == "all_gather":
+        near, far = (d - 1) * h * size, (h - 1) * size
+    else:
+        share = 2 * -(-size // (2 * d)) if h == 2 and operation == "all_reduce" else -(-size // d)
+        near, far = (d - 1) * share, (h - 1) * -(-share // h)
+    both = 2 if operation == "all_reduce" else 1
+    cost = even(both * (d + h - 2), both * (near + far), group.n, swap=h == 2 and operation != "all_reduce")
+    return cost._replace(inside_rounds=both * (d - 1), inside=both * near)
+
+
+two_level = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather)

@@ -1,0 +1,151 @@
+"""The devices that take part in one collective: some mesh axes counted as one, or groups of ranks along them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives.cost import Link
+from jaxdist.collectives.linear import linear
+from jaxdist.collectives.varying import active_axes, to_varying
+from jaxdist.errors import UserError
+
+Array = jax.Array
+Axes = str | tuple[str, ...]
+Groups = Sequence[Sequence[int]]
+Pairs = Sequence[tuple[int, int]]
+
+
+def largest_divisor(n: int) -> int:
+    """The largest divisor of n that is at most its square root: 8 -> 2, 12 -> 3, a prime -> 1."""
+    return max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """n devices, ranked 0..n-1; or several such groups side by side, which all do the same.
+
+    axes: active mesh axes in mesh order. members: for each group, the ranks along `axes` (counted as one) of its
+    devices. inner: how many neighbours share the fast links (`two_level`). wire: dtype of what `permute` sends when it
+    is not the values' own; sums stay in theirs. link: what `auto` reckons with; None: see there.
+    """
+
+    axes: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]
+    inner: int
+    wire: str | None = None
+    link: Link | None = None
+
+    @staticmethod
+    def of(*sizes: int) -> "Group":
+        """A group that is not on any mesh, for asking what something costs: of(8), or of(outer, inner)."""
+        n = math.prod(sizes)
+        return Group((), (tuple(range(n)),), sizes[-1] if len(sizes) > 1 else largest_divisor(n))
+
+    @property
+    def n(self) -> int:
+        """Devices of the group."""
+        return len(self.members[0])
+
+    @property
+    def rank(self) -> Array:
+        """This device's rank in its group, int32; 0 on devices of no group."""
+        index = lax.axis_index(self.axes)
+        if self.members == (tuple(range(self.n)),) and self.n == lax.axis_size(self.axes):
+            return index
+        ranks = [0] * lax.axis_size(self.axes)
+        for group in self.members:
+            for rank, member in enumerate(group):
+                ranks[member] = rank
+        return jnp.asarray(ranks, jnp.int32)[index]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every device of the axes is in a group."""
+        return self.n * len(self.members) == lax.axis_size(self.axes)
+
+    def is_member(self) -> Array:
+        """Whether this device is in a group."""
+        inside = {member for group in self.members for member in group}
+        return jnp.asarray([i in inside for i in range(lax.axis_size(self.axes))])[lax.axis_index(self.axes)]
+
+    def at(self, table: Sequence[int]) -> Array:
+        """table[rank], for a table of Python ints with one entry a rank."""
+        return jnp.asarray(table, jnp.int32)[self.rank]
+
+    def among(self, ranks: Iterable[int]) -> Array:
+        """Whether this device's rank is one of these."""
+        chosen = set(ranks)
+        return jnp.asarray([rank in chosen for rank in range(self.n)])[self.rank]
+
+    def permute(self, x: Array, pairs: Pairs) -> Array:
+        """Each (source, target) moves x from one rank to another; zeros arrive where no pair points to.
+
+        The only way in which hand-written algorithms communicate. With `wire` set, x is cast to it on the way.
+        """
+        everywhere = [(group[source], group[target]) for group in self.members for source, target in pairs]
+        if self.wire is None and x.dtype != jnp.bfloat16:
+            return lax.ppermute(x, self.axes, everywhere)
+
+        def move(x: Array, pairs: Pairs) -> Array:
+            sent = x if self.wire is None else x.astype(self.wire)
+            if sent.dtype != jnp.bfloat16:
+                return lax.ppermute(sent, self.axes, pairs).astype(x.dtype)
+            # XLA:CPU would send bf16 as 4 bytes; bits it leaves alone, but autodiff would take them for constants.
+            bits = lax.ppermute(lax.bitcast_convert_type(sent, jnp.uint16), self.axes, pairs)
+            return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(x.dtype)
+
+        turned = [(target, source) for source, target in everywhere]
+        return linear(lambda x: move(x, everywhere), lambda grad: move(grad, turned), x)
+
+    def rounded(self, x: Array) -> Array:
+        """x as it is after a trip over the wire: what a device must keep of a value that it sends to the others."""
+        return x if self.wire is None else x.astype(self.wire).astype(x.dtype)
+
+    def split(self) -> tuple["Group", "Group"]:
+        """(outer, inner): the same devices as groups of one per fast neighbourhood, and as the neighbourhoods."""
+        size = self.inner
+        inner = [group[i : i + size] for group in self.members for i in range(0, self.n, size)]
+        outer = [group[i::size] for group in self.members for i in range(size)]
+        return (replace(self, members=tuple(outer), inner=largest_divisor(self.n // size)),
+                replace(self, members=tuple(inner), inner=largest_divisor(size)))  # fmt: skip
+
+
+def shift(n: int, by: int = 1) -> list[tuple[int, int]]:
+    """The pairs by which every rank sends to the one `by` further, round the ring."""
+    return [(rank, (rank + by) % n) for rank in range(n)]
+
+
+def make_group(axis: Axes, groups: Groups | None = None) -> Group | None:
+    """The group of the devices along `axis`, or None where that is a single device. Inside `shard_map` only.
+
+    Axes may be given in any order; ranks count in mesh order. groups: disjoint lists of ranks, all of one length, that
+    communicate among themselves (torch.distributed's `new_group`); devices in none of them get zeros.
+    """
+    axes = active_axes(axis)
+    total = lax.axis_size(axes) if axes else 1
+    if groups is None:
+        sizes = [lax.axis_size(name) for name in axes]
+        inner = sizes[-1] if len(sizes) > 1 else largest_divisor(total)
+        return Group(axes, (tuple(range(total)),), inner) if total > 1 else None
+    members = tuple(tuple(group) for group in groups)
+    check_groups(members, total)
+    return Group(axes, members, largest_divisor(len(members[0]))) if total > 1 else None
+
+
+def check_groups(members: tuple[tuple[int, ...], ...], total: int) -> None:
+    """Raise `UserError` unless these are disjoint groups of one size with ranks below `total`."""
+    ranks = [rank for group in members for rank in group]
+    if not ranks or len({len(group) for group in members}) > 1:
+        raise UserError(f"groups={members}: give at least one group, all of the same size")
+    if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= total:
+        raise UserError(f"groups={members}: each rank from 0 to {total - 1} may be in one group, once")
+
+
+def entering(x: Array, group: Group) -> Array:
+    """x as algorithms expect it: varying over the axes, and zero on devices of no group."""
+    x = to_varying(x, group.axes)
+    return x if group.complete else jnp.where(group.is_member(), x, jnp.zeros((), x.dtype))
