@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxdist.parallel.schedule import Program as Program
     from jaxdist.parallel.strategy import Strategy as Strategy
     from jaxdist.parallel.strategy import StrategyOptions as StrategyOptions
+    from jaxdist.parallel.sync import GradSync as GradSync
     from jaxdist.precision import Precision as Precision
     from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
     from jaxdist.state import TrainState as TrainState
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
     "Config": "jaxdist.config",
+    "GradSync": "jaxdist.parallel.sync",
     "ModelDef": "jaxdist.nn",
     "Precision": "jaxdist.precision",
     "Program": "jaxdist.parallel.schedule",

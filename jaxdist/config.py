@@ -77,6 +77,13 @@ class GradSyncConfig:
 
     algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
     bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
+    wire_dtype: str | None = setting(
+        None, "what is sent instead of fp32; int8: with error feedback; null: the gradients' type",
+        choices=("bfloat16", "int8"),
+    )  # fmt: skip
+    link: str = setting("auto", "what algorithm auto reckons with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
+    deterministic: bool = setting(False, "the same bits on 1, 2, 4, ... devices (data, fsdp, microbatches)")
+    virtual_shards: int = setting(8, "deterministic: parts of the batch with a gradient each; a power of 2", at_least=1)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdist import registry
+from jaxdist.config_sync import check_grad_sync
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -304,6 +305,7 @@ def check_layout(config: Config) -> None:
         raise UserError(f"mesh.pipe: {mesh['pipe']} does not divide model.layers {config.model.layers}; sizes that"
                         f" work: {_near(divisors(config.model.layers), mesh['pipe'])}")  # fmt: skip
     _check_batch(config, mesh)
+    check_grad_sync(config, mesh)
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
+from jaxdist.parallel.sync import GradSync, residual_target
 from jaxdist.precision import POLICIES
 from jaxdist.specs import check_divisible, map_specs, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, place_params
 
 PyTree = Any
+DEFAULT_SYNC = GradSync()
 Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
 
 
@@ -32,6 +34,7 @@ def state_target(
     *,
     strategy: str = "ddp",
     min_shard_bytes: int = 0,
+    grad_sync: GradSync = DEFAULT_SYNC,
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
     is compiled for without allocating anything."""
@@ -39,7 +42,7 @@ def state_target(
     check_divisible(shapes, specs, mesh)
     placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))
     resting = map_specs(lambda spec: without_idle(spec, mesh), placing.place(shapes, specs, mesh))
-    return abstract_state(shapes, resting, optimizer, mesh)
+    return abstract_state(shapes, resting, optimizer, mesh, residual_target(shapes, resting, mesh, grad_sync))
 
 
 def init_state(
@@ -49,14 +52,18 @@ def init_state(
     *,
     strategy: str = "ddp",
     min_shard_bytes: int = 0,
+    grad_sync: GradSync = DEFAULT_SYNC,
     seed: int = 0,
 ) -> TrainState:
     """A `TrainState` at step 0, each leaf allocated where it rests.
 
     source: a `ModelDef`, a function key -> parameters, or a pytree of parameters that exist already (say
     `nnx.to_pure_dict(nnx.state(model, nnx.Param))`). The strategy decides the layout: the step must use the same one.
+    grad_sync: the step's, when it sends int8, whose residual is part of the state.
     """
-    target = state_target(source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes)
+    target = state_target(
+        source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync
+    )
     if isinstance(source, ModelDef):
         return allocate(source.init, jax.random.key(seed), optimizer, target)
     if callable(source):

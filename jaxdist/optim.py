@@ -4,6 +4,8 @@ They run in the global region, on whole arrays: clip_by_global_norm, adafactor a
 tensor, and inside a manual region they would silently use each shard's local statistics.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 
 from jaxdist.errors import UserError
 
@@ -100,7 +103,76 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTran
     return makers[config.name]()
 
 
-def make_optimizer(config: "OptimizerConfig", *, steps: int) -> optax.GradientTransformation:
-    """Clip by global norm (unless `clip_norm` is 0), then the optimizer with its schedule over `steps` steps."""
+def make_optimizer(
+    config: "OptimizerConfig", *, steps: int, deterministic: bool = False
+) -> optax.GradientTransformation:
+    """Clip by global norm (unless `clip_norm` is 0), then the optimizer with its schedule over `steps` steps.
+    deterministic: the norm is `ordered_norm`."""
     core = _core(config, learning_rate(config, steps))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), core) if config.clip_norm else core
+    clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
+    return optax.chain(clip(config.clip_norm), core) if config.clip_norm else core
+
+
+def ordered_sum(x: jax.Array) -> jax.Array:
+    """The sum of all elements by elementwise additions in an order that depends on the shape only.
+
+    `jnp.sum` adds what a device has first, so that its bits depend on the layout. Here each dim is folded: first inside
+    equal parts, of which there are as many as powers of two divide it (they lie on one device each), then the parts.
+    """
+
+    def fold(x: jax.Array) -> jax.Array:  # along dim 0
+        while (n := x.shape[0]) > 1:
+            pairs = x[: n - n % 2].reshape(n // 2, 2, *x.shape[1:])
+            halved = pairs[:, 0] + pairs[:, 1]
+            x = jnp.concatenate([halved, x[n - 1 :]]) if n % 2 else halved
+        return x[0]
+
+    for _ in range(x.ndim):
+        parts = math.gcd(x.shape[0], 2**10)
+        whole = x.reshape(parts, -1, *x.shape[1:])
+        within = fold(jnp.moveaxis(whole, 1, 0)) if whole.shape[1] else whole.sum(1)
+        x = fold(within) if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
+    return x
+
+
+def ordered_norm(tree: PyTree) -> jax.Array:
+    """The global norm, as optax.tree.norm, with the same bits in every layout."""
+    squares = [ordered_sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
+    """optax.clip_by_global_norm, with the same bits in every layout: for `GradSync(deterministic=True)`."""
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        norm = ordered_norm(updates)
+        factor = jnp.where(norm < max_norm, jnp.ones_like(norm), max_norm / norm)
+        return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
+    """Raise `UserError` when the optimizer sums over elements of parameters that rest as shards: in what order would
+    depend on the layout."""
+    if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params)):
+        return
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
+    if found := sorted(_sums(jaxpr)):
+        raise UserError(
+            f"optimizer: {', '.join(found)} over whole parameters, whose order depends on the layout; deterministic "
+            "allows elementwise optimizers (adamw, sgd, lion), with jaxdist.optim.clip_by_ordered_norm to clip"
+        )
+
+
+def _sums(jaxpr: Any) -> set[str]:
+    """Names of the primitives in a jaxpr that add up elements of an array."""
+    found: set[str] = set()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = equation.primitive.name
+        if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and equation.invars[0].aval.size > 1:
+            found.add(name)
+        for inner in jaxprs_in_params(equation.params):
+            found |= _sums(inner)
+    return found

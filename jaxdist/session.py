@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config import Config, resolve_model, to_yaml
+from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
@@ -25,6 +25,7 @@ from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
+from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
 from jaxdist.state import TrainState, allocate, specs_of_arrays
@@ -152,15 +153,15 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     mesh = make_mesh(**asdict(config.mesh))
     precision = make_precision(config.precision.policy, config.precision.reduce_dtype)
     model = make_model(config, precision, training=True)
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps)
-    parallel, sync = config.parallel, config.parallel.grad_sync
+    parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
+    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     target = state_target(
-        model, optimizer, mesh, strategy=parallel.strategy, min_shard_bytes=parallel.min_shard_bytes
+        model, optimizer, mesh, strategy=parallel.strategy, min_shard_bytes=parallel.min_shard_bytes, grad_sync=sync
     )
     step = make_train_step(
         model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
         microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
-        algorithm=sync.algorithm, bucket_mb=sync.bucket_mb, seed=config.train.seed,
+        grad_sync=sync, seed=config.train.seed,
     )  # fmt: skip
     checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
     fresh = functools.partial(allocate, model.init, jax.random.key(config.train.seed), optimizer, target)
@@ -202,6 +203,13 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else word + ("es" if word.endswith(("s", "h")) else "s")
 
 
+def describe_sync(sync: GradSyncConfig) -> str:
+    """Such as "ring" or "ring (int8)" or "ordered (8 virtual shards)"."""
+    if sync.deterministic:
+        return f"ordered ({sync.virtual_shards} virtual shards)"
+    return sync.algorithm + (f" ({sync.wire_dtype})" if sync.wire_dtype else "")
+
+
 def describe(run: Run) -> dict[str, str]:
     """The header on the console: what runs."""
     config, info = run.config, run.source.info
@@ -223,7 +231,7 @@ def describe(run: Run) -> dict[str, str]:
         f"{jax.process_count()} {plural('process', jax.process_count())})",
         "parallel": f"{parallel.strategy}, {parallel.schedule}, "
         f"{parallel.microbatches} {plural('microbatch', parallel.microbatches)}, "
-        f"{parallel.grad_sync.algorithm} reductions, {config.precision.policy}",
+        f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}",
         "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",
     }
     if run.baselines:

@@ -17,11 +17,12 @@ PyTree = Any
 
 class TrainState(NamedTuple):
     """step: int32, optimizer steps taken. params: in the policy's param dtype. opt_state: optax's, laid out like
-    params."""
+    params. residual: what lossy gradient sums carry to the next step (`parallel.sync`), mostly ()."""
 
     step: Any
     params: PyTree
     opt_state: PyTree
+    residual: PyTree = ()
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
@@ -41,17 +42,21 @@ def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, spe
     return jax.tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, shapes))
 
 
-def fresh_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
-    """Step 0. Pure: for use under `jit` with explicit `out_shardings`, without which ZeRO is silently lost."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+def fresh_state(params: PyTree, optimizer: optax.GradientTransformation, residual: PyTree = ()) -> TrainState:
+    """Step 0. Pure: for use under `jit` with explicit `out_shardings`, without which ZeRO is silently lost. residual:
+    the shapes of one that is all zeros."""
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), residual)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zeros)
 
 
 def abstract_state(
-    shapes: PyTree, specs: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
-    """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for."""
-    state = jax.eval_shape(lambda params: fresh_state(params, optimizer), shapes)
-    layout = TrainState(P(), specs, optimizer_specs(optimizer, shapes, specs))
+    shapes: PyTree, specs: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh,
+    residual: tuple[PyTree, PyTree] = ((), ()),
+) -> TrainState:  # fmt: skip
+    """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for. residual: its
+    shapes and specs."""
+    state = jax.eval_shape(lambda params: fresh_state(params, optimizer, residual[0]), shapes)
+    layout = TrainState(P(), specs, optimizer_specs(optimizer, shapes, specs), residual[1])
     return map_specs(
         lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         layout,
@@ -90,7 +95,7 @@ def allocate(
     """Initialise directly into the layout of `target`: no device ever holds more than its part."""
 
     def make(key: jax.Array) -> TrainState:
-        return fresh_state(make_params(key), optimizer)
+        return fresh_state(make_params(key), optimizer, target.residual)
 
     return jax.jit(make, out_shardings=shardings_of(target))(key)
 
@@ -99,4 +104,5 @@ def place_params(params: PyTree, optimizer: optax.GradientTransformation, target
     """A state around parameters that exist already."""
     strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)  # a weak type would compile twice
     placed = jax.device_put(strong, shardings_of(target.params))
-    return jax.jit(lambda params: fresh_state(params, optimizer), out_shardings=shardings_of(target))(placed)
+    make = lambda params: fresh_state(params, optimizer, target.residual)  # noqa: E731
+    return jax.jit(make, out_shardings=shardings_of(target))(placed)

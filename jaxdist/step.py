@@ -15,59 +15,58 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
-from jaxdist.collectives import claim_replicated, get_algorithm, psum, rank, stack, stacked_specs, to_varying
+from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, BATCH_LIKE
+from jaxdist.mesh import BATCH_LIKE
 from jaxdist.nn import ModelDef
+from jaxdist.optim import ordered_norm
 from jaxdist.parallel.foreign import ForeignLoss, foreign_program, unchecked_region
-from jaxdist.parallel.microbatch import check_batch, check_global, split_microbatches
+from jaxdist.parallel.microbatch import check_batch, check_global, sample_keys, split_microbatches
 from jaxdist.parallel.program import make_program
 from jaxdist.parallel.schedule import Program, Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
+from jaxdist.parallel.sync import GradSync, check_sync, check_update, order_of_work, sum_totals
 from jaxdist.precision import Precision, accumulation_dtype, make_precision
 from jaxdist.specs import batch_spec
 from jaxdist.state import TrainState, check_state, shardings_of, specs_of_arrays
 
 PyTree = Any
+DEFAULT_SYNC = GradSync()
 Metrics = dict[str, jax.Array]
-
-
-def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
-    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch)."""
-    key, first = jax.random.fold_in(jax.random.key(seed), step), rank(BATCH_AXES) * rows
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))
 
 
 def make_gradients(
     model: ModelDef | ForeignLoss, mesh: Mesh, specs: PyTree, strategy: Strategy, schedule: Schedule, *,
-    microbatches: int, precision: Precision, remat: str, seed: int,
-) -> Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array, PyTree]]:  # fmt: skip
-    """(params, batch, step) -> (loss sum, weight sum, gradients of the mean loss), all global arrays."""
+    microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync,
+) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
+    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual), all global arrays."""
     program: Program
     region_of: Callable[..., Any]
     if isinstance(model, ModelDef):
-        program, region_of = make_program(model, strategy, specs, remat=remat), jax.shard_map  # check_vma is on
+        program = make_program(model, strategy, specs, remat=remat, isolated=sync.deterministic)
+        region_of = jax.shard_map  # check_vma is on
     else:
         program, region_of = foreign_program(model, strategy, specs, mesh, remat=remat), unchecked_region
 
-    def gradients(params: PyTree, batch: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
+    def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
         loss_seed = 2.0 ** -math.ceil(math.log2(max(leaf.size for leaf in jax.tree.leaves(batch))))
 
-        def region(params: PyTree, batch: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
+        def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array) -> tuple[Any, ...]:
             keys = sample_keys(seed, step, jax.tree.leaves(batch)[0].shape[0])
             batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
             diff, held = strategy.begin(params, specs)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
             loss, weight, grads = schedule(program, diff, held, parts, seed=loss_seed, reduce_dtype=precision.reduce)
-            grads = strategy.reduce(grads, specs)
-            loss, weight = psum(to_varying(jnp.stack([loss, weight]), BATCH_LIKE), BATCH_LIKE)
-            return loss, weight, stack(specs, grads)
+            grads, residual = strategy.reduce(grads, residual, specs)
+            return *sum_totals(jnp.stack([loss, weight]), sync), stack(specs, grads), residual
 
+        lost = specs_of_arrays(state.residual)
         run = region_of(
-            region, mesh=mesh, in_specs=(specs, batch_spec(mesh), P()), out_specs=(P(), P(), stacked_specs(specs, mesh))
-        )
-        loss, weight, grads = run(params, batch, step)
+            region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P()),
+            out_specs=(P(), P(), stacked_specs(specs, mesh), lost),
+        )  # fmt: skip
+        loss, weight, grads, residual = run(state.params, state.residual, batch, state.step)
         grads = claim_replicated(grads, specs, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
         inverse = jnp.where(weight > 0, 1 / (weight * loss_seed), jnp.zeros_like(weight))
@@ -76,7 +75,7 @@ def make_gradients(
             wide = accumulation_dtype(grad.dtype)
             return (grad.astype(wide) * inverse.astype(wide)).astype(precision.param)
 
-        return loss, weight, jax.tree.map(scaled, grads)
+        return loss, weight, jax.tree.map(scaled, grads), residual
 
     return gradients
 
@@ -112,7 +111,7 @@ class TrainStep:
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: Mesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
-    algorithm: str = "native", bucket_mb: float = 25.0, seed: int = 0, return_grads: bool = False,
+    grad_sync: GradSync = DEFAULT_SYNC, seed: int = 0, return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
@@ -121,26 +120,28 @@ def make_train_step(
     mesh that does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
-    get_algorithm(algorithm)  # an unknown name is an error now, not when a group first needs it
-    placing = get_strategy(strategy, StrategyOptions(policy, algorithm, int(bucket_mb * 2**20)))
+    check_sync(grad_sync)
+    placing = get_strategy(strategy, StrategyOptions(policy, grad_sync))
+    schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
+        check_update(optimizer, *state[1:], sync=grad_sync)
+        norm = ordered_norm if grad_sync.deterministic else optax.tree.norm
         gradients = make_gradients(
             model, mesh, specs_of_arrays(state.params), placing, run_schedule,
-            microbatches=microbatches, precision=policy, remat=remat, seed=seed,
+            microbatches=microbatches, precision=policy, remat=remat, seed=seed, sync=grad_sync,
         )  # fmt: skip
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             check_batch(batch, mesh, microbatches)
-            loss, weight, grads = gradients(state.params, batch, state.step)
+            loss, weight, grads, residual = gradients(state, batch)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            mean = jnp.where(weight > 0, loss / weight, 0)
-            metrics = {"loss": mean, "weight": weight, "grad_norm": optax.tree.norm(grads)}
+            metrics = {"loss": jnp.where(weight > 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             metrics |= {"grads": grads} if return_grads else {}
-            return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+            return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, residual), metrics
 
         layout = shardings_of(state)
         outputs = dict.fromkeys(("loss", "weight", "grad_norm"), NamedSharding(mesh, P()))

@@ -17,6 +17,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.parallel.sync import GradSync
 from jaxdist.step import make_train_step
 
 SGD = optax.sgd(0.1)
@@ -72,7 +73,7 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
     [
         ({"precision": "fp17"}, "precision.policy: 'fp17' is not known; allowed: fp32, bf16, fp64"),
         ({"precision": "fp64"}, "64-bit types need jax_enable_x64"),
-        ({"algorithm": "rong"}, "'rong' is not known"),
+        ({"grad_sync": GradSync("rong")}, "'rong' is not known"),
         ({"strategy": "zero9"}, "'zero9' is not known"),
         ({"schedule": "gpipes"}, "'gpipes' is not known"),
         ({"remat": "ful"}, "memory.remat: 'ful' is not known; allowed: none, full"),

@@ -1,5 +1,5 @@
-"""Every algorithm in the folder against sums computed on the host, for all group sizes, and the types of its
-results."""
+"""Every algorithm in the folder against numpy, bit for bit, for every operation and all group sizes; the types of the
+results, and the errors."""
 
 from typing import Any
 
@@ -7,19 +7,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_cases import (
+    BY_HAND,
+    NAMES,
+    OPERATIONS,
+    Call,
+    all_calls,
+    check_exact,
+    devices,
+    draw_pairs,
+    empty_calls,
+    everyday_calls,
+    has,
+    on_every_device,
+    run,
+    values,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from jaxprs import primitive_counts
+from jaxprs import collectives
 
-from jaxdist import registry
 from jaxdist.collectives import (
     all_gather,
     all_reduce,
+    all_reduce_with_feedback,
+    broadcast,
     claim_replicated,
-    get_algorithm,
     in_buckets,
     reduce_scatter,
+    send_recv,
     stack,
     stacked_specs,
     to_varying,
@@ -27,74 +44,62 @@ from jaxdist.collectives import (
 )
 from jaxdist.collectives.bucket import plan_buckets
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_LIKE, make_mesh
-from jaxdist.specs import batch_spec
+from jaxdist.mesh import make_mesh
 
-NAMES = registry.names("jaxdist.collectives.algorithms")
-GROUPS = [*({"data": n} for n in (1, 2, 3, 4, 8)), {"data": 2, "fsdp": 3}, {"data": 4, "fsdp": 2}]
-
-
-def on_every_device(function: Any, x: np.ndarray, **sizes: int) -> np.ndarray:
-    """x [devices, ...]: row i goes to device i; the results come back stacked the same way."""
-    mesh = make_mesh(**sizes)
-
-    def region(x: jax.Array) -> jax.Array:
-        return to_varying(function(x[0]), BATCH_LIKE)[None]
-
-    rows = batch_spec(mesh)
-    return np.asarray(jax.jit(jax.shard_map(region, mesh=mesh, in_specs=rows, out_specs=rows))(x))
-
-
-def devices(sizes: dict[str, int]) -> int:
-    return int(np.prod(list(sizes.values())))
+EVERYDAY = [*({"data": n} for n in range(1, 8)), {"data": 2, "fsdp": 4}]
+SEVERAL_AXES = [
+    {"data": 4, "fsdp": 2},
+    {"data": 2, "fsdp": 3},
+    {"data": 3, "fsdp": 2},
+    {"pipe": 2, "data": 2, "fsdp": 2},
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", GROUPS, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5)], ids=str)
-def test_all_reduce_is_the_exact_sum(name: str, sizes: dict[str, int], shape: tuple[int, ...]) -> None:
-    x = np.random.default_rng(0).integers(-50, 50, (devices(sizes), *shape)).astype(np.int32)
-    got = on_every_device(lambda x: all_reduce(x, ("fsdp", "data"), algorithm=name), x, **sizes)
-    np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), x.shape))
+@pytest.mark.parametrize("sizes", EVERYDAY, ids=str)
+def test_every_operation_is_exact(name: str, sizes: dict[str, int]) -> None:
+    check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_op_and_size_is_exact(name: str, n: int) -> None:
+    check_exact(all_calls(name, n), algorithm=name, data=n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sizes", SEVERAL_AXES, ids=str)
+def test_every_operation_is_exact_over_several_axes(name: str, sizes: dict[str, int]) -> None:
+    check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", GROUPS, ids=str)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_reduce_scatter_and_all_gather_are_exact(name: str, sizes: dict[str, int], dim: int) -> None:
-    n = devices(sizes)
-    shape = (2 * n, 3) if dim == 0 else (3, 2 * n)
-    x = np.random.default_rng(1).integers(-50, 50, (n, *shape)).astype(np.int32)
-    axes = ("data", "fsdp")
-    got = on_every_device(lambda x: reduce_scatter(x, axes, dim=dim, algorithm=name), x, **sizes)
-    np.testing.assert_array_equal(got, np.stack(np.split(x.sum(0), n, axis=dim)))
-    got = on_every_device(lambda x: all_gather(x, axes, dim=dim, algorithm=name), x, **sizes)
-    np.testing.assert_array_equal(got, np.broadcast_to(np.concatenate(list(x), axis=dim), got.shape))
+def test_nothing_stays_nothing(name: str) -> None:
+    check_exact(empty_calls(name, 4, devices=4), algorithm=name, data=4)
+    check_exact(empty_calls(name, 2, devices=4), algorithm=name, groups=((0, 2), (1, 3)), data=4)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32], ids=str)
-def test_dtype_is_kept(name: str, dtype: Any) -> None:
-    x = np.arange(8 * 5).reshape(8, 5).astype(dtype) % 3
-    got = on_every_device(lambda x: all_reduce(x, "data", algorithm=name), x.astype(dtype), data=8)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got.astype(np.int32)[0], x.astype(np.int32).sum(0))
+@pytest.mark.parametrize(("n", "size"), [(3, 131_072), (5, 270_001)])
+def test_large_arrays_are_exact(name: str, n: int, size: int) -> None:
+    """These travel in several pieces where an algorithm cuts them into pieces."""
+    check_exact([Call("all_reduce", values((n, size), jnp.int32, 0), {})], algorithm=name, data=n)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3}, {"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
-def test_ring_takes_the_rounds_its_cost_says(sizes: dict[str, int]) -> None:
-    n, mesh = devices(sizes), make_mesh(**sizes)
-    specs = P()
+@pytest.mark.parametrize("n", range(1, 9))
+def test_send_recv_moves_and_leaves_zeros(n: int) -> None:
+    check_exact(draw_pairs(n), algorithm="native", data=n)
 
-    def region(x: jax.Array) -> jax.Array:
-        return stack(specs, all_reduce(x, ("data", "fsdp"), algorithm="ring"))
 
-    run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=stacked_specs(specs, mesh))
-    counts = primitive_counts(jax.make_jaxpr(run)(jnp.zeros(8 * n)))
-    cost = get_algorithm("ring").cost("all_reduce", 32 * n, n)
-    assert counts["ppermute"] == cost.rounds == 2 * (n - 1)
-    assert cost.wire_bytes == 2 * (n - 1) / n * 32 * n
-    assert "psum" not in counts
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_of_arrays_keep_their_structure(name: str) -> None:
+    tree = {"a": values((4, 8), jnp.int32, 0), "b": [values((4,), jnp.float32, 1), None, values((4, 0), jnp.int8, 2)]}
+    got = on_every_device(lambda tree: all_reduce(tree, "data", algorithm=name), tree, data=4)
+    want = jax.tree.map(lambda x: np.broadcast_to(x.sum(0, dtype=x.dtype), x.shape), tree)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_types_of_results() -> None:
@@ -107,6 +112,26 @@ def test_types_of_results() -> None:
         return all_reduce(x, "data")
 
     jax.make_jaxpr(jax.shard_map(region, mesh=mesh, in_specs=P(), out_specs=P()))(jnp.zeros(4))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_hand_written_results_are_varying_and_made_by_ppermute_alone(name: str) -> None:
+    mesh = make_mesh(data=3, fsdp=2)
+    operations = [operation for operation in OPERATIONS if has(name, operation)]
+
+    def region(x: jax.Array) -> list[jax.Array]:
+        calls = everyday_calls(name, 6)
+        results = [run(call, to_varying(jnp.asarray(call.x[0]), ("data",)), algorithm=name) for call in calls]
+        assert {call.operation for call in calls} == set(operations)
+        assert all(varying_axes(result) == {"data", "fsdp"} for result in results)
+        floats = [jnp.sum(result.astype(jnp.float32)) for result in results]
+        gradients = jax.grad(lambda x: jnp.sum(jnp.sin(all_reduce(x, ("data", "fsdp"), algorithm=name))))(x)
+        return [value[None] for value in [*floats, gradients]]
+
+    rows = P(("data", "fsdp"))
+    jaxpr = jax.make_jaxpr(jax.shard_map(region, mesh=mesh, in_specs=rows, out_specs=rows))(jnp.zeros(6))
+    for axis in ("data", "fsdp"):
+        assert {primitive for primitive, _ in collectives(jaxpr, axis)} == {"ppermute"}
 
 
 def test_a_ring_result_leaves_through_the_claim_only() -> None:
@@ -128,10 +153,34 @@ def test_a_ring_result_leaves_through_the_claim_only() -> None:
 def test_unknown_axis_and_algorithm_and_size_are_named() -> None:
     with pytest.raises(UserError, match="axis='dat'.*data"):
         on_every_device(lambda x: all_reduce(x, "dat"), np.zeros((2, 3)), data=2)
-    with pytest.raises(UserError, match="'rong' is not known.*native, ring"):
+    with pytest.raises(UserError, match="'rong' is not known.*native, ordered, ring"):
         on_every_device(lambda x: all_reduce(x, "data", algorithm="rong"), np.zeros((2, 3)), data=2)
     with pytest.raises(UserError, match="not divisible by data=2"):
         on_every_device(lambda x: reduce_scatter(x, "data"), np.zeros((2, 3)), data=2)
+    with pytest.raises(UserError, match=r"not divisible by data\*fsdp=4"):
+        on_every_device(lambda x: reduce_scatter(x, ("fsdp", "data")), np.zeros((4, 6)), data=2, fsdp=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: broadcast(x, "data", algorithm="ring"), "'ring' has no broadcast; these have: .*native.*tree"),
+        (lambda x: broadcast(x, "data", root=2), "root=2: allowed are the ranks 0 to 1"),
+        (lambda x: broadcast(x, "data", root=-1), "root=-1: allowed are the ranks 0 to 1"),
+        (lambda x: all_reduce(x, "data", op="prod"), "op='prod' is not known; allowed: sum, mean, max, min"),
+        (lambda x: all_reduce(x.astype(jnp.int32), "data", op="mean"), "op='mean': int32 has no fractions"),
+        (lambda x: all_reduce(x > 0, "data"), "op='sum' of bool: use max"),
+        (lambda x: all_gather(x, "data", dim=1), r"all_gather: dim 1 of \(3,\) does not exist; allowed: -1 to 0"),
+        (lambda x: all_gather(x[0], "data"), r"all_gather: dim 0 of \(\) does not exist"),
+        (lambda x: send_recv(x, "data", [(0, 1), (1, 1)]), "pairs=.*each rank from 0 to 1 once as source"),
+        (lambda x: send_recv(x, "data", [(0, 2)]), "pairs=.*each rank from 0 to 1 once as source"),
+        (lambda x: all_reduce_with_feedback(x, x, "data", algorithm="tree"), "not with algorithm='tree'.*ring"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_in_one_line(function: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        on_every_device(function, np.zeros((2, 3), np.float32), data=2)
+    assert "\n" not in str(error.value)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from("ab")), max_size=30), st.integers(1, 120))
@@ -148,12 +197,12 @@ def test_buckets_hold_one_kind_and_no_more_than_the_limit(items: list[tuple[int,
 def test_in_buckets_calls_once_a_bucket_and_restores_shapes() -> None:
     calls = []
 
-    def double(flat: jax.Array) -> jax.Array:
+    def double(flat: jax.Array) -> tuple[jax.Array]:
         calls.append(flat.shape)
-        return 2 * flat
+        return (2 * flat,)
 
     leaves = [jnp.ones((2, 3)), jnp.arange(4.0), jnp.ones((), jnp.int32), jnp.zeros((0,))]
-    results = in_buckets(double, leaves, limit=1000)
+    (results,) = in_buckets(double, leaves, limit=1000)
     assert calls == [(10,), (1,)]
     for got, leaf in zip(results, leaves, strict=True):
         np.testing.assert_array_equal(got, 2 * leaf)

@@ -17,6 +17,7 @@ from jax import lax
 import jaxdist
 from jaxdist import registry
 from jaxdist.errors import UserError
+from jaxdist.parallel.sync import GradSync
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "own_model.py"
@@ -64,7 +65,8 @@ def test_foreign_loss_equals_one_device(strategy: str, sizes: Any, microbatches:
     with jax.enable_x64(True):
         want = train(rnn_loss, make_params())
         got = train(
-            rnn_loss, make_params(), sizes=sizes, strategy=strategy, microbatches=microbatches, algorithm=algorithm
+            rnn_loss, make_params(), sizes=sizes, strategy=strategy, microbatches=microbatches,
+            grad_sync=GradSync(algorithm),
         )
         np.testing.assert_allclose(got[0], want[0], rtol=1e-12)
         assert oracle.error(got[1], want[1]) < 1e-10

@@ -18,6 +18,8 @@ from jaxdist.config import ModelConfig, resolve_model
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.optim import clip_by_ordered_norm
+from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import place_params
@@ -63,7 +65,22 @@ EXTRA = [
     Case("gpt2", True, "zero3", 1, (3, 2, 1), "ring"),
     Case("llama", True, "zero3", 1, (1, 4, 2), "native", "full"),
     Case("gpt2", False, "ddp", 4, (2, 1, 4), "native", "full"),
+    *(
+        Case(("gpt2", "llama")[i % 2], i % 4 < 2, ("ddp", "zero3")[i // 2 % 2], 1 + i % 2, mesh, algorithm)
+        for i, (algorithm, mesh) in enumerate(
+            {
+                "auto": (2, 2, 1), "balanced_fusion": (1, 3, 1), "bidirectional_ring": (3, 1, 1),
+                "deterministic": (2, 2, 1), "double_tree": (5, 1, 1), "halving_doubling": (1, 4, 2),
+                "master_worker": (3, 1, 1), "ordered": (1, 4, 1), "tree": (1, 3, 2), "two_level": (2, 2, 2),
+            }.items()
+        )
+    ),
 ]  # fmt: skip
+
+
+def sync_of(algorithm: str) -> GradSync:
+    """By an algorithm; "deterministic" is a way of running as well."""
+    return GradSync(deterministic=True) if algorithm == "deterministic" else GradSync(algorithm)
 
 
 def model_config(case: Case) -> ModelConfig:
@@ -90,8 +107,9 @@ def make_batch(size: int, step: int) -> dict[str, np.ndarray]:
     return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
 
 
-def optimizer() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, eps=1e-6))
+def optimizer(*, deterministic: bool = False) -> optax.GradientTransformation:
+    clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
+    return optax.chain(clip(0.5), optax.adamw(1e-2, weight_decay=0.1, eps=1e-6))
 
 
 class Reference(NamedTuple):
@@ -129,12 +147,12 @@ def reference(config: ModelConfig, size: int, policy: str) -> Reference:
 def run(case: Case, policy: str, steps: int) -> Reference:
     mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])
     model = gpt(model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param)
-    tx = optimizer()
+    tx = optimizer(deterministic=case.algorithm == "deterministic")
     target = state_target(model, tx, mesh, strategy=case.strategy)
     state = place_params(initial(model_config(case), policy), tx, target)
     step = make_train_step(
         model, tx, mesh, strategy=case.strategy, microbatches=case.microbatches, precision=policy,
-        algorithm=case.algorithm, remat=case.remat, return_grads=True,
+        grad_sync=sync_of(case.algorithm), remat=case.remat, return_grads=True,
     )  # fmt: skip
     losses, grads = [], []
     for i in range(steps):

@@ -18,6 +18,7 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy, place_sharded
+from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import POLICIES
 from jaxdist.specs import BATCH_SPEC, bytes_per_device, spec_axes
 from jaxdist.step import make_train_step
@@ -173,7 +174,7 @@ def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
     model = gpt(GPT2, max_length=8)
     state = state_target(model, tx, mesh, strategy=name)
-    step = make_train_step(model, tx, mesh, strategy=name, precision="bf16", algorithm=algorithm)
+    step = make_train_step(model, tx, mesh, strategy=name, precision="bf16", grad_sync=GradSync(algorithm))
     text = step.jitted(state).trace(state, batch()).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.all_reduce" in text
     assert ("stablehlo.collective_permute" in text) == (algorithm != "native")

@@ -9,11 +9,18 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import UserError
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
+
+
+def _lasting(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint must hold to go on in any layout; a residual belongs to one, and is an item of its own."""
+    return {name: part for name, part in state._asdict().items() if name != "residual"}
 
 
 class Checkpoints:
@@ -27,7 +34,8 @@ class Checkpoints:
             max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         # Handlers given up front: without them a manager that has not saved yet cannot tell what a checkpoint holds.
-        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        standard = ocp.StandardCheckpointHandler
+        handlers = {"state": standard(), "residual": standard(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
@@ -36,8 +44,10 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated."""
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), meta=ocp.args.JsonSave(meta))
-        saved = self._manager.save(step, args=items)
+        items = {"state": ocp.args.StandardSave(_lasting(state)), "meta": ocp.args.JsonSave(meta)}
+        if jax.tree.leaves(state.residual):
+            items["residual"] = ocp.args.StandardSave(state.residual)
+        saved = self._manager.save(step, args=ocp.args.Composite(**items))
         assert saved, f"orbax declined to save step {step}"
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -50,13 +60,42 @@ class Checkpoints:
         Raises `UserError` when the checkpoint is of another model or optimizer: orbax would cast dtypes silently.
         """
         self._check(step, target)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(target._asdict()))
-        return TrainState(**self._manager.restore(step, args=items)["state"])
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_lasting(target)))
+        state = self._manager.restore(step, args=items)["state"]
+        return TrainState(**state, residual=self._residual(step, target.residual))
+
+    def _residual(self, step: int, target: Any) -> Any:
+        """What lossy gradient sums had not sent yet, in the layout of `target`; zeros where none was saved.
+
+        It is a summand on each device, so that on another number of devices the first one gets the sum of all.
+        """
+        if not jax.tree.leaves(target):
+            return ()
+        saved = self._manager.item_metadata(step)["residual"]
+        if saved is None:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), target)
+
+        def ask(leaf: jax.ShapeDtypeStruct, found: Any) -> jax.ShapeDtypeStruct:
+            same = tuple(found.shape) == leaf.shape
+            sharding = leaf.sharding if same else NamedSharding(leaf.sharding.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(tuple(found.shape), leaf.dtype, sharding=sharding)
+
+        def fit(leaf: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
+            if found.shape == leaf.shape:
+                return found
+            total = lambda x: jnp.zeros(leaf.shape, leaf.dtype).at[:1].set(x.sum(0, keepdims=True))  # noqa: E731
+            none = not (leaf.size and found.size)  # a parameter that had, or has, no copies
+            make = (lambda x: jnp.zeros(leaf.shape, leaf.dtype)) if none else total
+            return jax.jit(make, out_shardings=leaf.sharding)(found)
+
+        asked = jax.tree.map(ask, target, saved.tree)
+        restored = self._manager.restore(step, args=ocp.args.Composite(residual=ocp.args.StandardRestore(asked)))
+        return jax.tree.map(fit, target, restored["residual"])
 
     def _check(self, step: int, target: TrainState) -> None:
         found = self._manager.item_metadata(step)["state"].tree
         saved = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
+        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(_lasting(target))}
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
             side = "the checkpoint" if only[0] in saved else "this configuration"

@@ -20,6 +20,7 @@ from jaxdist.collectives.operations import (
     send_recv,
 )
 from jaxdist.collectives.varying import active_axes, pmax, psum, rank, to_varying, varying_axes, zeros_varying_like
+from jaxdist.collectives.wire import check_wire
 
 __all__ = [
     "Algorithm",
@@ -32,6 +33,7 @@ __all__ = [
     "all_reduce_with_feedback",
     "all_to_all",
     "broadcast",
+    "check_wire",
     "claim_replicated",
     "cost",
     "gather",

@@ -1,5 +1,6 @@
 """Fuse many small arrays into few large ones before a collective: the latency of each call is paid once a bucket."""
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,18 +27,33 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], limit: int) ->
     return buckets
 
 
-def in_buckets(function: Callable[[jax.Array], jax.Array], leaves: Sequence[Any], *, limit: int) -> list[jax.Array]:
+def fuse(leaves: Sequence[jax.Array]) -> jax.Array:
+    """One flat array of all the leaves; a single leaf is not copied."""
+    parts = [leaf.ravel() for leaf in leaves]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def unfuse(flat: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
+    """The inverse of `fuse`: arrays shaped like `like`."""
+    ends = list(itertools.accumulate(leaf.size for leaf in like))
+    return [flat[end - leaf.size : end].reshape(leaf.shape) for end, leaf in zip(ends, like, strict=True)]
+
+
+def in_buckets(
+    function: Callable[..., tuple[jax.Array, ...]], *columns: Sequence[Any], limit: int
+) -> tuple[list[jax.Array], ...]:
     """Apply an elementwise collective such as an all-reduce to flat buckets of the leaves. `limit` in bytes.
 
-    Leaves of different dtype or varying type never share a bucket: the result would lose the narrower one.
+    function: one flat array of each column -> as many. columns: lists of leaves; the i-th of all columns have one
+    shape, and the first column decides the buckets. Leaves of different dtype or varying type never share one: the
+    result would lose the narrower.
     """
+    leaves = columns[0]
     kinds = [(leaf.dtype, varying_axes(leaf)) for leaf in leaves]
-    results: list[Any] = [None] * len(leaves)
+    results: tuple[list[Any], ...] = tuple([None] * len(leaves) for _ in columns)
     for bucket in plan_buckets([leaf.nbytes for leaf in leaves], kinds, limit):
-        parts = [leaves[i].ravel() for i in bucket]
-        flat = function(jnp.concatenate(parts) if len(parts) > 1 else parts[0])
-        offset = 0
-        for i in bucket:
-            results[i] = flat[offset : offset + leaves[i].size].reshape(leaves[i].shape)
-            offset += leaves[i].size
+        flats = function(*(fuse([column[i] for i in bucket]) for column in columns))
+        for result, flat in zip(results, flats, strict=True):
+            for i, piece in zip(bucket, unfuse(flat, [leaves[i] for i in bucket]), strict=True):
+                result[i] = piece
     return results

@@ -26,7 +26,7 @@ from jaxdist.collectives.algorithm import Algorithm, cut, join
 from jaxdist.collectives.cost import NOTHING, Cost, Link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
 from jaxdist.collectives.linear import linear
-from jaxdist.collectives.varying import to_varying, varying_axes
+from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
 from jaxdist.collectives.wire import all_reduce_lossy, check_wire, reduce_parts_lossy
 from jaxdist.errors import UserError
 from jaxdist.precision import accumulation_dtype
@@ -120,7 +120,7 @@ def _extremum(run, total, x):  # type: ignore[no-untyped-def]
 
 
 def _extremum_forward(run, total, x):  # type: ignore[no-untyped-def]
-    result = run(x)
+    result = _extremum(run, total, x)  # by the same rule when it is differentiated again: pmax has none of its own
     return result, (x, result)
 
 
@@ -337,12 +337,13 @@ def send_recv(x: PyTree, axis: Axes, pairs: Pairs | int, *, groups: Groups | Non
 
     A rank may send to one target and receive from one source; where nothing arrives there are zeros.
     """
-
-    def run(leaf: jax.Array, group: Group) -> jax.Array:
-        chosen = shift(group.n, pairs) if isinstance(pairs, int) else list(pairs)
-        for ends in zip(*chosen, strict=True):
-            if len(set(ends)) < len(ends) or not all(0 <= rank < group.n for rank in ends):
-                raise UserError(f"pairs={chosen}: each rank from 0 to {group.n - 1} once as source and once as target")
-        return group.permute(leaf, chosen)
-
-    return _over(x, make_group(axis, groups), run)
+    group = make_group(axis, groups)
+    n = 1 if group is None else group.n
+    chosen = shift(n, pairs) if isinstance(pairs, int) else list(pairs)
+    for ends in zip(*chosen, strict=True):
+        if len(set(ends)) < len(ends) or not all(0 <= rank < n for rank in ends):
+            raise UserError(f"pairs={chosen}: each rank from 0 to {n - 1} once as source and once as target")
+    moved = _over(x, group, lambda leaf, group: group.permute(leaf, chosen))
+    if n == 1 and not chosen:
+        return zeros_varying_like(jax.tree.map(jnp.asarray, moved))
+    return moved

@@ -1,9 +1,22 @@
 """The feed-forward half of a transformer block: column-parallel, nonlinearity, row-parallel."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU with tanh (Hendrycks and Gimpel 2016, section 2), as `jax.nn.gelu`, with the constants multiplied out.
+
+    Products of two constants and a value invite the compiler to multiply the constants first, which it does in some
+    layouts and not in others: other bits (`parallel.grad_sync.deterministic`).
+    """
+    linear, cubic = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
+    return x * (0.5 * (1 + jnp.tanh(x * (linear + cubic * (x * x)))))
 
 
 class MLP(nnx.Module):
@@ -22,4 +35,4 @@ class MLP(nnx.Module):
         hidden = self.up(x)
         if self.gated:
             return self.down(jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :])
-        return self.down(jax.nn.gelu(hidden))
+        return self.down(gelu(hidden))

@@ -1,12 +1,14 @@
-"""How a batch is cut into microbatches, and what sizes allow it."""
+"""How a batch is cut into microbatches, what sizes allow it, and the random keys of its rows."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxdist.collectives import rank
 from jaxdist.errors import UserError
-from jaxdist.mesh import batch_shards
+from jaxdist.mesh import BATCH_AXES, batch_shards
 
 PyTree = Any
 
@@ -34,3 +36,9 @@ def check_global(batch: PyTree) -> None:
 def split_microbatches(batch: PyTree, count: int) -> PyTree:
     """Leaves [b, ...] -> [count, b / count, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+
+
+def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
+    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch)."""
+    key, first = jax.random.fold_in(jax.random.key(seed), step), rank(BATCH_AXES) * rows
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))

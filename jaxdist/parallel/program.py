@@ -30,11 +30,25 @@ def gathers(specs: PyTree) -> bool:
     return any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
-def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str) -> Program:
+def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with barriers around it, forward and backward: the compiler fuses nothing in it with what is
+    outside, which differs from layout to layout and would round differently."""
+
+    def fence(tree: PyTree) -> PyTree:
+        floats = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+        return jax.tree.map(lambda leaf: lax.optimization_barrier(leaf) if floats(leaf) else leaf, tree)
+
+    return lambda *arguments: fence(function(*fence(arguments)))
+
+
+def make_program(
+    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str, isolated: bool = False
+) -> Program:
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
-    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample.
+    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`.
     """
+    fenced = isolate if isolated else lambda function: function
     units = unit_specs(specs)
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
@@ -42,13 +56,13 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: s
         return strategy.gather(diff, held, units[name])
 
     def embed_unit(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
-        return model.embed(use("embed", diff, held), batch, fold(batch["keys"], EMBED_LAYER))
+        return fenced(model.embed)(use("embed", diff, held), batch, fold(batch["keys"], EMBED_LAYER))
 
     def block_unit(diff: PyTree, held: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
-        return model.block(use("blocks", diff, held), h, keys)
+        return fenced(model.block)(use("blocks", diff, held), h, keys)
 
     def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
-        return model.head(use("head", diff, held), None if tied is None else use("embed", *tied), h, batch)
+        return fenced(model.head)(use("head", diff, held), None if tied is None else use("embed", *tied), h, batch)
 
     embed_unit = rematerialise(embed_unit, remat, gathers=gathers(units["embed"]), in_scan=False)
     block_unit = rematerialise(block_unit, remat, gathers=gathers(units["blocks"]), in_scan=True)

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jaxdist.precision import accumulation_dtype
+
 PyTree = Any
 
 
@@ -34,3 +36,17 @@ class Schedule(Protocol):
     def __call__(
         self, program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
     ) -> tuple[jax.Array, jax.Array, PyTree]: ...
+
+
+def run_microbatch(
+    program: Program, diff: PyTree, held: PyTree, microbatch: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """(loss sum, weight sum, gradients times seed) of one microbatch, all stages at once."""
+
+    def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        loss, weight = program.loss(diff, held, microbatch)
+        return loss * seed, (loss, weight)
+
+    wide = accumulation_dtype(reduce_dtype)
+    grads, (loss, weight) = jax.grad(seeded, has_aux=True)(diff)
+    return loss, weight, jax.tree.map(lambda grad: grad.astype(wide), grads)

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
-from jaxdist.collectives import active_axes, all_gather, all_reduce, in_buckets, reduce_scatter, to_varying
+from jaxdist.collectives import all_gather, reduce_scatter, to_varying, varying_axes
 from jaxdist.mesh import BATCH_LIKE
+from jaxdist.parallel.sync import GradSync, finish
 from jaxdist.precision import Precision
-from jaxdist.specs import claimed_axes, dim_of, entry_axes, from_entries, map_specs, spec_leaves
+from jaxdist.specs import dim_of, entry_axes, from_entries, map_specs
 
 PyTree = Any
 
@@ -29,24 +32,28 @@ class Strategy(NamedTuple):
     place: (shapes, layer specs, mesh) -> specs at rest, for parameters, gradients and optimizer state alike.
     begin: (params at rest, specs) -> (diff, held), once a step; diff is what the schedule differentiates, held is not.
     gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce.
-    reduce: (grads with respect to diff, specs) -> grads at rest, once a step.
+    reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
+    what lossy sums carry from step to step (see `sync`), or ().
     """
 
     place: Callable[[PyTree, PyTree, Mesh], PyTree]
     begin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
     gather: Callable[[PyTree, PyTree, PyTree], PyTree]
-    reduce: Callable[[PyTree, PyTree], PyTree]
+    reduce: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class StrategyOptions(NamedTuple):
-    """What every strategy is made from. bucket_bytes: fuse gradients into all-reduces of at most
-    this size; a larger leaf goes alone.
-    min_shard_bytes: parameters smaller than this, counted for one block, stay whole."""
+    """What every strategy is made from. min_shard_bytes: parameters smaller than this, counted for one block, stay
+    whole."""
 
     precision: Precision
-    algorithm: str = "native"
-    bucket_bytes: int = 25 * 2**20
+    sync: GradSync = GradSync()
     min_shard_bytes: int = 0
+
+    @property
+    def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+        """The sums that are left at the end of a step, as `Strategy.reduce` wants them."""
+        return functools.partial(finish, sync=self.sync, reduce_dtype=self.precision.reduce)
 
 
 def get_strategy(name: str, options: StrategyOptions) -> Strategy:
@@ -122,38 +129,44 @@ def _gather(x: jax.Array, dim: int, precision: Precision) -> jax.Array:
 # The forward rules do not call the functions they belong to: a remat policy would see a custom_vjp_call where the
 # all_gather is, and keep what it should drop (see `remat`).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_leaf(x: jax.Array, dim: int, precision: Precision, algorithm: str) -> jax.Array:
+def gather_leaf(x: jax.Array, dim: int, precision: Precision, sync: GradSync) -> jax.Array:
     """A shard -> the whole parameter in the compute dtype; its gradient is reduce-scattered in the reduce dtype."""
     return _gather(x, dim, precision)
 
 
-def _gather_forward(x: jax.Array, dim: int, precision: Precision, algorithm: str) -> tuple[jax.Array, None]:
+def _gather_forward(x: jax.Array, dim: int, precision: Precision, sync: GradSync) -> tuple[jax.Array, None]:
     return _gather(x, dim, precision), None
 
 
-def _gather_backward(dim: int, precision: Precision, algorithm: str, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    shard = reduce_scatter(grad.astype(precision.reduce), "fsdp", dim=dim, algorithm=algorithm)
+def _gather_backward(dim: int, precision: Precision, sync: GradSync, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    shard = reduce_scatter(grad.astype(precision.reduce), "fsdp", dim=dim, **sync.reduction)
     return (shard.astype(precision.param),)
 
 
 gather_leaf.defvjp(_gather_forward, _gather_backward)
 
 
-def finish(grads: PyTree, specs: PyTree, options: StrategyOptions) -> PyTree:
-    """Sum each leaf over the batch-like axes that its spec does not name, in buckets, in the reduce dtype.
+def whole_zeros(spec: P, shard: jax.Array) -> jax.Array:
+    """Zeros in the shape of the whole parameter: what `gather_tapped` takes gradients by."""
+    dim = dim_of(spec, "fsdp")
+    assert dim is not None
+    shape = (*shard.shape[:dim], shard.shape[dim] * lax.axis_size("fsdp"), *shard.shape[dim + 1 :])
+    return to_varying(jnp.zeros(shape, shard.dtype), varying_axes(shard))
 
-    Hybrid sharding, parameters kept whole, and tied embeddings across pipeline stages need no code of their own: what
-    is missing is always the sum over the axes over which the leaf is a copy.
-    """
-    leaves, treedef = jax.tree.flatten(grads)
-    axes_of = [active_axes(claimed_axes(spec)) for spec in spec_leaves(specs)]
-    for axes in sorted(set(axes_of) - {()}):
-        members = [i for i, own in enumerate(axes_of) if own == axes]
-        reduced = in_buckets(
-            functools.partial(all_reduce, axis=axes, algorithm=options.algorithm),
-            [to_varying(leaves[i].astype(options.precision.reduce), axes) for i in members],
-            limit=options.bucket_bytes,
-        )
-        for i, leaf in zip(members, reduced, strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gather_tapped(tap: jax.Array, shard: jax.Array, dim: int, precision: Precision) -> jax.Array:
+    """Like `gather_leaf`, but the gradient stays whole and goes to `tap`, a zero that is not looked at: for sums over
+    microbatches that must come before the sum over devices."""
+    return _gather(shard, dim, precision)
+
+
+def _tapped_forward(tap: jax.Array, shard: jax.Array, dim: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    return _gather(shard, dim, precision), shard
+
+
+def _tapped_backward(dim: int, precision: Precision, shard: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return grad.astype(precision.reduce).astype(precision.param), jnp.zeros_like(shard)
+
+
+gather_tapped.defvjp(_tapped_forward, _tapped_backward)

@@ -53,9 +53,10 @@ def _all_gather(x: Array, group: Group, dim: int) -> Array:
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
+    """The ring's rounds and bytes. For an even n, one of n-1 rounds each way exchanges between pairs n/2 apart."""
     chunk, n = size if operation == "all_gather" else -(-size // group.n), group.n
     rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
-    return even(rounds, rounds * chunk, n, swap=n == 2)
+    return even(rounds, rounds * chunk, n, swap=n in (2, 4))
 
 
 balanced_fusion = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather, exchange)

@@ -152,12 +152,15 @@ def _all_gather(x: Array, group: Group, dim: int) -> Array:
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
+    """Counted from the plan. In some rounds an edge of one tree is an edge of the other, the other way round."""
     size = group.n * size if operation == "all_gather" else size
     pieces = _pieces(size)
     plan, length = rounds(group.n, pieces), -(-size // (2 * pieces))
     hops = [hop for round_ in plan for hop in round_]
     sent = [sum((hop.source == rank) + (hop.target == rank) for hop in hops) for rank in range(group.n)]
-    return Cost(2 * len(plan), max(sent) * length, 2 * len(hops) * length, 2 * len(plan) * length)
+    ways = [({(h.source, h.target) for h in round_}, {(h.target, h.source) for h in round_}) for round_ in plan]
+    return Cost(2 * len(plan), max(sent) * length, 2 * len(hops) * length, 2 * len(plan) * length,
+                swap=4 * sum(bool(there & back) for there, back in ways) >= len(plan))  # fmt: skip
 
 
 double_tree = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather)

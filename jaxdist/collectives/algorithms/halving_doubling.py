@@ -4,7 +4,7 @@ Each round of the reduce-scatter sends half of what a device still holds, to the
 circle: ceil(log2 n) rounds, (n-1)/n N bytes, whether or not n is a power of two (Traeff 2024, arXiv 2410.14234,
 algorithm 1; the all-gather backwards is Bruck et al. 1997). The classic butterfly (Thakur et al. 2005, section 4.5) has
 the same rounds and bytes where n is a power of two, but every one of its rounds is an exchange between pairs, which
-runs at half speed over gloo; here only the last halving of an even n is.
+runs at half speed over gloo; here only the largest message of an even n, n/2 places on, is one, there and back.
 """
 
 import jax.numpy as jnp

@@ -38,6 +38,8 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     if op == "sum" and not jnp.issubdtype(x.dtype, jnp.bool_):
         groups = _index_groups(group)
+        if not x.size:  # XLA refuses to scatter nothing
+            return cut(x, group.n, dim)[0]
         return lax.psum_scatter(x, group.axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
     return REDUCE_LOCAL[op](_all_to_all(cut(x, group.n, dim), group), axis=0)
 

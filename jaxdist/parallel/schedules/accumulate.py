@@ -7,23 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
-from jaxdist.parallel.schedule import Program, PyTree
-from jaxdist.precision import accumulation_dtype
+from jaxdist.parallel.schedule import Program, PyTree, run_microbatch
 
 
 def accumulate(
     program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """A `Schedule`. Memory: one microbatch's activations and one copy of the gradients."""
-    wide = accumulation_dtype(reduce_dtype)
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            loss, weight = program.loss(diff, held, microbatch)
-            return loss * seed, (loss, weight)
-
-        grads, (loss, weight) = jax.grad(seeded, has_aux=True)(diff)
-        return loss, weight, jax.tree.map(lambda grad: grad.astype(wide), grads)
+        return run_microbatch(program, diff, held, microbatch, seed=seed, reduce_dtype=reduce_dtype)
 
     if jax.tree.leaves(microbatches)[0].shape[0] == 1:  # a scan of one would cost a second copy of the gradients
         return run(jax.tree.map(lambda leaf: leaf[0], microbatches))

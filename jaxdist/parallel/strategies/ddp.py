@@ -1,7 +1,5 @@
 """Data parallel (DDP; Li et al. 2020): every device has all parameters, gradients are all-reduced in buckets."""
 
-import functools
-
 import jax
 from jax.sharding import PartitionSpec as P
 
@@ -12,7 +10,6 @@ from jaxdist.parallel.strategy import (
     StrategyOptions,
     begin_at_rest,
     cast_leaf,
-    finish,
     place_whole,
 )
 from jaxdist.specs import dim_of, map_specs
@@ -29,4 +26,4 @@ def ddp(options: StrategyOptions) -> Strategy:
 
         return map_specs(one, specs, diff)
 
-    return Strategy(place_whole, begin_at_rest, gather, functools.partial(finish, options=options))
+    return Strategy(place_whole, begin_at_rest, gather, options.finish)

@@ -1,6 +1,10 @@
 """ZeRO-3 = FSDP (Rajbhandari et al. 2020; Zhao et al. 2023): parameters, gradients and optimizer state rest as shards
 over `fsdp`. Each unit (a block, the embedding, the head) is all-gathered before use, forward and backward, and its
-gradient is reduce-scattered; with `data` > 1 the shards are then all-reduced over `data` (hybrid sharding)."""
+gradient is reduce-scattered; with `data` > 1 the shards are then all-reduced over `data` (hybrid sharding).
+
+In deterministic mode gradients stay whole on each device until the end of the step: a sum over microbatches that comes
+after a sum over devices would depend on the number of devices.
+"""
 
 import functools
 
@@ -13,28 +17,53 @@ from jaxdist.parallel.strategy import (
     StrategyOptions,
     begin_at_rest,
     cast_leaf,
-    finish,
     gather_leaf,
+    gather_tapped,
     place_sharded,
+    whole_zeros,
 )
+from jaxdist.parallel.sync import reduce_late
 from jaxdist.specs import dim_of, map_specs
 
 
 def zero3(options: StrategyOptions) -> Strategy:
     """diff: the shards. gather: cast and all-gather; its backward reduce-scatters. reduce: finish."""
+    place = functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes)
 
     def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array:
             dim = dim_of(spec, "fsdp")
             if dim is None:
                 return cast_leaf(leaf, options.precision)
-            return gather_leaf(leaf, dim, options.precision, options.algorithm)
+            return gather_leaf(leaf, dim, options.precision, options.sync)
 
         return map_specs(one, specs, diff)
 
-    return Strategy(
-        functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes),
-        begin_at_rest,
-        gather,
-        functools.partial(finish, options=options),
-    )
+    if options.sync.deterministic:
+        return _reduced_late(options, place)
+    return Strategy(place, begin_at_rest, gather, options.finish)
+
+
+def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) -> Strategy:
+    """diff: whole zeros for what rests as shards, by which gradients are taken. held: the shards. gather: cast and
+    all-gather. reduce: reduce-scatter, then finish."""
+
+    def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        params, _ = begin_at_rest(params, specs)
+        sharded = map_specs(lambda spec: dim_of(spec, "fsdp") is not None, specs)
+        diff = map_specs(lambda spec, leaf, cut: whole_zeros(spec, leaf) if cut else leaf, specs, params, sharded)
+        return diff, jax.tree.map(lambda leaf, cut: leaf if cut else (), params, sharded)
+
+    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+        def one(spec: P, leaf: jax.Array, shard: jax.Array) -> jax.Array:
+            dim = dim_of(spec, "fsdp")
+            if dim is None:
+                return cast_leaf(leaf, options.precision)
+            return gather_tapped(leaf, shard, dim, options.precision)
+
+        return map_specs(one, specs, diff, held)
+
+    def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        return options.finish(reduce_late(grads, specs, options.sync), residual, specs)
+
+    return Strategy(place, begin, gather, reduce)

@@ -1,0 +1,46 @@
+"""Gradient accumulation in a fixed order: microbatches 0 and 1, 2 and 3, ...; then pairs of pairs.
+
+Where devices go on in the same order (collective algorithm `ordered`), the sum does not depend on how many devices the
+microbatches are spread over: `parallel.grad_sync.deterministic`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives import zeros_varying_like
+from jaxdist.errors import UserError
+from jaxdist.parallel.schedule import Program, PyTree, run_microbatch
+
+
+def pairwise(
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """A `Schedule`. The number of microbatches M must be a power of two. Memory: one microbatch's activations and
+    log2(M) + 1 copies of the gradients."""
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    if count & (count - 1):
+        raise UserError(f"parallel.microbatches={count}: schedule 'pairwise' needs a power of two, say 4 or 8")
+
+    def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        result = run_microbatch(program, diff, held, microbatch, seed=seed, reduce_dtype=reduce_dtype)
+        return lax.optimization_barrier(result)  # fused with what follows, other roundings could come out
+
+    def total(parts: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        length = jax.tree.leaves(parts)[0].shape[0]
+        if length == 1:
+            return run(jax.tree.map(lambda leaf: leaf[0], parts))
+        halves = jax.tree.map(lambda leaf: leaf.reshape(2, length // 2, *leaf.shape[1:]), parts)
+
+        def add(carry: tuple[jax.Array, PyTree], half: PyTree) -> tuple[tuple[jax.Array, PyTree], None]:
+            first, before = carry
+            now = total(half)
+            after = jax.tree.map(lambda a, b: jnp.where(first, b, a + b), before, now)  # 0 + -0 is not -0
+            return (jnp.zeros_like(first), after), None
+
+        shapes = jax.eval_shape(total, jax.tree.map(lambda leaf: leaf[0], halves))
+        return lax.scan(add, (jnp.ones((), bool), zeros_varying_like(shapes)), halves)[0][1]
+
+    return total(microbatches)

@@ -1,0 +1,174 @@
+"""`GradSync(deterministic=True)`: the same bits on any number of devices, in ddp and zero3, in fp32 and bf16."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist import init_state, make_mesh, make_train_step
+from jaxdist.config import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.models.gpt import gpt
+from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum
+from jaxdist.parallel.sync import GradSync
+
+ROWS, LENGTH, VOCAB, STEPS = 16, 8, 64, 10
+DETERMINISTIC = GradSync(deterministic=True)
+
+
+class Case(NamedTuple):
+    strategy: str
+    mesh: tuple[int, int, int]  # data, fsdp, tensor
+    microbatches: int = 1
+
+
+EVERYDAY = [
+    Case("ddp", (2, 1, 1)),
+    Case("ddp", (8, 1, 1)),
+    Case("zero3", (1, 2, 1)),
+    Case("zero3", (2, 4, 1)),
+    Case("zero3", (1, 1, 1), 4),
+]
+SLOW = [
+    Case("ddp", (4, 1, 1)),
+    Case("ddp", (2, 2, 1), 2),
+    Case("ddp", (1, 1, 1), 8),
+    Case("zero3", (1, 4, 1), 2),
+    Case("zero3", (1, 8, 1)),
+    Case("zero3", (2, 2, 1)),
+    Case("zero3", (4, 2, 1)),
+]
+
+
+def model_config(style: str, dropout: float = 0.1) -> ModelConfig:
+    return ModelConfig(style=style, layers=2, width=32, heads=4, vocab=VOCAB, mlp_width=64, dropout=dropout)
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "inputs": rng.integers(0, VOCAB, (ROWS, LENGTH), np.int32),
+            "targets": rng.integers(0, VOCAB, (ROWS, LENGTH), np.int32),
+            "weights": (rng.random((ROWS, LENGTH)) < 0.8).astype(np.float32),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def bits(tree: Any) -> np.ndarray:
+    """All words of all leaves."""
+    return np.concatenate([np.asarray(leaf).ravel().view(np.uint32) for leaf in jax.tree.leaves(tree)])
+
+
+@functools.cache
+def run(case: Case, precision: str, style: str, deterministic: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """(words of parameters and optimizer state after the last step, words of every loss and gradient norm)."""
+    clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
+    data, fsdp, tensor = case.mesh
+    optimizer, mesh = optax.chain(clip(1.0), optax.adamw(1e-2)), make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    sync, model = GradSync(deterministic=deterministic), gpt(model_config(style), max_length=LENGTH)
+    state = init_state(model, optimizer, mesh, strategy=case.strategy)
+    step = make_train_step(
+        model, optimizer, mesh, strategy=case.strategy, precision=precision, microbatches=case.microbatches,
+        grad_sync=sync,
+    )  # fmt: skip
+    seen = []
+    for batch in batches():
+        state, metrics = step(state, batch)
+        seen.append(np.float32([metrics["loss"], metrics["grad_norm"]]))
+    return bits((state.params, state.opt_state)), np.concatenate(seen).view(np.uint32)
+
+
+ONE = Case("ddp", (1, 1, 1))
+
+
+def check_same(case: Case, precision: str, style: str) -> None:
+    want, got = run(ONE, precision, style), run(case, precision, style)
+    assert (got[1] != want[1]).sum() == 0, "losses or gradient norms differ"
+    assert (got[0] != want[0]).sum() == 0, "parameters or optimizer state differ"
+
+
+@pytest.mark.xdist_group("deterministic-fp32")
+@pytest.mark.parametrize("case", EVERYDAY, ids=str)
+def test_same_bits_in_fp32(case: Case) -> None:
+    check_same(case, "fp32", "gpt2")
+
+
+@pytest.mark.xdist_group("deterministic-bf16")
+@pytest.mark.parametrize("case", EVERYDAY[1:4], ids=str)
+def test_same_bits_in_bf16(case: Case) -> None:
+    check_same(case, "bf16", "llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_same_bits_in_every_layout(precision: str, style: str) -> None:
+    for case in (*EVERYDAY, *SLOW):
+        check_same(case, precision, style)
+
+
+@pytest.mark.xdist_group("deterministic-fp32")
+def test_native_sums_differ_from_one_device() -> None:
+    """What the others would show if the order of sums were left to chance; also that dropout is on."""
+    want, got = run(ONE, "fp32", "gpt2", False), run(Case("ddp", (8, 1, 1)), "fp32", "gpt2", False)
+    assert (got[0] != want[0]).mean() > 0.5
+    assert (got[1] != want[1]).sum() > STEPS
+
+
+def test_ordered_sum_is_the_sum_and_the_same_in_every_layout() -> None:
+    mesh = make_mesh(data=2, fsdp=4)
+    for shape in [(), (0,), (1,), (7,), (8, 6), (24, 5), (3, 16, 8)]:
+        x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+        np.testing.assert_allclose(ordered_sum(x), np.asarray(x, np.float64).sum(), rtol=1e-5, atol=1e-6)
+        alone = jax.jit(ordered_sum)(x)
+        for dim, size in enumerate(shape):
+            if size and size % 4 == 0:
+                spec = jax.sharding.PartitionSpec(*[None] * dim, "fsdp")
+                placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+                assert np.asarray(jax.jit(ordered_sum)(placed)).tobytes() == np.asarray(alone).tobytes()
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
+    np.testing.assert_allclose(ordered_norm(tree), optax.tree.norm(tree), rtol=1e-6)
+
+
+def test_clip_by_ordered_norm_is_optax_clip() -> None:
+    grads = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
+    for limit in (0.5, 100.0):
+        want, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
+        got, _ = clip_by_ordered_norm(limit).update(grads, optax.EmptyState())
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("sync", "mesh", "microbatches", "message"),
+    [
+        (GradSync("ring", deterministic=True), {"data": 2}, 1, "'ordered'"),
+        (GradSync(deterministic=True), {"data": 3}, 1, "powers of two"),
+        (GradSync(deterministic=True, virtual_shards=6), {"data": 2}, 1, "powers of two"),
+        (GradSync(deterministic=True, virtual_shards=4), {"data": 4}, 2, "virtual_shards=4.*not divisible"),
+        (GradSync("ring", wire_dtype="fp8"), {"data": 2}, 1, "'fp8' is not known"),
+        (GradSync(wire_dtype="int8"), {"data": 2}, 1, "native"),
+        (GradSync("tree", wire_dtype="int8"), {"data": 2}, 1, "ring, balanced_fusion"),
+        (GradSync("auto", link="fast"), {"data": 2}, 1, "'fast' is not known"),
+    ],
+)
+def test_what_does_not_go_together_is_named(sync: GradSync, mesh: Any, microbatches: int, message: str) -> None:
+    model = gpt(model_config("gpt2"), max_length=LENGTH)
+    with pytest.raises(UserError, match=message):
+        make_train_step(model, optax.sgd(0.1), make_mesh(**mesh), grad_sync=sync, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), optax.contrib.muon(1e-3)]
+)
+def test_an_optimizer_that_sums_over_shards_is_refused(optimizer: Any) -> None:
+    model, mesh = gpt(model_config("gpt2"), max_length=LENGTH), make_mesh(fsdp=2)
+    state = init_state(model, optimizer, mesh, strategy="zero3")
+    step = make_train_step(model, optimizer, mesh, strategy="zero3", grad_sync=DETERMINISTIC)
+    with pytest.raises(UserError, match="clip_by_ordered_norm"):
+        step(state, batches()[0])
