@@ -137,7 +137,13 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 
 def ordered_norm(tree: PyTree) -> jax.Array:
     """The global norm, as optax.tree.norm, with the same bits in every layout."""
-    squares = [ordered_sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)]
+
+    def squared(x: jax.Array) -> jax.Array:
+        # The maximum changes nothing. It stands between the product and the addition that follows, which the compiler
+        # would fuse into one operation in some layouts, and round once instead of twice.
+        return jnp.maximum(x * x, jnp.minimum(x, jnp.zeros_like(x)))
+
+    squares = [ordered_sum(squared(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(functools.reduce(jnp.add, squares))
 
 

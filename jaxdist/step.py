@@ -36,10 +36,10 @@ Metrics = dict[str, jax.Array]
 
 
 def make_gradients(
-    model: ModelDef | ForeignLoss, mesh: Mesh, specs: PyTree, strategy: Strategy, schedule: Schedule, *,
+    model: ModelDef | ForeignLoss, mesh: Mesh, specs: PyTree, lost: PyTree, strategy: Strategy, schedule: Schedule, *,
     microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
-    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual), all global arrays."""
+    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs."""
     program: Program
     region_of: Callable[..., Any]
     if isinstance(model, ModelDef):
@@ -61,7 +61,6 @@ def make_gradients(
             grads, residual = strategy.reduce(grads, residual, specs)
             return *sum_totals(jnp.stack([loss, weight]), sync), stack(specs, grads), residual
 
-        lost = specs_of_arrays(state.residual)
         run = region_of(
             region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P()),
             out_specs=(P(), P(), stacked_specs(specs, mesh), lost),
@@ -130,7 +129,7 @@ def make_train_step(
         check_update(optimizer, *state[1:], sync=grad_sync)
         norm = ordered_norm if grad_sync.deterministic else optax.tree.norm
         gradients = make_gradients(
-            model, mesh, specs_of_arrays(state.params), placing, run_schedule,
+            model, mesh, specs_of_arrays(state.params), specs_of_arrays(state.residual), placing, run_schedule,
             microbatches=microbatches, precision=policy, remat=remat, seed=seed, sync=grad_sync,
         )  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_the_mean_is_the_sum_divided(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n", range(2, 9))
 def test_sums_of_all_sizes_are_within_the_bound_and_the_same_on_all_devices(name: str, n: int) -> None:
-    check_sums(name, n, (1, 7, 1000, 34_000), tuple(UNIT_ROUNDOFF))
+    check_sums(name, n, (1, 5000), tuple(UNIT_ROUNDOFF))
 
 
 def pairwise(rows: list[Any]) -> Any:

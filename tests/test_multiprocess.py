@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jaxdist import load_config, make_mesh, make_optimizer, state_target
+from jaxdist.checkpoint import Checkpoints
 from jaxdist.errors import UserError
+from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.start import Job, describe_job
 
@@ -346,3 +350,45 @@ def test_job_that_makes_no_sense(environ: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         describe_job(environ)
     assert "\n" not in str(error.value)
+
+
+SAME_BITS = (
+    "parallel.grad_sync.deterministic=true", "model.dropout=0.1", "train.steps=10", "train.eval_every=0",
+    "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "train.sample_tokens=0", "checkpoint.every=0",
+)  # fmt: skip
+
+
+def trained_words(folder: Path) -> np.ndarray:
+    """All 32-bit words of the last checkpoint's parameters and optimizer state."""
+    config = load_config(folder / "tiny.yaml", [*SAME_BITS, f"data.path={folder / 'text.py'}"])
+    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=True)
+    target = state_target(gpt(config.model, max_length=config.data.seq_len), optimizer, make_mesh())
+    with Checkpoints(folder / "run" / "checkpoints", keep=1) as checkpoints:
+        state = checkpoints.restore(config.train.steps, target)
+    return np.concatenate([np.asarray(leaf).ravel().view(np.uint32) for leaf in jax.tree.leaves(state)])
+
+
+@pytest.mark.slow
+def test_same_bits_in_one_process_and_in_two(make_folder: Callable[[], Path]) -> None:
+    """As users compile: with the compiler's default optimisation. One device, then 2 processes with 2 devices each."""
+    ddp, zero3 = ("parallel.strategy=ddp", "mesh.data=4"), ("parallel.strategy=zero3", "mesh.fsdp=2", "mesh.data=2")
+    jobs: list[Processes] = []
+    try:
+        for options, count in ((("parallel.strategy=ddp", "devices.simulated=1"), 1), (ddp, 2), (zero3, 2)):
+            job, port = Processes(make_folder()), free_port()
+            jobs.append(job)
+            devices = [] if count == 1 else ["devices.simulated=2"]
+            for rank in range(count):
+                environ = torchrun(port, rank) if count > 1 else {}
+                job.add([*SCRIPT, "--run-dir", "run", *SAME_BITS, *options, *devices], environ | {"XLA_FLAGS": ""})
+            assert job.wait(240) == [0] * count, job.logs()
+    finally:
+        for job in jobs:
+            job.kill()
+    wanted, want = trained_words(jobs[0].folder), read_metrics(jobs[0].folder / "run" / "metrics.jsonl")
+    assert len(want) == 10
+    for job in jobs[1:]:
+        got = read_metrics(job.folder / "run" / "metrics.jsonl")
+        for key in ("loss", "grad_norm"):
+            assert [record[key] for record in got] == [record[key] for record in want]
+        assert (trained_words(job.folder) != wanted).sum() == 0

@@ -71,9 +71,9 @@ class Checkpoints:
         """
         if not jax.tree.leaves(target):
             return ()
-        saved = self._manager.item_metadata(step)["residual"]
+        saved = self._manager.item_metadata(step).get("residual")
         if saved is None:
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), target)
+            return jax.tree.map(lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding), target)
 
         def ask(leaf: jax.ShapeDtypeStruct, found: Any) -> jax.ShapeDtypeStruct:
             same = tuple(found.shape) == leaf.shape

@@ -11,7 +11,8 @@ from jaxdist.collectives import rank
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
-    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)
+    # A product, not a quotient: see `norm._mean`.
+    return jnp.where(keep, x * (1 / (1 - rate)), jnp.zeros((), x.dtype)).astype(x.dtype)
 
 
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:

@@ -10,6 +10,12 @@ from jaxdist.nn.param import param, zeros
 from jaxdist.precision import accumulation_dtype
 
 
+def _mean(x: jax.Array) -> jax.Array:
+    """Over the last dim. A product, not `jnp.mean`'s quotient: the compiler turns quotients by constants into products
+    in some layouts and not in others, which rounds differently (`parallel.grad_sync.deterministic`)."""
+    return x.sum(axis=-1, keepdims=True) * (1 / x.shape[-1])
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale (Zhang and Sennrich 2019)."""
 
@@ -19,7 +25,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(accumulation_dtype(x.dtype))
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide * lax.rsqrt(_mean(wide * wide) + self.eps)
         return (wide * self.scale[...].astype(wide.dtype)).astype(x.dtype)
 
 
@@ -33,8 +39,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(accumulation_dtype(x.dtype))
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide - _mean(wide)
+        wide = wide * lax.rsqrt(_mean(wide * wide) + self.eps)
         wide = wide * self.scale[...].astype(wide.dtype)
         return (wide if self.bias is None else wide + self.bias[...].astype(wide.dtype)).astype(x.dtype)
 

@@ -64,10 +64,13 @@ def make_program(
     def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
         return fenced(model.head)(use("head", diff, held), None if tied is None else use("embed", *tied), h, batch)
 
-    embed_unit = rematerialise(embed_unit, remat, gathers=gathers(units["embed"]), in_scan=False)
-    block_unit = rematerialise(block_unit, remat, gathers=gathers(units["blocks"]), in_scan=True)
+    def again(specs: PyTree) -> bool:  # isolated: what is kept must not depend on the layout either
+        return isolated or gathers(specs)
+
+    embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
+    block_unit = rematerialise(block_unit, remat, gathers=again(units["blocks"]), in_scan=True)
     head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
-    head_unit = rematerialise(head_unit, remat, gathers=gathers(head_reads), in_scan=False)
+    head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)

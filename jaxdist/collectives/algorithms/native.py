@@ -45,7 +45,10 @@ def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return lax.all_gather(x, group.axes, axis=dim, axis_index_groups=_index_groups(group), tiled=True)
+    groups = _index_groups(group)
+    if not x.size:  # nor to gather it
+        return jnp.concatenate([x] * group.n, axis=dim)
+    return lax.all_gather(x, group.axes, axis=dim, axis_index_groups=groups, tiled=True)
 
 
 def _all_to_all(parts: Array, group: Group) -> Array:

@@ -31,7 +31,7 @@ def _halve(parts: Array, group: Group, op: str) -> Array:
     held, levels = parts, _levels(group.n)
     assert levels is not None
     for k in range(levels):
-        halves = held.reshape(held.shape[0] // 2, 2, *parts.shape[1:])  # by bit k of the part's number, the lowest that is left
+        halves = held.reshape(held.shape[0] // 2, 2, *parts.shape[1:])  # by bit k of the part's number
         bit = (group.rank >> k) & 1
         keep, give = (lax.dynamic_index_in_dim(halves, which, 1, keepdims=False) for which in (bit, 1 - bit))
         held = COMBINE[op](group.rounded(keep), group.permute(give, _partners(group.n, 2**k)))
