@@ -19,15 +19,20 @@ KEY = "parallel.grad_sync"
 def check_grad_sync(config: Config, mesh: dict[str, int]) -> None:
     """Raise `UserError` for values that exclude each other. `mesh`: its sizes, 1 for what is not known yet."""
     sync = config.parallel.grad_sync
-    if sync.link not in LINKS and not re.fullmatch(r"[0-9]+(\.[0-9]+)?(kbit|mbit|gbit)", sync.link):
+    rate = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", sync.link)
+    if sync.link not in LINKS and (rate is None or float(rate[1]) <= 0):
         raise UserError(f"{KEY}.link: {sync.link!r} is not known; allowed: {', '.join(LINKS)}, or a rate such as"
                         " 200mbit or 10gbit")  # fmt: skip
     if sync.wire_dtype is not None and sync.algorithm == "native":
         raise UserError(f"{KEY}.wire_dtype: {sync.wire_dtype!r} needs a hand-written {KEY}.algorithm; native sums in"
                         " the type that it sends; allowed: null, or an algorithm such as ring")  # fmt: skip
-    if sync.wire_dtype == "int8" and sync.algorithm not in INT8 and "." not in sync.algorithm:
+    if sync.wire_dtype == "int8" and sync.algorithm not in INT8:
         raise UserError(f"{KEY}.wire_dtype: 'int8' is not for {KEY}.algorithm {sync.algorithm}; allowed algorithms:"
                         f" {', '.join(INT8)}")  # fmt: skip
+    microbatches = config.parallel.microbatches
+    if config.parallel.schedule == "pairwise" and microbatches & (microbatches - 1):
+        raise UserError(f"parallel.microbatches: {microbatches} is no power of two, which schedule pairwise needs;"
+                        " allowed: 1, 2, 4, 8, ...")  # fmt: skip
     if sync.deterministic:
         _check_deterministic(config, mesh)
 
@@ -38,6 +43,8 @@ def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
     if sync.algorithm not in ("native", "ordered") or sync.wire_dtype is not None:
         raise UserError(f"{KEY}.deterministic: true sums by algorithm ordered, nothing rounded; leave out"
                         f" {KEY}.algorithm {sync.algorithm} and wire_dtype {sync.wire_dtype}")  # fmt: skip
+    if config.precision.reduce_dtype == "bfloat16":
+        raise UserError(f"precision.reduce_dtype: 'bfloat16' is not for {KEY}.deterministic; allowed: null, float32")
     for key, count in ((f"{KEY}.virtual_shards", sync.virtual_shards), ("mesh: data x fsdp x expert", ranks)):
         if count & (count - 1):
             raise UserError(f"{key}: {count} is no power of two, which deterministic needs; allowed: 1, 2, 4, 8, ...")

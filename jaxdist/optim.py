@@ -16,6 +16,7 @@ import optax
 from jax.extend.core import jaxprs_in_params
 
 from jaxdist.errors import UserError
+from jaxdist.precision import accumulation_dtype
 
 if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
@@ -127,11 +128,12 @@ def ordered_sum(x: jax.Array) -> jax.Array:
             x = jnp.concatenate([halved, x[n - 1 :]]) if n % 2 else halved
         return x[0]
 
+    if not x.size:
+        return jnp.zeros((), x.dtype)
     for _ in range(x.ndim):
         parts = math.gcd(x.shape[0], 2**10)
         whole = x.reshape(parts, -1, *x.shape[1:])
-        within = fold(jnp.moveaxis(whole, 1, 0)) if whole.shape[1] else whole.sum(1)
-        x = fold(within) if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
+        x = fold(fold(jnp.moveaxis(whole, 1, 0)))
     return x
 
 
@@ -143,8 +145,9 @@ def ordered_norm(tree: PyTree) -> jax.Array:
         # would fuse into one operation in some layouts, and round once instead of twice.
         return jnp.maximum(x * x, jnp.minimum(x, jnp.zeros_like(x)))
 
-    squares = [ordered_sum(squared(leaf)) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(functools.reduce(jnp.add, squares))
+    leaves = jax.tree.leaves(tree)
+    wide = max((accumulation_dtype(leaf.dtype) for leaf in leaves), key=lambda dtype: dtype.itemsize)
+    return jnp.sqrt(functools.reduce(jnp.add, [ordered_sum(squared(leaf.astype(wide))) for leaf in leaves]))
 
 
 def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:

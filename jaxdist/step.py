@@ -119,7 +119,7 @@ def make_train_step(
     mesh that does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
-    check_sync(grad_sync)
+    check_sync(grad_sync, policy.reduce)
     placing = get_strategy(strategy, StrategyOptions(policy, grad_sync))
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")

@@ -366,7 +366,7 @@ def plot(setup: Setup, rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_title(f"{setup.options.operation}, {setup.mesh.size} devices on {setup.hosts} hosts")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
-    with matplotlib.rc_context({"svg.hashsalt": "jaxdist"}):
+    with matplotlib.rc_context({"svg.hashsalt": "jaxdist", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ CONFIG = "configs/quickstart.yaml"
 SCRIPT = str(Path(__file__).parent / "train.py")
 WARM_UP = 3  # steps that are not counted: compilation, first batches
 ALWAYS = (
-    "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp",
-    "devices={platform: cpu, simulated: 1}", "observe.report=false", "train.eval_every=0", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000",
+    "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", "train.eval_every=0", "checkpoint.every=0",
+    "devices={platform: cpu, simulated: 1}", "observe.report=false", "observe.log_every=1000", "train.sample_tokens=0",
 )  # fmt: skip
 
 
@@ -59,9 +60,11 @@ def parameter_count(config: Config) -> int:
 
     import jax
 
-    from jaxdist.models.gpt import gpt
+    from jaxdist import registry
 
-    model = gpt(config.model, max_length=config.data.seq_len)
+    model = registry.load("jaxdist.models", config.model.name, key="model.name")(
+        config.model, max_length=config.data.seq_len
+    )
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
 
 
@@ -84,16 +87,17 @@ def train(hosts: int, rate: str, folder: Path, config: list[str], *, together: b
         raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr.strip()[-500:]}")
 
 
-def predicted_seconds(config: Config, size: int, hosts: int, sync: GradSyncConfig, rate: str) -> float:
+def predicted_seconds(size: int, hosts: int, sync: GradSyncConfig, rate: str) -> float:
     """Of the all-reduce of `size` fp32 gradients, by the cost model: bucket by bucket."""
     from jaxdist.collectives import Group, get_algorithm, make_link
     from jaxdist.collectives.wire import encoded_bytes
 
-    name = "ring" if sync.algorithm in ("native", "auto") else sync.algorithm
+    name = "ring" if sync.algorithm == "native" else sync.algorithm
+    group = replace(Group.of(hosts), link=make_link(rate))
     itemsize = {"bfloat16": 2.0, "int8": encoded_bytes(1 << 20) / (1 << 20)}.get(sync.wire_dtype or "", 4.0)
-    bucket = int(sync.bucket_mb * 2**20) // 4
-    sizes = [bucket] * (size // bucket) + [size % bucket]
-    costs = [get_algorithm(name).cost("all_reduce", length, Group.of(hosts)).scaled(itemsize) for length in sizes]
+    bucket = max(1, int(sync.bucket_mb * 2**20) // 4)
+    sizes = [min(bucket, size - start) for start in range(0, size, bucket)]
+    costs = [get_algorithm(name).cost("all_reduce", length, group).scaled(itemsize) for length in sizes]
     return sum(cost.seconds(make_link(rate)) for cost in costs)
 
 
@@ -124,7 +128,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             folder = Path(scratch) / str(i)
             train(hosts, rate, folder, [*ALWAYS, *arguments.overrides, *overrides, *steps], together=True)
             seconds = seconds_per_step(folder / "together", tokens * hosts * remedy.batches)
-            expected = compute * remedy.batches + predicted_seconds(base, size, hosts, sync, rate)
+            expected = compute * remedy.batches + predicted_seconds(size, hosts, sync, rate)
             ideal = hosts * remedy.batches * compute
             rows.append({"remedy": remedy.name, "seconds": seconds, "predicted_seconds": expected,
                          "speed_up": ideal / seconds, "predicted_speed_up": ideal / expected})  # fmt: skip

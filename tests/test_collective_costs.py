@@ -79,12 +79,11 @@ def test_costs_are_exact_in_pieces_and_other_types(name: str, operation: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("n", [*range(1, 10), 12, 16])
 @pytest.mark.parametrize(("name", "operation"), CASES)
-def test_costs_are_exact_everywhere(name: str, operation: str, n: int, dtype: Any) -> None:
+def test_costs_are_exact_everywhere(name: str, operation: str, n: int) -> None:
     for size in SIZES:
-        check(name, operation, size, n, dtype=dtype)
+        check(name, operation, size, n, dtype=(jnp.float32, jnp.bfloat16, jnp.int8)[n % 3])
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_training_with_fewer_bytes_reaches_the_same_loss(strategy: str, sizes: M
     assert want[-1] < 0.5 * want[0]
     assert got != want  # something was rounded
     assert np.mean(got[-5:]) == pytest.approx(np.mean(want[-5:]), rel=0.02)
-    residual = [float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(state.residual) if leaf.size]
+    residual = [float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(state.residual)]
     assert bool(residual) == (sync is INT8)
     assert all(value > 0 for value in residual)
 
@@ -90,7 +90,7 @@ def test_the_residual_is_saved_and_goes_on(tmp_path: Path) -> None:
             ):  # fmt: skip
                 assert after.shape == asked.shape
                 assert after.sharding == asked.sharding
-                if after.size:
+                if after.shape[0] > 1:
                     np.testing.assert_allclose(np.asarray(after).sum(0), np.asarray(before).sum(0), atol=1e-9)
         assert checkpoints.restore(3, targets(GradSync(), {"data": 4}, "ddp")).residual == ()
 

@@ -73,18 +73,21 @@ class Checkpoints:
             return ()
         saved = self._manager.item_metadata(step).get("residual")
         if saved is None:
-            return jax.tree.map(lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding), target)
+            zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), target)  # noqa: E731
+            return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
 
         def ask(leaf: jax.ShapeDtypeStruct, found: Any) -> jax.ShapeDtypeStruct:
-            same = tuple(found.shape) == leaf.shape
-            sharding = leaf.sharding if same else NamedSharding(leaf.sharding.mesh, PartitionSpec())
+            sharding = leaf.sharding
+            if tuple(found.shape) != leaf.shape:  # all copies, each cut as the parameter is
+                rest = sharding.spec[1:] if len(found.shape) == len(leaf.shape) else ()
+                sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *rest))
             return jax.ShapeDtypeStruct(tuple(found.shape), leaf.dtype, sharding=sharding)
 
         def fit(leaf: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
             if found.shape == leaf.shape:
                 return found
             total = lambda x: jnp.zeros(leaf.shape, leaf.dtype).at[:1].set(x.sum(0, keepdims=True))  # noqa: E731
-            none = not (leaf.size and found.size)  # a parameter that had, or has, no copies
+            none = 1 in (leaf.shape[0], found.shape[0])  # a parameter that had, or has, no copies
             make = (lambda x: jnp.zeros(leaf.shape, leaf.dtype)) if none else total
             return jax.jit(make, out_shardings=leaf.sharding)(found)
 

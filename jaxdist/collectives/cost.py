@@ -59,7 +59,7 @@ NOTHING = Cost(0, 0, 0, 0)
 # Latency and bandwidth of one ppermute. "local" and the TCP latency were measured (docs/collectives.md says where);
 # bandwidths of hardware are the vendors' one-way figures a GPU, latencies of NCCL what nccl-tests commonly shows.
 LINKS = {
-    "local": Link(20e-6, 4e9),  # simulated devices of one process
+    "local": Link(200e-6, 1e9),  # eight simulated devices on two cores: within a factor of two
     "nvlink": Link(6e-6, 450e9),  # H100: NVLink 4, 900 GB/s both ways
     "infiniband": Link(15e-6, 50e9),  # 400 Gbit/s a GPU
     "tcp": Link(400e-6, 117e6, swap_factor=2.0),  # gloo over 1 Gbit Ethernet

@@ -19,18 +19,14 @@ Groups = Sequence[Sequence[int]]
 Pairs = Sequence[tuple[int, int]]
 
 
-def largest_divisor(n: int) -> int:
-    """The largest divisor of n that is at most its square root: 8 -> 2, 12 -> 3, a prime -> 1."""
-    return max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
-
-
 @dataclass(frozen=True)
 class Group:
     """n devices, ranked 0..n-1; or several such groups side by side, which all do the same.
 
     axes: active mesh axes in mesh order. members: for each group, the ranks along `axes` (counted as one) of its
-    devices. inner: how many neighbours share the fast links (`two_level`). wire: dtype of what `permute` sends when it
-    is not the values' own; sums stay in theirs. link: what `auto` reckons with; None: see there.
+    devices. inner: how many neighbours share fast links: the size of the last of several axes, else 1. wire:
+    dtype of what `permute` sends when it is not the values' own (a float type); sums stay in theirs. link: what `auto`
+    reckons with; None: see there.
     """
 
     axes: tuple[str, ...]
@@ -42,8 +38,7 @@ class Group:
     @staticmethod
     def of(*sizes: int) -> "Group":
         """A group that is not on any mesh, for asking what something costs: of(8), or of(outer, inner)."""
-        n = math.prod(sizes)
-        return Group((), (tuple(range(n)),), sizes[-1] if len(sizes) > 1 else largest_divisor(n))
+        return Group((), (tuple(range(math.prod(sizes))),), sizes[-1] if len(sizes) > 1 else 1)
 
     @property
     def n(self) -> int:
@@ -110,8 +105,7 @@ class Group:
         size = self.inner
         inner = [group[i : i + size] for group in self.members for i in range(0, self.n, size)]
         outer = [group[i::size] for group in self.members for i in range(size)]
-        return (replace(self, members=tuple(outer), inner=largest_divisor(self.n // size)),
-                replace(self, members=tuple(inner), inner=largest_divisor(size)))  # fmt: skip
+        return replace(self, members=tuple(outer), inner=1), replace(self, members=tuple(inner), inner=1)
 
 
 def shift(n: int, by: int = 1) -> list[tuple[int, int]]:
@@ -129,11 +123,10 @@ def make_group(axis: Axes, groups: Groups | None = None) -> Group | None:
     total = lax.axis_size(axes) if axes else 1
     if groups is None:
         sizes = [lax.axis_size(name) for name in axes]
-        inner = sizes[-1] if len(sizes) > 1 else largest_divisor(total)
-        return Group(axes, (tuple(range(total)),), inner) if total > 1 else None
+        return Group(axes, (tuple(range(total)),), sizes[-1] if len(sizes) > 1 else 1) if total > 1 else None
     members = tuple(tuple(group) for group in groups)
     check_groups(members, total)
-    return Group(axes, members, largest_divisor(len(members[0]))) if total > 1 else None
+    return Group(axes, members, 1) if total > 1 else None
 
 
 def check_groups(members: tuple[tuple[int, ...], ...], total: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import Algorithm, cut, join
@@ -73,7 +74,7 @@ def _check_op(x: jax.Array, op: str, wire_dtype: str | None = None) -> None:
         raise UserError(f"wire_dtype='int8': not with op={op!r}; allowed: sum, mean")
 
 
-def _check_dim(x: jax.Array, dim: int, group: Group | None, operation: str) -> int:
+def _check_dim(x: jax.Array, dim: int, operation: str, group: Group | None = None) -> int:
     """`dim` counted from the front; `UserError` unless it exists and, with a group, the devices divide it."""
     if not -x.ndim <= dim < x.ndim:
         raise UserError(f"{operation}: dim {dim} of {x.shape} does not exist; allowed: {-x.ndim} to {x.ndim - 1}")
@@ -83,10 +84,15 @@ def _check_dim(x: jax.Array, dim: int, group: Group | None, operation: str) -> i
     return dim % x.ndim
 
 
-def _root(root: int, group: Group) -> int:
-    if not 0 <= root < group.n:
-        raise UserError(f"root={root}: allowed are the ranks 0 to {group.n - 1} of the group")
-    return root
+def _check_root(root: int, group: Group | None) -> None:
+    n = 1 if group is None else group.n
+    if not 0 <= root < n:
+        raise UserError(f"root={root}: allowed are the ranks 0 to {n - 1} of the group")
+
+
+def _on_the_wire(group: Group, wire_dtype: str | None, link: Link | None) -> Group:
+    """The group for one call. int8 is encoded before it is sent, not cast on the way."""
+    return replace(group, wire=None if wire_dtype == "int8" else wire_dtype, link=link)
 
 
 def _only(condition: jax.Array, x: jax.Array) -> jax.Array:
@@ -94,14 +100,16 @@ def _only(condition: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(condition, x, jnp.zeros((), x.dtype))
 
 
-def _over(x: PyTree, group: Group | None, run: Run) -> PyTree:
-    """`run` on every leaf as it enters the group. A group of one device has nothing to do: all maps are the
-    identity."""
-    if group is None:
-        return x
+def _over(x: PyTree, group: Group | None, run: Run, check: Callable[[jax.Array], Any]) -> PyTree:
+    """`run` on every leaf as it enters the group. A group of one device has nothing to do, all maps are the identity;
+    what a call on several would refuse it refuses too."""
 
     def enter(leaf: Any) -> jax.Array:
-        leaf = entering(jnp.asarray(leaf), group)
+        leaf = jnp.asarray(leaf)
+        check(leaf)
+        if group is None:
+            return leaf
+        leaf = entering(leaf, group)
         return leaf if group.n == 1 else run(leaf, group)
 
     return jax.tree.map(enter, x)
@@ -158,11 +166,10 @@ def all_reduce(
     function = function_of(algorithm, "all_reduce")
 
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        _check_op(leaf, op, wire_dtype)
-        group = replace(group, wire=wire_dtype, link=link)
+        group = _on_the_wire(group, wire_dtype, link)
         wide = leaf if wire_dtype is None else leaf.astype(accumulation_dtype(leaf.dtype))
-        if op in ("max", "min"):
-            return _all_extremum(wide, group, op, algorithm).astype(leaf.dtype)
+        if op in ("max", "min"):  # rounded first: the result is one of the values, and its gradient finds whose
+            return _all_extremum(group.rounded(wide), group, op, algorithm).astype(leaf.dtype)
 
         def total(x: jax.Array, group: Group) -> jax.Array:
             return all_reduce_lossy(x, group, algorithm)[0] if wire_dtype == "int8" else function(x, group, "sum")
@@ -170,7 +177,23 @@ def all_reduce(
         result = _as_linear(algorithm, total, total, wide, group)
         return (result / group.n if op == "mean" else result).astype(leaf.dtype)
 
-    return _over(x, make_group(axis, groups), run)
+    return _over(x, make_group(axis, groups), run, lambda leaf: _check_op(leaf, op, wire_dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_loss(total_and_lost, x):  # type: ignore[no-untyped-def]
+    return total_and_lost(x)
+
+
+def _with_loss_forward(total_and_lost, x):  # type: ignore[no-untyped-def]
+    return _with_loss(total_and_lost, x), None
+
+
+def _with_loss_backward(total_and_lost, _, grads):  # type: ignore[no-untyped-def]
+    return (_with_loss(total_and_lost, grads[0])[0],)
+
+
+_with_loss.defvjp(_with_loss_forward, _with_loss_backward)
 
 
 def all_reduce_with_feedback(
@@ -179,16 +202,18 @@ def all_reduce_with_feedback(
     """`all_reduce` with int8 on the wire, and what that lost on this device: (result, new residual).
 
     residual: fp32, shaped like x, zeros at first; hand in what the call before gave back. It is added to x, so that
-    over many calls nothing is lost (error feedback). Not differentiable in the residual.
+    over many calls errors do not add up. The gradient is that of the sum of x; none flows through the residual.
     """
     check_wire("int8", algorithm)
     group = make_group(axis, groups)
-    if group is None or group.n == 1:
-        return all_reduce(x, axis, op=op, groups=groups), residual
 
     def run(leaf: jax.Array, lost: jax.Array) -> tuple[jax.Array, jax.Array]:
         _check_op(leaf, op, "int8")
-        total, lost = all_reduce_lossy(entering(leaf.astype(jnp.float32) + lost, group), group, algorithm)
+        wide = leaf.astype(jnp.float32) + lax.stop_gradient(lost)
+        if group is None or group.n == 1:
+            wide = wide if group is None else entering(wide, group)
+            return wide.astype(leaf.dtype), jnp.zeros_like(lost)
+        total, lost = _with_loss(lambda x: all_reduce_lossy(x, group, algorithm), entering(wide, group))
         return (total / group.n if op == "mean" else total).astype(leaf.dtype), lost
 
     both = jax.tree.map(run, x, residual)
@@ -201,15 +226,15 @@ def reduce_scatter(
 ) -> PyTree:  # fmt: skip
     """This device's share of the reduction of `x`: the rank-th of n equal parts of `dim`.
 
-    Raises `UserError` when the n devices of the group do not divide `dim`. op, wire_dtype, link: as for `all_reduce`.
+    Raises `UserError` when the n devices of the group do not divide `dim`. op, wire_dtype, link: as for `all_reduce`,
+    but devices that attain a maximum or minimum together share its gradient as the algorithm combines them.
     """
     check_wire(wire_dtype, algorithm)
     function, gather = function_of(algorithm, "reduce_scatter"), function_of(algorithm, "all_gather")
 
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        _check_op(leaf, op, wire_dtype)
-        at = _check_dim(leaf, dim, group, "reduce_scatter")
-        group = replace(group, wire=wire_dtype, link=link)
+        at = _check_dim(leaf, dim, "reduce_scatter", group)
+        group = _on_the_wire(group, wire_dtype, link)
         wide = leaf if wire_dtype is None else leaf.astype(accumulation_dtype(leaf.dtype))
         if op in ("max", "min"):
             return function(wide, group, op, at).astype(leaf.dtype)
@@ -224,7 +249,11 @@ def reduce_scatter(
         result = _as_linear(algorithm, reduce, lambda g, group: gather(g, group, at), wide, group)
         return (result / group.n if op == "mean" else result).astype(leaf.dtype)
 
-    return _over(x, make_group(axis, groups), run)
+    def check(leaf: jax.Array) -> None:
+        _check_op(leaf, op, wire_dtype)
+        _check_dim(leaf, dim, "reduce_scatter")
+
+    return _over(x, make_group(axis, groups), run, check)
 
 
 def all_gather(
@@ -235,11 +264,11 @@ def all_gather(
     function, scatter = function_of(algorithm, "all_gather"), function_of(algorithm, "reduce_scatter")
 
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        at = _check_dim(leaf, dim, None, "all_gather")
+        at = _check_dim(leaf, dim, "all_gather")
         back = lambda g, group: scatter(g, group, "sum", at)  # noqa: E731
         return _as_linear(algorithm, lambda x, group: function(x, group, at), back, leaf, replace(group, link=link))
 
-    return _over(x, make_group(axis, groups), run)
+    return _over(x, make_group(axis, groups), run, lambda leaf: _check_dim(leaf, dim, "all_gather"))
 
 
 def all_to_all(
@@ -253,8 +282,8 @@ def all_to_all(
     function = function_of(algorithm, "all_to_all")
 
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        at = _check_dim(leaf, split_dim, group, "all_to_all")
-        to = _check_dim(leaf, concat_dim, None, "all_to_all")
+        at = _check_dim(leaf, split_dim, "all_to_all", group)
+        to = _check_dim(leaf, concat_dim, "all_to_all")
 
         def move(x: jax.Array, group: Group, at: int, to: int) -> jax.Array:
             return join(function(cut(x, group.n, at), group), to)
@@ -263,7 +292,11 @@ def all_to_all(
             algorithm, lambda x, group: move(x, group, at, to), lambda g, group: move(g, group, to, at), leaf, group
         )
 
-    return _over(x, make_group(axis, groups), run)
+    def check(leaf: jax.Array) -> None:
+        _check_dim(leaf, split_dim, "all_to_all")
+        _check_dim(leaf, concat_dim, "all_to_all")
+
+    return _over(x, make_group(axis, groups), run, check)
 
 
 def broadcast(
@@ -272,32 +305,36 @@ def broadcast(
     """The `x` of rank `root` on every device."""
     function, back = function_of(algorithm, "broadcast"), function_of(algorithm, "reduce")
 
-    def run(leaf: jax.Array, group: Group) -> jax.Array:
-        at = _root(root, group)
-        gradient = lambda g, group: _only(group.rank == at, back(g, group, "sum", at))  # noqa: E731
-        return _as_linear(algorithm, lambda x, group: function(x, group, at), gradient, leaf, group)
+    group = make_group(axis, groups)
+    _check_root(root, group)
 
-    return _over(x, make_group(axis, groups), run)
+    def run(leaf: jax.Array, group: Group) -> jax.Array:
+        gradient = lambda g, group: _only(group.rank == root, back(g, group, "sum", root))  # noqa: E731
+        return _as_linear(algorithm, lambda x, group: function(x, group, root), gradient, leaf, group)
+
+    return _over(x, group, run, lambda leaf: None)
 
 
 def reduce(
     x: PyTree, axis: Axes, *, root: int = 0, op: str = "sum", algorithm: str = "native", groups: Groups | None = None
 ) -> PyTree:
-    """`op` (sum, mean, max, min) of `x` over the devices, on rank `root`; zeros elsewhere."""
+    """`op` (sum, mean, max, min) of `x` over the devices, on rank `root`; zeros elsewhere. Gradients of max and min: as
+    for `reduce_scatter`."""
     function, back = function_of(algorithm, "reduce"), function_of(algorithm, "broadcast")
 
+    group = make_group(axis, groups)
+    _check_root(root, group)
+
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        _check_op(leaf, op)
-        at = _root(root, group)
         if op in ("max", "min"):
             native = algorithm == "native"  # which cannot be differentiated through
-            result = _all_extremum(leaf, group, op, algorithm) if native else function(leaf, group, op, at)
-            return _only(group.rank == at, result)
-        forward = lambda x, group: _only(group.rank == at, function(x, group, "sum", at))  # noqa: E731
-        result = _as_linear(algorithm, forward, lambda g, group: back(g, group, at), leaf, group)
+            result = _all_extremum(leaf, group, op, algorithm) if native else function(leaf, group, op, root)
+            return _only(group.rank == root, result)
+        forward = lambda x, group: _only(group.rank == root, function(x, group, "sum", root))  # noqa: E731
+        result = _as_linear(algorithm, forward, lambda g, group: back(g, group, root), leaf, group)
         return result / group.n if op == "mean" else result
 
-    return _over(x, make_group(axis, groups), run)
+    return _over(x, group, run, lambda leaf: _check_op(leaf, op))
 
 
 def gather(
@@ -306,14 +343,17 @@ def gather(
     """The devices' `x` concatenated along `dim`, in rank order, on rank `root`; zeros elsewhere."""
     function, back = function_of(algorithm, "gather"), function_of(algorithm, "scatter")
 
+    group = make_group(axis, groups)
+    _check_root(root, group)
+
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        to, at = _root(root, group), _check_dim(leaf, dim, None, "gather")
+        at = _check_dim(leaf, dim, "gather")
         return _as_linear(
-            algorithm, lambda x, group: _only(group.rank == to, join(function(x, group, to), at)),
-            lambda g, group: back(cut(g, group.n, at), group, to), leaf, group,
+            algorithm, lambda x, group: _only(group.rank == root, join(function(x, group, root), at)),
+            lambda g, group: back(cut(g, group.n, at), group, root), leaf, group,
         )  # fmt: skip
 
-    return _over(x, make_group(axis, groups), run)
+    return _over(x, group, run, lambda leaf: _check_dim(leaf, dim, "gather"))
 
 
 def scatter(
@@ -322,14 +362,17 @@ def scatter(
     """The rank-th of n equal parts of `dim` of the `x` of rank `root`. Raises `UserError` when n does not divide it."""
     function, back = function_of(algorithm, "scatter"), function_of(algorithm, "gather")
 
+    group = make_group(axis, groups)
+    _check_root(root, group)
+
     def run(leaf: jax.Array, group: Group) -> jax.Array:
-        of, at = _root(root, group), _check_dim(leaf, dim, group, "scatter")
+        at = _check_dim(leaf, dim, "scatter", group)
         return _as_linear(
-            algorithm, lambda x, group: function(cut(x, group.n, at), group, of),
-            lambda g, group: _only(group.rank == of, join(back(g, group, of), at)), leaf, group,
+            algorithm, lambda x, group: function(cut(x, group.n, at), group, root),
+            lambda g, group: _only(group.rank == root, join(back(g, group, root), at)), leaf, group,
         )  # fmt: skip
 
-    return _over(x, make_group(axis, groups), run)
+    return _over(x, group, run, lambda leaf: _check_dim(leaf, dim, "scatter"))
 
 
 def send_recv(x: PyTree, axis: Axes, pairs: Pairs | int, *, groups: Groups | None = None) -> PyTree:
@@ -343,7 +386,7 @@ def send_recv(x: PyTree, axis: Axes, pairs: Pairs | int, *, groups: Groups | Non
     for ends in zip(*chosen, strict=True):
         if len(set(ends)) < len(ends) or not all(0 <= rank < n for rank in ends):
             raise UserError(f"pairs={chosen}: each rank from 0 to {n - 1} once as source and once as target")
-    moved = _over(x, group, lambda leaf, group: group.permute(leaf, chosen))
+    moved = _over(x, group, lambda leaf, group: group.permute(leaf, chosen), lambda leaf: None)
     if n == 1 and not chosen:
         return zeros_varying_like(jax.tree.map(jnp.asarray, moved))
     return moved

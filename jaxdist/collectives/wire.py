@@ -2,8 +2,8 @@
 
 bf16 needs nothing but a cast around every permutation (`Group.permute`); sums stay in fp32. int8 loses too much for
 that: a value is encoded once for each trip, blockwise, and what the encoding lost stays on the device that lost it, to
-be added to its next contribution. Summed over steps nothing is lost (error feedback; Seide et al. 2014, Karimireddy et
-al. 2019): the caller carries that residual.
+be added to its next contribution: over many sums the errors do not add up (error feedback; Seide et al. 2014,
+Karimireddy et al. 2019). The caller carries that residual, in fp32.
 """
 
 import jax
@@ -59,6 +59,11 @@ def _set(rows: Array, row: Array, index: Array) -> Array:
     return lax.dynamic_update_index_in_dim(rows, row, index % rows.shape[0], 0)
 
 
+def _finite(lost: Array) -> Array:
+    """What is not finite is in the sum already; carried along, it would spoil every sum to come."""
+    return jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
+
+
 def _ring(parts: Array, group: Group) -> tuple[Array, Array]:
     size = parts.shape[1]
 
@@ -83,7 +88,8 @@ def _balanced_fusion(parts: Array, group: Group) -> tuple[Array, Array]:
 
 def reduce_parts_lossy(parts: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
     """fp32 [n, m] -> (this device's part of the sum [m], what this device's encodings lost [n, m])."""
-    return {"ring": _ring, "balanced_fusion": _balanced_fusion}[algorithm](parts, group)
+    mine, lost = {"ring": _ring, "balanced_fusion": _balanced_fusion}[algorithm](parts, group)
+    return mine, _finite(lost)
 
 
 def all_reduce_lossy(x: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
@@ -93,4 +99,4 @@ def all_reduce_lossy(x: Array, group: Group, algorithm: str) -> tuple[Array, Arr
     lost = _set(lost, mine - decode(code, mine.size), group.rank)
     gather = {"ring": ring.gather_parts, "balanced_fusion": balanced_fusion.send_back}[algorithm]
     whole = jax.vmap(lambda code: decode(code, mine.size))(gather(code, group))
-    return unpadded(whole, x).astype(x.dtype), unpadded(lost, x)
+    return unpadded(whole, x).astype(x.dtype), unpadded(_finite(lost), x)

@@ -19,8 +19,8 @@ def check_batch(batch: PyTree, mesh: Mesh, microbatches: int) -> None:
     for leaf in jax.tree.leaves(batch):
         if not leaf.ndim or leaf.shape[0] != jax.tree.leaves(batch)[0].shape[0] or leaf.shape[0] % parts:
             raise UserError(
-                f"batch: a leaf has shape {leaf.shape}; dim 0 of all leaves must be the same multiple of data * fsdp * "
-                f"microbatches = {parts}"
+                f"batch: a leaf has shape {leaf.shape}; dim 0 of all leaves must be the same multiple of the "
+                f"parts it is cut into, {parts} (data * fsdp * expert * microbatches; deterministic: virtual_shards)"
             )
 
 

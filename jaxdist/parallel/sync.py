@@ -64,8 +64,13 @@ def link_of(name: str) -> Link | None:
     return None if name == "auto" else make_link(name)
 
 
-def check_sync(sync: GradSync) -> None:
+def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
     """Raise `UserError` for what does not go together."""
+    if sync.bucket_mb <= 0:
+        raise UserError(f"grad_sync.bucket_mb={sync.bucket_mb}: must be above 0")
+    if sync.deterministic and jnp.dtype(reduce_dtype).itemsize < 4:
+        raise UserError(f"grad_sync: deterministic sums in at least float32, not in {jnp.dtype(reduce_dtype)}; leave "
+                        "reduce_dtype out")  # fmt: skip
     get_algorithm(sync.algorithm)  # an unknown name is an error now, not when a group first needs it
     link_of(sync.link)
     if sync.deterministic and (sync.algorithm not in ("native", "ordered") or sync.wire_dtype is not None):
@@ -83,8 +88,10 @@ def order_of_work(sync: GradSync, mesh: Mesh, schedule: str, microbatches: int) 
     if not sync.deterministic:
         return schedule, microbatches
     shards, virtual = batch_shards(mesh), sync.virtual_shards
-    for name, count in (("virtual_shards", virtual), ("data * fsdp * expert", shards)):
-        if count & (count - 1):
+    if other := [axis for axis in BATCH_LIKE if axis not in ("data", "fsdp") and mesh.shape[axis] > 1]:
+        raise UserError(f"mesh.{other[0]}: deterministic sums over data and fsdp only; set {other[0]} to 1")
+    for name, count in (("virtual_shards", virtual), ("data * fsdp", shards)):
+        if count < 1 or count & (count - 1):
             raise UserError(f"grad_sync: deterministic needs powers of two, got {name} = {count}; allowed: 1, 2, 4, 8")
     if virtual % (shards * microbatches):
         raise UserError(
@@ -99,7 +106,7 @@ def order_of_work(sync: GradSync, mesh: Mesh, schedule: str, microbatches: int) 
 def residual_target(shapes: PyTree, specs: PyTree, mesh: Mesh, sync: GradSync) -> tuple[PyTree, PyTree]:
     """Shapes and specs of what each device's int8 encodings lost, a leaf a parameter; () where nothing is carried.
 
-    A leading dim has an entry for each copy of the parameter; a parameter without copies has nothing to sum.
+    A leading dim has an entry for each copy of the parameter. One without copies has nothing to sum: a zero, [1].
     """
     if sync.wire_dtype != "int8":
         return (), ()
@@ -108,7 +115,7 @@ def residual_target(shapes: PyTree, specs: PyTree, mesh: Mesh, sync: GradSync) -
         return math.prod(mesh.shape[axis] for axis in claimed_axes(spec))
 
     def shape_of(spec: P, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((copies(spec), *leaf.shape) if copies(spec) > 1 else (0,), jnp.float32)
+        return jax.ShapeDtypeStruct((copies(spec), *leaf.shape) if copies(spec) > 1 else (1,), jnp.float32)
 
     def spec_of(spec: P) -> P:
         return without_idle(P(claimed_axes(spec), *spec), mesh) if copies(spec) > 1 else P()
@@ -151,13 +158,13 @@ def finish(
     """Sum each leaf over the batch-like axes that its spec does not name, in buckets, in the reduce dtype.
 
     Hybrid sharding, parameters kept whole, and tied embeddings across pipeline stages need no code of their own: what
-    is missing is always the sum over the axes over which the leaf is a copy. Buckets are filled in the order in which
-    the backward pass makes gradients. Returns (sums, new residual).
+    is missing is always the sum over the axes over which the leaf is a copy. Buckets are filled unit by unit as the
+    backward pass reaches them: head, blocks, embedding. Returns (sums, new residual).
     """
     leaves, treedef = jax.tree.flatten(grads)
     lost = jax.tree.leaves(residual)
     units = [path_name(path[:1]) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    backwards = sorted(range(len(leaves)), key=lambda i: -ORDER_OF_USE.get(units[i], 0))
+    backwards = sorted(range(len(leaves)), key=lambda i: (-ORDER_OF_USE.get(units[i], 0), -i))
     axes_of = [active_axes(claimed_axes(spec)) for spec in spec_leaves(specs)]
     for axes in sorted(set(axes_of) - {()}):
         members = [i for i in backwards if axes_of[i] == axes]

@@ -3,7 +3,7 @@
 n = outer x inner. Reduce-scatter inside, all-reduce of the inner-th parts between neighbourhoods, all-gather inside:
 over the slow links a device sends 2 (outer-1)/outer N/inner, where the flat ring sends 2 (n-1)/n N (Jia et al. 2018,
 "Highly scalable deep learning training system", section 3.2). Over several mesh axes the last one is inner; over one
-axis of n devices, inner is the largest divisor of n up to sqrt(n). For a prime n this is the ring.
+axis, and in sub-groups, nothing says which devices are neighbours, and this is the ring.
 """
 
 import jax.numpy as jnp
