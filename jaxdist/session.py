@@ -25,7 +25,7 @@ from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
-from jaxdist.parallel.sync import GradSync
+from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
 from jaxdist.state import TrainState, allocate, specs_of_arrays
@@ -214,6 +214,8 @@ def describe(run: Run) -> dict[str, str]:
     """The header on the console: what runs."""
     config, info = run.config, run.source.info
     model, parallel = resolve_model(config.model), config.parallel
+    sync = GradSync(**asdict(parallel.grad_sync))
+    schedule, microbatches = order_of_work(sync, run.mesh, parallel.schedule, parallel.microbatches)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.model.shapes))
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     device = run.mesh.devices.flat[0]
@@ -229,8 +231,7 @@ def describe(run: Run) -> dict[str, str]:
         f"{info['held_out']:,} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
         "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "
         f"{jax.process_count()} {plural('process', jax.process_count())})",
-        "parallel": f"{parallel.strategy}, {parallel.schedule}, "
-        f"{parallel.microbatches} {plural('microbatch', parallel.microbatches)}, "
+        "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}",
         "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",
     }

@@ -10,7 +10,7 @@ from collective_cases import BY_HAND, on_every_device
 from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
 
-from jaxdist.collectives import all_reduce, all_reduce_with_feedback, reduce_scatter
+from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, reduce_scatter
 from jaxdist.collectives.wire import BLOCK, LOSSY, decode, encode, encoded_bytes
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
@@ -211,3 +211,59 @@ def test_feedback_on_one_device_and_of_the_mean_and_of_a_tree() -> None:
         np.testing.assert_allclose(2 * y[0] + e.sum(0), x.sum(0), atol=1e-5)
     one = jax.tree.map(lambda x: x[:1], (tree, nothing))
     jax.tree.map(np.testing.assert_array_equal, on_every_device(function, one, data=1), one)
+
+
+@pytest.mark.parametrize(("name", "wire_dtype"), [("ring", "int8"), ("balanced_fusion", "int8"), ("tree", "bfloat16")])
+def test_the_gradient_of_a_lossy_reduce_scatter_is_the_gathered_cotangent(name: str, wire_dtype: str) -> None:
+    """0.3 is no integer, and no number of bf16 either."""
+
+    def gradient(x: jax.Array) -> jax.Array:
+        scattered = lambda x: reduce_scatter(x, "data", algorithm=name, wire_dtype=wire_dtype)  # noqa: E731
+        return jax.grad(lambda x: 0.3 * scattered(x).sum())(x)
+
+    got = on_every_device(gradient, normal((4, 8)), data=4)
+    np.testing.assert_allclose(got, 0.3, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_the_gradient_of_an_extremum_in_bf16_finds_who_has_it(op: str) -> None:
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: all_reduce(x, "data", op=op, algorithm="ring", wire_dtype="bfloat16").sum())(x)
+
+    got = on_every_device(gradient, normal((4, 8)), data=4)
+    np.testing.assert_allclose(got.sum(0), 4.0)  # each of the four devices counts its copy
+    assert set(np.unique(got)) <= {0.0, 1.0, 4 / 3, 2.0, 4.0}
+
+
+def test_the_gradient_of_all_reduce_with_feedback_is_that_of_the_sum() -> None:
+    def gradient(x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros_like(x)
+        return jax.grad(lambda x: 0.3 * all_reduce_with_feedback(x, zeros, "data")[0].sum())(x)
+
+    np.testing.assert_allclose(on_every_device(gradient, normal((4, 8)), data=4), 1.2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_is_not_finite_is_not_carried_on(name: str) -> None:
+    x = normal((4, 8))
+    x[1, 3] = np.inf
+    total, lost = on_every_device(
+        lambda x: all_reduce_with_feedback(x, jnp.zeros_like(x), "data", algorithm=name), x, data=4
+    )
+    assert not np.isfinite(total).all()
+    assert np.isfinite(lost).all()
+
+
+def test_on_one_device_the_residual_is_added_and_the_same_is_refused() -> None:
+    x = np.ones((1, 4), np.float32)
+    total, lost = on_every_device(lambda x: all_reduce_with_feedback(x, jnp.full_like(x, 0.5), "data"), x, data=1)
+    np.testing.assert_array_equal(total, 1.5)
+    np.testing.assert_array_equal(lost, 0)
+    for call, message in (
+        (lambda x: all_reduce(x, "data", op="avg"), "'avg' is not known"),
+        (lambda x: broadcast(x, "data", root=1), "root=1"),
+        (lambda x: all_gather(x, "data", dim=3), "dim 3"),
+        (lambda x: all_reduce(x.astype(jnp.int32), "data", algorithm="ring", wire_dtype="int8"), "is for floats"),
+    ):
+        with pytest.raises(UserError, match=message):
+            on_every_device(call, x, data=1)

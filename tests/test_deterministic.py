@@ -15,6 +15,7 @@ from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum
 from jaxdist.parallel.sync import GradSync
+from jaxdist.precision import make_precision
 
 ROWS, LENGTH, VOCAB, STEPS = 16, 8, 64, 10
 DETERMINISTIC = GradSync(deterministic=True)
@@ -150,6 +151,9 @@ def test_clip_by_ordered_norm_is_optax_clip() -> None:
         (GradSync("ring", deterministic=True), {"data": 2}, 1, "'ordered'"),
         (GradSync(deterministic=True), {"data": 3}, 1, "powers of two"),
         (GradSync(deterministic=True, virtual_shards=6), {"data": 2}, 1, "powers of two"),
+        (GradSync(deterministic=True, virtual_shards=0), {"data": 1}, 1, "powers of two"),
+        (GradSync(deterministic=True), {"data": 2, "expert": 2}, 1, "mesh.expert"),
+        (GradSync(bucket_mb=0), {"data": 2}, 1, "bucket_mb"),
         (GradSync(deterministic=True, virtual_shards=4), {"data": 4}, 2, "virtual_shards=4.*not divisible"),
         (GradSync("ring", wire_dtype="fp8"), {"data": 2}, 1, "'fp8' is not known"),
         (GradSync(wire_dtype="int8"), {"data": 2}, 1, "native"),
@@ -161,6 +165,33 @@ def test_what_does_not_go_together_is_named(sync: GradSync, mesh: Any, microbatc
     model = gpt(model_config("gpt2"), max_length=LENGTH)
     with pytest.raises(UserError, match=message):
         make_train_step(model, optax.sgd(0.1), make_mesh(**mesh), grad_sync=sync, microbatches=microbatches)
+
+
+def test_a_narrow_reduce_dtype_is_refused() -> None:
+    model, precision = gpt(model_config("gpt2"), max_length=LENGTH), make_precision("bf16", "bfloat16")
+    with pytest.raises(UserError, match="at least float32"):
+        make_train_step(model, optax.sgd(0.1), make_mesh(), grad_sync=DETERMINISTIC, precision=precision)
+
+
+def test_same_bits_for_a_loss_of_ones_own() -> None:
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.float32(rng.normal(size=(8, 16))), "v": jnp.float32(rng.normal(size=16))}
+    batch = {"x": rng.normal(size=(16, 8)).astype(np.float32), "y": rng.normal(size=16).astype(np.float32)}
+
+    def loss(params: Any, batch: Any, keys: jax.Array) -> Any:
+        error = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]
+        return (error * error).sum(), jnp.float32(error.size)
+
+    found = set()
+    layouts = (("ddp", {}), ("ddp", {"data": 8}), ("zero3", {"fsdp": 4}), ("zero3", {"data": 2, "fsdp": 2}))
+    for strategy, sizes in layouts:
+        optimizer, mesh = optax.chain(clip_by_ordered_norm(1.0), optax.adamw(1e-2)), make_mesh(**sizes)
+        state = init_state(params, optimizer, mesh, strategy=strategy)
+        step = make_train_step(loss, optimizer, mesh, strategy=strategy, grad_sync=DETERMINISTIC)
+        for _ in range(5):
+            state, metrics = step(state, batch)
+        found.add((bits(state.params).tobytes(), float(metrics["loss"])))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

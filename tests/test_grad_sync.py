@@ -142,3 +142,14 @@ def test_fusing_copies_each_gradient_once_at_most() -> None:
     run, grads = reduction({"data": 4}, GradSync(bucket_mb=1e-6), SHAPES, SPECS)
     text = run.lower(grads).compile().as_text()
     assert not re.findall(r" (?:concatenate|copy)\(", text)
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), [("zero3", {"fsdp": 4}), ("ddp", {"data": 1})], ids=str)
+def test_a_residual_of_parameters_without_copies_is_saved(strategy: str, sizes: Mesh, tmp_path: Path) -> None:
+    """Nothing is summed over copies there, and orbax saves no empty arrays."""
+    state, _ = train(INT8, sizes, strategy, 1)
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(1, targets(INT8, {"data": 2}, "ddp"))
+    assert {float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(restored.residual)} == {0.0}

@@ -24,6 +24,11 @@ def part(parts: Array, index: Array) -> Array:
     return lax.dynamic_index_in_dim(parts, index % parts.shape[0], keepdims=False)
 
 
+def put(parts: Array, value: Array, index: Array) -> Array:
+    """parts with parts[index mod n] replaced."""
+    return lax.dynamic_update_index_in_dim(parts, value, index % parts.shape[0], 0)
+
+
 def reduce_round(step: Array, travelling: Array, parts: Array, group: Group, op: str, by: int) -> Array:
     """One round: the part that started at rank p+by is complete when it arrives at rank p, n-1 rounds later."""
     return COMBINE[op](group.permute(travelling, shift(group.n, by)), part(parts, group.rank - by * (2 + step)))
@@ -32,14 +37,12 @@ def reduce_round(step: Array, travelling: Array, parts: Array, group: Group, op:
 def gather_round(step: Array, carry: tuple[Array, Array], group: Group, by: int) -> tuple[Array, Array]:
     """One round of (parts, what came last): pass on what came last, and keep it."""
     parts, travelling = carry[0], group.permute(carry[1], shift(group.n, by))
-    index = (group.rank - by * (1 + step)) % group.n
-    return lax.dynamic_update_index_in_dim(parts, travelling, index, 0), travelling
+    return put(parts, travelling, group.rank - by * (1 + step)), travelling
 
 
 def alone(x: Array, group: Group) -> Array:
     """[n, ...] with x in this device's place and zeros elsewhere."""
-    zeros = zeros_varying_like(jnp.broadcast_to(x, (group.n, *x.shape)))
-    return lax.dynamic_update_index_in_dim(zeros, x, group.rank, 0)
+    return put(zeros_varying_like(jnp.broadcast_to(x, (group.n, *x.shape))), x, group.rank)
 
 
 def reduce_parts(parts: Array, group: Group, op: str) -> Array:
@@ -57,9 +60,19 @@ def gather_parts(x: Array, group: Group) -> Array:
 
 
 def all_reduce(x: Array, group: Group, op: str) -> Array:
-    """Reduce-scatter, then all-gather, of n padded parts."""
-    mine = reduce_parts(padded_parts(x, group.n), group, op)
-    return unpadded(gather_parts(group.rounded(mine), group), x)
+    """Reduce-scatter, then all-gather, of n padded parts, both in one buffer."""
+
+    def reduce(step: Array, parts: Array) -> Array:
+        arrived = group.permute(part(parts, group.rank - 1 - step), shift(group.n))
+        return put(parts, COMBINE[op](arrived, part(parts, group.rank - 2 - step)), group.rank - 2 - step)
+
+    def spread(step: Array, parts: Array) -> Array:
+        return put(parts, group.permute(part(parts, group.rank - step), shift(group.n)), group.rank - 1 - step)
+
+    parts = lax.fori_loop(0, group.n - 1, reduce, padded_parts(x, group.n))
+    if group.wire is not None:
+        parts = put(parts, group.rounded(part(parts, group.rank)), group.rank)
+    return unpadded(lax.fori_loop(0, group.n - 1, spread, parts), x)
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
