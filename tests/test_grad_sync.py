@@ -49,8 +49,12 @@ def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[Train
     return state, losses
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), [("ddp", {"data": 3}), ("zero3", {"data": 2, "fsdp": 2})], ids=str)
-@pytest.mark.parametrize("sync", [GradSync("ring", wire_dtype="bfloat16"), INT8], ids=lambda sync: sync.wire_dtype)
+@pytest.mark.parametrize(("strategy", "sizes", "sync"), [
+    ("zero3", {"data": 2, "fsdp": 2}, INT8),
+    pytest.param("ddp", {"data": 3}, INT8, marks=pytest.mark.slow),
+    pytest.param("ddp", {"data": 3}, GradSync("ring", wire_dtype="bfloat16"), marks=pytest.mark.slow),
+    pytest.param("zero3", {"data": 2, "fsdp": 2}, GradSync("ring", wire_dtype="bfloat16"), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_training_with_fewer_bytes_reaches_the_same_loss(strategy: str, sizes: Mesh, sync: GradSync) -> None:
     _, want = train(GradSync(), sizes, strategy, 60)
     state, got = train(sync, sizes, strategy, 60)

@@ -168,7 +168,11 @@ def test_optimizer_state_rests_like_its_parameter() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("algorithm", registry.names("jaxdist.collectives.algorithms"))
+@pytest.mark.parametrize("algorithm", [
+    "native", "ring",
+    *(pytest.param(algorithm, marks=pytest.mark.slow)
+      for algorithm in registry.names("jaxdist.collectives.algorithms") if algorithm not in ("native", "ring")),
+])  # fmt: skip
 def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     """As far as a machine without a GPU can take it: StableHLO for CUDA, with every collective in it."""
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
