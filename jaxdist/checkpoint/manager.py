@@ -98,7 +98,8 @@ class Checkpoints:
     def _check(self, step: int, target: TrainState) -> None:
         found = self._manager.item_metadata(step)["state"].tree
         saved = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(_lasting(target))}
+        lasting = target._replace(residual=())
+        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(lasting)}
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
             side = "the checkpoint" if only[0] in saved else "this configuration"
