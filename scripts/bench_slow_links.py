@@ -27,6 +27,7 @@ WARM_UP = 3  # steps that are not counted: compilation, first batches
 ALWAYS = (
     "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", "train.eval_every=0", "checkpoint.every=0",
     "devices={platform: cpu, simulated: 1}", "observe.report=false", "observe.log_every=1000", "train.sample_tokens=0",
+    "optimizer.warmup_steps=0",
 )  # fmt: skip
 
 

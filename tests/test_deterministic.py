@@ -108,8 +108,7 @@ def test_same_bits_in_bf16(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "style"), [("fp32", "llama"), ("bf16", "gpt2")])
 def test_same_bits_in_every_layout(precision: str, style: str) -> None:
     for case in (*EVERYDAY, *SLOW):
         check_same(case, precision, style)
