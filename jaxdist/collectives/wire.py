@@ -55,10 +55,6 @@ def decode(code: Array, size: int) -> Array:
     return (code[:, SCALE:].astype(jnp.float32) * scale).ravel()[:size]
 
 
-def _set(rows: Array, row: Array, index: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(rows, row, index % rows.shape[0], 0)
-
-
 def _finite(lost: Array) -> Array:
     """What is not finite is in the sum already; carried along, it would spoil every sum to come."""
     return jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
@@ -70,7 +66,7 @@ def _ring(parts: Array, group: Group) -> tuple[Array, Array]:
     def round_(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         travelling, lost = carry
         code = encode(travelling)
-        lost = _set(lost, travelling - decode(code, size), group.rank - 1 - step)
+        lost = ring.put(lost, travelling - decode(code, size), group.rank - 1 - step)
         arrived = decode(group.permute(code, shift(group.n)), size)
         return arrived + ring.part(parts, group.rank - 2 - step), lost
 
@@ -82,8 +78,8 @@ def _balanced_fusion(parts: Array, group: Group) -> tuple[Array, Array]:
     codes = jax.vmap(encode)(parts)
     lost = parts - jax.vmap(lambda code: decode(code, size))(codes)
     came = jax.vmap(lambda code: decode(code, size))(balanced_fusion.exchange(codes, group))
-    came = _set(came, ring.part(parts, group.rank), group.rank)  # its own part does not travel
-    return came.sum(0), _set(lost, jnp.zeros_like(parts[0]), group.rank)
+    came = ring.put(came, ring.part(parts, group.rank), group.rank)  # its own part does not travel
+    return came.sum(0), ring.put(lost, jnp.zeros_like(parts[0]), group.rank)
 
 
 def reduce_parts_lossy(parts: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
@@ -96,7 +92,7 @@ def all_reduce_lossy(x: Array, group: Group, algorithm: str) -> tuple[Array, Arr
     """(the sum of x, the same bits on every device; what this device's encodings lost, fp32), both shaped like x."""
     mine, lost = reduce_parts_lossy(padded_parts(x.astype(jnp.float32), group.n), group, algorithm)
     code = encode(mine)
-    lost = _set(lost, mine - decode(code, mine.size), group.rank)
+    lost = ring.put(lost, mine - decode(code, mine.size), group.rank)
     gather = {"ring": ring.gather_parts, "balanced_fusion": balanced_fusion.send_back}[algorithm]
     whole = jax.vmap(lambda code: decode(code, mine.size))(gather(code, group))
     return unpadded(whole, x).astype(x.dtype), unpadded(_finite(lost), x)

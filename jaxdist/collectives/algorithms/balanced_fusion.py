@@ -5,10 +5,9 @@ In round k everybody sends to the k-th rank further on, so that all links are bu
 (n-1)/n N in each direction. The server sums in rank order after its own.
 """
 
-from jax import lax
 
 from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
-from jaxdist.collectives.algorithms.ring import alone, part
+from jaxdist.collectives.algorithms.ring import alone, part, put
 from jaxdist.collectives.cost import Cost, even
 from jaxdist.collectives.group import Group, shift
 
@@ -18,7 +17,7 @@ def exchange(parts: Array, group: Group) -> Array:
     came = alone(part(parts, group.rank), group)
     for k in range(1, group.n):
         arrived = group.permute(part(parts, group.rank + k), shift(group.n, k))
-        came = lax.dynamic_update_index_in_dim(came, arrived, (group.rank - k) % group.n, 0)
+        came = put(came, arrived, group.rank - k)
     return came
 
 
@@ -35,7 +34,7 @@ def send_back(mine: Array, group: Group) -> Array:
     parts = alone(mine, group)
     for k in range(1, group.n):
         arrived = group.permute(mine, shift(group.n, k))
-        parts = lax.dynamic_update_index_in_dim(parts, arrived, (group.rank - k) % group.n, 0)
+        parts = put(parts, arrived, group.rank - k)
     return parts
 
 

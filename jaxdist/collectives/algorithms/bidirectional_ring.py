@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.algorithm import Algorithm, Array, cut, join, padded_parts, unpadded
-from jaxdist.collectives.algorithms.ring import alone, gather_round, part, reduce_round
-from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.algorithms.ring import alone, cost, gather_round, part, reduce_round
 from jaxdist.collectives.group import Group
 
 RIGHT, LEFT = 1, -1
@@ -59,11 +58,5 @@ def _all_gather(x: Array, group: Group, dim: int) -> Array:
     return join(_gather_parts(x.ravel(), group).reshape(group.n, *x.shape), dim)
 
 
-def _cost(operation: str, size: int, group: Group) -> Cost:
-    """Rounds and bytes as the ring's; of each round's bytes, one direction of a link sees about half."""
-    chunk, n = size if operation == "all_gather" else -(-size // group.n), group.n
-    rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
-    return even(rounds, rounds * chunk, n, swap=n == 2)
-
-
-bidirectional_ring = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather)
+# Rounds and bytes are the ring's; of each round's bytes, one direction of a link sees about half.
+bidirectional_ring = Algorithm(cost, _all_reduce, _reduce_scatter, _all_gather)

@@ -16,7 +16,7 @@ from jaxdist.collectives.group import Group
 from jaxdist.errors import UserError
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
-REDUCE_LOCAL: dict[str, Callable[..., Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
+REDUCE_LOCAL: dict[str, Callable[..., Array]] = {"max": jnp.max, "min": jnp.min}
 
 
 def _index_groups(group: Group) -> list[list[int]] | None:
@@ -36,7 +36,7 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    if op == "sum" and not jnp.issubdtype(x.dtype, jnp.bool_):
+    if op == "sum":
         groups = _index_groups(group)
         if not x.size:  # XLA refuses to scatter nothing
             return cut(x, group.n, dim)[0]
