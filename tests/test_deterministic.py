@@ -1,6 +1,11 @@
 """`GradSync(deterministic=True)`: the same bits on any number of devices, in ddp and zero3, in fp32 and bf16."""
 
 import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +22,7 @@ from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum
 from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import make_precision
 
+ROOT = Path(__file__).parent.parent
 ROWS, LENGTH, VOCAB, STEPS = 16, 8, 64, 10
 DETERMINISTIC = GradSync(deterministic=True)
 
@@ -203,3 +209,20 @@ def test_an_optimizer_that_sums_over_shards_is_refused(optimizer: Any) -> None:
     step = make_train_step(model, optimizer, mesh, strategy="zero3", grad_sync=DETERMINISTIC)
     with pytest.raises(UserError, match="clip_by_ordered_norm"):
         step(state, batches()[0])
+
+
+@pytest.mark.slow
+def test_the_example_prints_what_readme_shows() -> None:
+    """But for the losses and the words that differ without it, which are this compiler's."""
+    example = ROOT / "docs" / "examples" / "same_bits.py"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    deterministic, native = done.stdout.removeprefix("deterministic\n").split("native sums\n")
+    differ = {name: [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of 34,176 words differ", text)]
+              for name, text in (("deterministic", deterministic), ("native", native))}  # fmt: skip
+    assert differ["deterministic"] == [0, 0, 0] and len(differ["native"]) == 3 and all(differ["native"])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme[readme.index("deterministic\n  ddp") :].partition("```")[0]
+    figures = re.compile(r"loss [\d.]+, [\d,]+ of")
+    assert figures.sub("", shown) == figures.sub("", done.stdout)

@@ -12,8 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import init_state, make_mesh, make_train_step, state_target
+from jaxdist import config_sync, init_state, make_mesh, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.collectives import wire
+from jaxdist.collectives.cost import LINKS
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE
@@ -47,6 +49,12 @@ def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[Train
         state, metrics = step(state, batch(i))
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def test_a_configuration_allows_what_the_collectives_have() -> None:
+    """The configuration is checked before jax is imported, from lists of its own."""
+    assert ("auto", *LINKS) == config_sync.LINKS
+    assert config_sync.INT8 == wire.LOSSY
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "sync"), [

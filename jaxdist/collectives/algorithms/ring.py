@@ -5,6 +5,8 @@ chunk of N/n: 2 (n-1)/n N in all, whatever n, which no algorithm undercuts (Pata
 problems remain: the latency of 2 (n-1) rounds, and that the slowest link rules.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +14,8 @@ from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, 
 from jaxdist.collectives.cost import Cost, even
 from jaxdist.collectives.group import Group, shift
 from jaxdist.collectives.varying import zeros_varying_like
+
+Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> where its parts are; they travel together
 
 
 def traffic(nbytes: float, n: int) -> float:
@@ -27,6 +31,16 @@ def part(parts: Array, index: Array) -> Array:
 def put(parts: Array, value: Array, index: Array) -> Array:
     """parts with parts[index mod n] replaced."""
     return lax.dynamic_update_index_in_dim(parts, value, index % parts.shape[0], 0)
+
+
+def alone_in(i: Array) -> tuple[Array]:
+    """The places of a ring whose ranks have one part each."""
+    return (i,)
+
+
+def take(parts: Array, places: tuple[Array, ...]) -> Array:
+    """The parts that travel together: [len(places), ...]."""
+    return jnp.stack([part(parts, i) for i in places])
 
 
 def reduce_round(step: Array, travelling: Array, parts: Array, group: Group, op: str, by: int) -> Array:
@@ -59,20 +73,30 @@ def gather_parts(x: Array, group: Group) -> Array:
     return lax.fori_loop(0, group.n - 1, lambda step, carry: gather_round(step, carry, group, 1), start)[0]
 
 
+def gather_in_place(parts: Array, group: Group, places: Places = alone_in) -> Array:
+    """parts after an all-gather in it: at places(i) is what rank i had there."""
+
+    def round_(step: Array, parts: Array) -> Array:
+        arrived = group.permute(take(parts, places(group.rank - step)), shift(group.n))
+        for row, i in zip(arrived, places(group.rank - 1 - step), strict=True):
+            parts = put(parts, row, i)
+        return parts
+
+    return lax.fori_loop(0, group.n - 1, round_, parts)
+
+
 def all_reduce(x: Array, group: Group, op: str) -> Array:
-    """Reduce-scatter, then all-gather, of n padded parts, both in one buffer."""
+    """Reduce-scatter, then all-gather, of n padded parts, both in one buffer: over gloo, fresh memory costs more time
+    than copying in old."""
 
     def reduce(step: Array, parts: Array) -> Array:
         arrived = group.permute(part(parts, group.rank - 1 - step), shift(group.n))
         return put(parts, COMBINE[op](arrived, part(parts, group.rank - 2 - step)), group.rank - 2 - step)
 
-    def spread(step: Array, parts: Array) -> Array:
-        return put(parts, group.permute(part(parts, group.rank - step), shift(group.n)), group.rank - 1 - step)
-
     parts = lax.fori_loop(0, group.n - 1, reduce, padded_parts(x, group.n))
     if group.wire is not None:
         parts = put(parts, group.rounded(part(parts, group.rank)), group.rank)
-    return unpadded(lax.fori_loop(0, group.n - 1, spread, parts), x)
+    return unpadded(gather_in_place(parts, group), x)
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:

@@ -7,11 +7,13 @@ axis, and in sub-groups, nothing says which devices are neighbours, and this is 
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, Pairs
+from jaxdist.collectives.group import Group, Pairs, shift
+from jaxdist.collectives.varying import zeros_varying_like
 
 
 def _all_reduce(x: Array, group: Group, op: str) -> Array:
@@ -34,20 +36,33 @@ def twist(inner: int) -> Pairs:
 def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
     """With two neighbourhoods the outer ring would be exchanges between pairs, at half speed over gloo. `twist` has
     none: side 0 sends the first half of the data to be completed on side 1 while side 1 sends the second half, and the
-    results go the same way. On side 1, parts of the second half rest one device earlier, to fit the way back.
+    results go the same way. The way back ends one device further, and so parts rest elsewhere on the way out.
     """
     n, pairs = inner.n, twist(inner.n)
-    side = group.rank // n
-    first, second = padded_parts(x, 2 * n).reshape(2, n, -1)
-    rows = jnp.stack([first, jnp.roll(second, -side, axis=0)], axis=1)
-    of_first, of_second = ring.reduce_parts(rows, inner, op)
-    complete = jnp.where(side == 0, of_second, of_first)
-    complete = COMBINE[op](complete, group.permute(jnp.where(side == 0, of_first, of_second), pairs))
-    complete = group.rounded(complete)
-    other = group.permute(complete, pairs)
-    rows = ring.gather_parts(jnp.where(side == 0, jnp.stack([other, complete]), jnp.stack([complete, other])), inner)
-    first = jnp.roll(rows[:, 0], side - 1, axis=0)  # came to side 0 one device later
-    return unpadded(jnp.concatenate([first, rows[:, 1]]), x)
+    side, rank = group.rank // n, group.rank % n
+    parts = padded_parts(x, 2 * n)
+
+    def inwards(i: Array) -> tuple[Array, Array]:  # of the n parts of the first half, and of the n of the second
+        return i % n, n + (i + side) % n
+
+    def outwards(i: Array) -> tuple[Array, Array]:
+        return (i + side - 1) % n, n + i % n
+
+    def reduce(step: Array, travelling: Array) -> Array:
+        return COMBINE[op](inner.permute(travelling, shift(n)), ring.take(parts, inwards(rank - 2 - step)))
+
+    last = inner.permute(lax.fori_loop(0, n - 2, reduce, ring.take(parts, inwards(rank - 1))), shift(n))
+
+    def inside(half: Array) -> Array:  # not both at once: what the other side waits for, first
+        return COMBINE[op](ring.part(last, half), ring.part(parts, jnp.stack(inwards(rank))[half]))
+
+    theirs = group.permute(inside(side), pairs)
+    mine = group.rounded(COMBINE[op](inside(1 - side), theirs))
+    back = group.permute(mine, pairs)
+    whole = zeros_varying_like(parts)
+    for half, complete in ((1 - side, mine), (side, back)):
+        whole = ring.put(whole, complete, jnp.stack(outwards(rank))[half])
+    return unpadded(ring.gather_in_place(whole, inner, outwards), x)
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
