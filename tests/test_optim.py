@@ -58,7 +58,9 @@ def test_muon_takes_the_kernels_of_blocks() -> None:
     assert foreign["b"] is None and foreign["w"] is not None
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "name", ["adafactor", "muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "sgd", "lion"))]
+)
 def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
     """Adafactor, Muon and clipping look across a tensor: local statistics would differ here."""
     options = OptimizerConfig(name=name, lr=1e-2, clip_norm=0.1, eps=1e-6)

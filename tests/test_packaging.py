@@ -134,3 +134,10 @@ def test_ci_is_a_program_and_names_no_registry() -> None:
     bash = shutil.which("bash")
     if bash is not None:
         subprocess.run([bash, "-n", script], check=True)
+
+
+@pytest.mark.xdist_group("groups")
+def test_groups_reach_the_workers(request: pytest.FixtureRequest) -> None:
+    """pytest and pytest-xdist must agree on how: else nothing fails, and the suite takes twice the time."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        assert request.node.nodeid.endswith("@groups")

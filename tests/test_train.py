@@ -344,7 +344,9 @@ def five_steps(config: OptimizerConfig, strategy: str, **mesh_sizes: Any) -> tup
     return values, state
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lion", "adafactor", "muon"))]
+)
 def test_optimizer_in_a_sharded_layout(name: str) -> None:
     config = OptimizerConfig(name=name, lr=1e-2, warmup_steps=2)
     with jax.enable_x64(True):
