@@ -1,7 +1,8 @@
 """The configuration: frozen dataclasses, one a section, read from YAML with `section.key=value` overrides on top.
 
 Each field carries its one-line description and its allowed values; the checks and docs/config.md both come from there.
-Reading is in `config_load.py`, the checks over several keys in `config_check.py`. Nothing here imports jax.
+Reading is in `config_load.py`; the checks of one value in `config_values.py`, of several keys in `config_check.py`.
+Nothing here imports jax.
 """
 
 from collections.abc import Sequence
@@ -129,6 +130,7 @@ class OptimizerConfig:
     momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
     clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
+    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, blocks.norm*.scale]")
 
 
 @dataclass(frozen=True)

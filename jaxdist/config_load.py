@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from jaxdist.config_check import Rule, check_value, nearest, show
+from jaxdist.config_values import Rule, check_value, nearest, show
 from jaxdist.errors import UserError
 
 T = TypeVar("T")
@@ -68,6 +68,7 @@ def keys(cls: type) -> dict[str, Key]:
         kinds = [hints[each.name]]
         if isinstance(kinds[0], types.UnionType):
             kinds = [kind for kind in typing.get_args(kinds[0]) if kind is not type(None)]
+        kinds = [typing.get_origin(kind) or kind for kind in kinds]  # tuple[str, ...] -> tuple
         optional = type(None) in typing.get_args(hints[each.name])
         default = None if each.default is MISSING else each.default
         found[each.name] = Key(
@@ -130,7 +131,13 @@ def _bare(name: str) -> str:
 
 def _build(cls: type[T], tree: dict[str, Any]) -> T:
     nested = {name: key.kind for name, key in keys(cls).items() if key.nested}
-    return cls(**{name: _build(nested[name], value) if name in nested else value for name, value in tree.items()})
+
+    def built(name: str, value: Any) -> Any:
+        if name in nested:
+            return _build(nested[name], value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return cls(**{name: built(name, value) for name, value in tree.items()})
 
 
 def _not_a_section(dotted: str, key: Key, value: Any) -> str:

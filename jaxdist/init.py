@@ -1,6 +1,6 @@
 """Make a training state, laid out from its first byte."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.nn import ModelDef
+from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, residual_target
 from jaxdist.precision import POLICIES
@@ -35,14 +36,17 @@ def state_target(
     strategy: str = "ddp",
     min_shard_bytes: int = 0,
     grad_sync: GradSync = DEFAULT_SYNC,
+    freeze: Sequence[str] = (),
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
     is compiled for without allocating anything."""
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
+    optimizer = only_trained(optimizer, freeze)
     placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))
     resting = map_specs(lambda spec: without_idle(spec, mesh), placing.place(shapes, specs, mesh))
-    return abstract_state(shapes, resting, optimizer, mesh, residual_target(shapes, resting, mesh, grad_sync))
+    residual = residual_target(leave_out(shapes, freeze), leave_out(resting, freeze), mesh, grad_sync)
+    return abstract_state(shapes, resting, optimizer, mesh, residual)
 
 
 def init_state(
@@ -53,17 +57,20 @@ def init_state(
     strategy: str = "ddp",
     min_shard_bytes: int = 0,
     grad_sync: GradSync = DEFAULT_SYNC,
+    freeze: Sequence[str] = (),
     seed: int = 0,
 ) -> TrainState:
     """A `TrainState` at step 0, each leaf allocated where it rests.
 
     source: a `ModelDef`, a function key -> parameters, or a pytree of parameters that exist already (say
     `nnx.to_pure_dict(nnx.state(model, nnx.Param))`). The strategy decides the layout: the step must use the same one.
-    grad_sync: the step's, when it sends int8, whose residual is part of the state.
+    grad_sync: the step's, when it sends int8, whose residual is part of the state. freeze: the step's, patterns of
+    parameters without optimizer state.
     """
     target = state_target(
-        source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync
+        source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync, freeze=freeze
     )
+    optimizer = only_trained(optimizer, freeze)
     if isinstance(source, ModelDef):
         return allocate(source.init, jax.random.key(seed), optimizer, target)
     if callable(source):

@@ -4,9 +4,10 @@ They run in the global region, on whole arrays: clip_by_global_norm, adafactor a
 tensor, and inside a manual region they would silently use each shard's local statistics.
 """
 
+import fnmatch
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
 from jaxdist.precision import accumulation_dtype
+from jaxdist.specs import is_model, path_name
 
 if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
 
 PyTree = Any
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
-UNITS = {"embed", "blocks", "head"}  # top level of a ModelDef's parameters
 
 
 def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
@@ -63,7 +65,7 @@ def muon_dims(params: PyTree) -> PyTree:
     Embeddings, the head and vectors go to Adam (Jordan et al. 2024). Stacked blocks are a batch of matrices. A tree
     that is not a `ModelDef`'s has its 2-D leaves orthogonalised.
     """
-    stacked = isinstance(params, dict) and set(params) == UNITS
+    stacked = is_model(params)
 
     def dims(path: tuple[Any, ...], leaf: Any) -> Any:
         if not stacked:
@@ -112,6 +114,44 @@ def make_optimizer(
     core = _core(config, learning_rate(config, steps))
     clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
     return optax.chain(clip(config.clip_norm), core) if config.clip_norm else core
+
+
+def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
+    """The tree with an `optax.MaskedNode` in place of every leaf whose path ("blocks.mlp.up.kernel") fits a pattern
+    ("embed.*"). PartitionSpecs are leaves. Raises `UserError` for a pattern that fits nothing, or when nothing is left.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, P))
+    names = [path_name(path) for path, _ in leaves]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(f"optimizer.freeze: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} "
+                            f"or '{names[0].partition('.')[0]}.*'; parameters: {', '.join(names)}")  # fmt: skip
+    frozen = [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names]
+    if all(frozen):
+        raise UserError(f"optimizer.freeze: {', '.join(patterns)} leaves nothing to train; leave one of them out")
+    return jax.tree.unflatten(
+        treedef, [optax.MaskedNode() if out else leaf for (_, leaf), out in zip(leaves, frozen, strict=True)]
+    )
+
+
+def only_trained(optimizer: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformation:
+    """The optimizer for trees of all parameters, of which it sees, and has state for, those that fit no pattern."""
+    if not patterns:
+        return optimizer
+
+    def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        return optimizer.update(grads, state, None if params is None else leave_out(params, patterns))
+
+    return optax.GradientTransformation(lambda params: optimizer.init(leave_out(params, patterns)), update)
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """`optax.apply_updates`; parameters without an update stay as they are."""
+
+    def one(update: Any, param: jax.Array) -> jax.Array:
+        return param if isinstance(update, optax.MaskedNode) else optax.apply_updates(param, update)
+
+    return jax.tree.map(one, updates, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
-from jaxdist.init import state_target
+from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
@@ -28,7 +28,7 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
-from jaxdist.state import TrainState, allocate, specs_of_arrays
+from jaxdist.state import TrainState, specs_of_arrays
 from jaxdist.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -81,7 +81,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
         "model": asdict(resolve_model(config.model)),
         "data": {**data, "sha256": source.info["sha256"]},
         "precision": asdict(config.precision),
-        "optimizer": {"name": config.optimizer.name},
+        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
     }
     return json.loads(json.dumps(whole))  # as it will come back
@@ -155,16 +155,18 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     model = make_model(config, precision, training=True)
     parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
-    target = state_target(
-        model, optimizer, mesh, strategy=parallel.strategy, min_shard_bytes=parallel.min_shard_bytes, grad_sync=sync
-    )
+    layout: dict[str, Any] = {
+        "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,
+        "freeze": config.optimizer.freeze,
+    }  # fmt: skip
+    target = state_target(model, optimizer, mesh, **layout)
     step = make_train_step(
         model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
         microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
-        grad_sync=sync, seed=config.train.seed,
+        grad_sync=sync, freeze=config.optimizer.freeze, seed=config.train.seed,
     )  # fmt: skip
     checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
-    fresh = functools.partial(allocate, model.init, jax.random.key(config.train.seed), optimizer, target)
+    fresh = functools.partial(init_state, model, optimizer, mesh, **layout, seed=config.train.seed)
     state = restore_or_init(config, folder, checkpoints, source=source, target=target, fresh=fresh)
     first_step = int(jax.device_get(state.step))
     console = stack.enter_context(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
@@ -14,6 +14,7 @@ from jaxdist.mesh import BATCH_AXES, BATCH_LIKE
 
 PyTree = Any
 BATCH_SPEC = P(BATCH_AXES)
+UNITS = ("embed", "blocks", "head")  # top level of a `ModelDef`'s parameters, in order of use; blocks are stacked
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -63,12 +64,22 @@ def spec_leaves(specs: PyTree) -> list[P]:
     return jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
 
 
-def shard_count(spec: P, mesh: Mesh) -> int:
+def is_model(tree: PyTree) -> bool:
+    """Whether a tree of parameters, or of their specs, has the units of a `ModelDef`."""
+    return isinstance(tree, dict) and set(tree) == set(UNITS)
+
+
+def unit_specs(specs: PyTree) -> PyTree:
+    """Specs of what one unit of a `ModelDef` has: one block, without the dim that blocks are stacked along."""
+    return {**specs, "blocks": map_specs(lambda spec: P(*spec[1:]), specs["blocks"])}
+
+
+def shard_count(spec: P, mesh: Mesh | AbstractMesh) -> int:
     """Into how many different parts an array with this spec is cut."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
 
 
-def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: Mesh) -> int:
+def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: Mesh | AbstractMesh) -> int:
     """Bytes that one device holds of an array; exact, since `check_divisible` holds."""
     return math.prod(shape.shape) * shape.dtype.itemsize // shard_count(spec, mesh)
 

@@ -5,7 +5,7 @@ Global region: plain `jax.jit` on whole arrays: scaling, clipping and the optimi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,15 @@ from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varyi
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.nn import ModelDef
-from jaxdist.optim import ordered_norm
+from jaxdist.optim import apply_updates, leave_out, only_trained, ordered_norm
 from jaxdist.parallel.foreign import ForeignLoss, foreign_program, unchecked_region
+from jaxdist.parallel.freeze import freezing
 from jaxdist.parallel.microbatch import check_batch, check_global, sample_keys, split_microbatches
 from jaxdist.parallel.program import make_program
 from jaxdist.parallel.schedule import Program, Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
-from jaxdist.parallel.sync import GradSync, check_sync, check_update, order_of_work, sum_totals
-from jaxdist.precision import Precision, accumulation_dtype, make_precision
+from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
+from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import batch_spec
 from jaxdist.state import TrainState, check_state, shardings_of, specs_of_arrays
 
@@ -37,9 +38,10 @@ Metrics = dict[str, jax.Array]
 
 def make_gradients(
     model: ModelDef | ForeignLoss, mesh: Mesh, specs: PyTree, lost: PyTree, strategy: Strategy, schedule: Schedule, *,
-    microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync,
+    microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync, trained: PyTree,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
-    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs."""
+    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
+    trained: those of the gradients."""
     program: Program
     region_of: Callable[..., Any]
     if isinstance(model, ModelDef):
@@ -59,22 +61,16 @@ def make_gradients(
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
             loss, weight, grads = schedule(program, diff, held, parts, seed=loss_seed, reduce_dtype=precision.reduce)
             grads, residual = strategy.reduce(grads, residual, specs)
-            return *sum_totals(jnp.stack([loss, weight]), sync), stack(specs, grads), residual
+            return *sum_totals(jnp.stack([loss, weight]), sync), stack(trained, grads), residual
 
         run = region_of(
             region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P()),
-            out_specs=(P(), P(), stacked_specs(specs, mesh), lost),
+            out_specs=(P(), P(), stacked_specs(trained, mesh), lost),
         )  # fmt: skip
         loss, weight, grads, residual = run(state.params, state.residual, batch, state.step)
-        grads = claim_replicated(grads, specs, mesh)
+        grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
-        inverse = jnp.where(weight > 0, 1 / (weight * loss_seed), jnp.zeros_like(weight))
-
-        def scaled(grad: jax.Array) -> jax.Array:
-            wide = accumulation_dtype(grad.dtype)
-            return (grad.astype(wide) * inverse.astype(wide)).astype(precision.param)
-
-        return loss, weight, jax.tree.map(scaled, grads), residual
+        return loss, weight, divide(grads, weight * loss_seed, precision.param), residual
 
     return gradients
 
@@ -110,17 +106,18 @@ class TrainStep:
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: Mesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
-    grad_sync: GradSync = DEFAULT_SYNC, seed: int = 0, return_grads: bool = False,
+    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), seed: int = 0, return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
-    gradient is that of sum / weight over the global batch, the same in every layout. Raises `UserError` on a batch or a
-    mesh that does not fit.
+    gradient is that of sum / weight over the global batch, the same in every layout. freeze: patterns ("embed.*") of
+    parameters that are not trained. Raises `UserError` on a batch or a mesh that does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
     check_sync(grad_sync, policy.reduce)
-    placing = get_strategy(strategy, StrategyOptions(policy, grad_sync))
+    placing = freezing(get_strategy(strategy, StrategyOptions(policy, grad_sync)), freeze)
+    optimizer = only_trained(optimizer, freeze)
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
@@ -128,9 +125,10 @@ def make_train_step(
         check_state(state, mesh, policy.param)
         check_update(optimizer, *state[1:], sync=grad_sync)
         norm = ordered_norm if grad_sync.deterministic else optax.tree.norm
+        specs = specs_of_arrays(state.params)
         gradients = make_gradients(
-            model, mesh, specs_of_arrays(state.params), specs_of_arrays(state.residual), placing, run_schedule,
-            microbatches=microbatches, precision=policy, remat=remat, seed=seed, sync=grad_sync,
+            model, mesh, specs, specs_of_arrays(state.residual), placing, run_schedule, microbatches=microbatches,
+            precision=policy, remat=remat, seed=seed, sync=grad_sync, trained=leave_out(specs, freeze),
         )  # fmt: skip
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -140,11 +138,11 @@ def make_train_step(
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             metrics = {"loss": jnp.where(weight > 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             metrics |= {"grads": grads} if return_grads else {}
-            return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, residual), metrics
+            return TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual), metrics
 
         layout = shardings_of(state)
         outputs = dict.fromkeys(("loss", "weight", "grad_norm"), NamedSharding(mesh, P()))
-        outputs |= {"grads": layout.params} if return_grads else {}
+        outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))
 
     return TrainStep(build)

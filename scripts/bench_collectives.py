@@ -15,7 +15,6 @@ import functools
 import json
 import math
 import os
-import platform
 import random
 import re
 import sys
@@ -23,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +42,7 @@ from jaxdist.collectives.wire import BLOCK, SCALE
 from jaxdist.config import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
+from jaxdist.observe import measured_on
 from jaxdist.plan.rounds import rounds_of
 from jaxdist.runtime.start import choose_platform, describe_job, fail_alone, join
 from jaxdist.runtime.virtual_hosts import exit_status, parse_links, run
@@ -339,13 +338,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def conditions(setup: Setup) -> dict[str, Any]:
     """All that the figures depend on."""
-    options, info = setup.options, Path("/proc/cpuinfo").read_text()
-    names = re.findall(r"model name\s*: (.*)", info) or [platform.machine()]
+    options = setup.options
     virtual = {key: getattr(options, key) for key in ("rate", "burst", "congestion")} if options.virtual_hosts else None
     return {
-        "command": " ".join(["bench_collectives.py", *sys.argv[1:]]), "date": date.today().isoformat(),
-        "jax": jax.__version__, "python": platform.python_version(), "device": setup.mesh.devices.flat[0].device_kind,
-        "cpu": f"{os.cpu_count()} x {names[0]}", "hosts": setup.hosts, "virtual_hosts": virtual,
+        **measured_on(), "device": setup.mesh.devices.flat[0].device_kind,
+        "hosts": setup.hosts, "virtual_hosts": virtual,
         "mesh": {axis: setup.mesh.shape[axis] for axis in AXES}, "bits_per_s": setup.bits, "link": setup.link._asdict(),
         "operation": options.operation, "dtype": options.dtype, "wire_dtype": options.wire_dtype,
         "rounds": options.rounds,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxdist.config import Config, GradSyncConfig, load_config
 from jaxdist.errors import UserError
+from jaxdist.observe import measured_on
 from jaxdist.runtime.virtual_hosts import exit_status, missing, run
 
 CONFIG = "configs/quickstart.yaml"
@@ -134,8 +135,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             rows.append({"remedy": remedy.name, "seconds": seconds, "predicted_seconds": expected,
                          "speed_up": ideal / seconds, "predicted_speed_up": ideal / expected})  # fmt: skip
             say(f"  {remedy.name}: {seconds:.3f} s, {ideal / seconds:.2f} x ({ideal / expected:.2f} x predicted)")
-    return {"hosts": hosts, "rate": rate, "ratio": arguments.ratio, "compute_seconds": compute, "parameters": size,
-            "steps": arguments.steps, "rows": rows}  # fmt: skip
+    return {**measured_on(), "hosts": hosts, "rate": rate, "ratio": arguments.ratio, "compute_seconds": compute,
+            "parameters": size, "steps": arguments.steps, "rows": rows}  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> str:

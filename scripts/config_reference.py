@@ -1,8 +1,8 @@
 """Print docs/config.md from the dataclasses: `python scripts/config_reference.py > docs/config.md`."""
 
 from jaxdist.config import Config
-from jaxdist.config_check import show
 from jaxdist.config_load import all_keys, keys
+from jaxdist.config_values import show
 
 HEAD = """# Configuration reference
 

@@ -22,8 +22,8 @@ from jaxdist.config import (
     resolve_model,
     to_yaml,
 )
-from jaxdist.config_check import check_value, nearest
 from jaxdist.config_load import all_keys, parse_yaml
+from jaxdist.config_values import check_value, nearest
 from jaxdist.errors import UserError
 
 ROOT = Path(__file__).parent.parent

@@ -49,6 +49,9 @@ SLOW = [
     Case("zero3", (1, 8, 1)),
     Case("zero3", (2, 2, 1)),
     Case("zero3", (4, 2, 1)),
+    Case("zero1", (2, 4, 1)),
+    Case("zero1", (1, 4, 1), 2),
+    Case("zero2", (2, 2, 1), 2),
 ]
 
 

@@ -61,6 +61,23 @@ def test_zero3_reduces_once_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero1_gathers_once_and_reduces_once(microbatches: int) -> None:
+    counts = collectives(jaxpr_of("zero1", fsdp=4, microbatches=microbatches), "fsdp")
+    assert counts.pop(("all_gather", "float32")) == LAYERS * BLOCK + EMBED + HEAD
+    assert counts.pop(("reduce_scatter", "float32")) == BLOCK + EMBED + HEAD  # of whole stacks
+    assert counts == {("psum", "float32"): 1}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero2_gathers_once_and_reduces_every_unit_once_a_microbatch(microbatches: int) -> None:
+    counts = collectives(jaxpr_of("zero2", fsdp=4, microbatches=microbatches), "fsdp")
+    leaves = LAYERS * BLOCK + EMBED + HEAD
+    assert counts.pop(("all_gather", "float32")) == leaves
+    assert counts.pop(("reduce_scatter", "float32")) == microbatches * leaves
+    assert counts == {("psum", "float32"): 1}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
 def test_ddp_reduces_once_a_step_in_one_bucket(microbatches: int) -> None:
     counts = collectives(jaxpr_of("ddp", data=4, microbatches=microbatches), "data")
     # The gradients; loss and weight.
@@ -156,7 +173,7 @@ def test_layer_specs_that_do_not_divide_are_named() -> None:
 
 
 def test_unknown_strategy_lists_the_folder() -> None:
-    with pytest.raises(UserError, match="'zero33' is not known; allowed: ddp, zero3.*did you mean 'zero3'"):
+    with pytest.raises(UserError, match="'zero33' is not known; allowed: ddp, zero1, .*did you mean 'zero3'"):
         get_strategy("zero33", StrategyOptions(POLICIES["fp32"]))
 
 

@@ -12,6 +12,7 @@ import platform
 import re
 import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,6 +107,17 @@ def _git() -> dict[str, Any] | None:
         return {"revision": revision.stdout.strip(), "modified": ask("diff-index", "--quiet", "HEAD").returncode != 0}
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def measured_on() -> dict[str, str]:
+    """What belongs beside every measurement: date, command, versions, processor."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *redact_command(sys.argv[1:])]),
+        "date": datetime.date.today().isoformat(), "jax": importlib.metadata.version("jax"),
+        "python": platform.python_version(), "cpu": f"{os.cpu_count()} x {(names or [platform.machine()])[0]}",
+    }  # fmt: skip
 
 
 def environment(

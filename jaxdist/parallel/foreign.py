@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxdist.errors import UserError
-from jaxdist.parallel.program import gathers
+from jaxdist.parallel.program import regathers
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
@@ -81,4 +81,4 @@ def foreign_program(
         refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
         return run(params, batch["batch"], batch["keys"])
 
-    return Program(rematerialise(loss, remat, gathers=gathers(specs), in_scan=False))
+    return Program(rematerialise(loss, remat, gathers=regathers(strategy, specs), in_scan=False))

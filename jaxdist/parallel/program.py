@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, rank
 from jaxdist.errors import UserError
@@ -14,20 +13,15 @@ from jaxdist.nn import ModelDef
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import map_specs, spec_axes, spec_leaves
+from jaxdist.specs import spec_axes, spec_leaves, unit_specs
 
 PyTree = Any
 EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
 
 
-def unit_specs(specs: PyTree) -> PyTree:
-    """Specs of what `gather` sees: one block, without the dim that blocks are stacked along."""
-    return {**specs, "blocks": map_specs(lambda spec: P(*spec[1:]), specs["blocks"])}
-
-
-def gathers(specs: PyTree) -> bool:
-    """Whether any parameter of a unit rests as a shard over `fsdp`."""
-    return any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
+def regathers(strategy: Strategy, specs: PyTree) -> bool:
+    """Whether the backward pass gathers parameters of this unit again."""
+    return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
 def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +59,7 @@ def make_program(
         return fenced(model.head)(use("head", diff, held), None if tied is None else use("embed", *tied), h, batch)
 
     def again(specs: PyTree) -> bool:  # isolated: what is kept must not depend on the layout either
-        return isolated or gathers(specs)
+        return isolated or regathers(strategy, specs)
 
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
     block_unit = rematerialise(block_unit, remat, gathers=again(units["blocks"]), in_scan=True)
@@ -76,7 +70,7 @@ def make_program(
         return embed_unit(diff["embed"], held["embed"], batch)
 
     def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
-        count = jax.tree.leaves(diff["blocks"])[0].shape[0]  # of this stage
+        count = jax.tree.leaves((diff["blocks"], held["blocks"]))[0].shape[0]  # of this stage
         layers = 1 + rank("pipe") * count + jnp.arange(count, dtype=jnp.int32)
 
         def body(h: jax.Array, unit: PyTree) -> tuple[jax.Array, None]:

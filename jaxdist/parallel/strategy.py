@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import registry
 from jaxdist.collectives import all_gather, reduce_scatter, to_varying, varying_axes
 from jaxdist.mesh import BATCH_LIKE
-from jaxdist.parallel.sync import GradSync, finish
+from jaxdist.parallel.sync import GradSync, finish, reduce_late
 from jaxdist.precision import Precision
-from jaxdist.specs import dim_of, entry_axes, from_entries, map_specs
+from jaxdist.specs import dim_of, entry_axes, from_entries, is_model, map_specs, unit_specs
 
 PyTree = Any
 
@@ -34,12 +34,14 @@ class Strategy(NamedTuple):
     gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce.
     reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
     what lossy sums carry from step to step (see `sync`), or ().
+    drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again.
     """
 
     place: Callable[[PyTree, PyTree, Mesh], PyTree]
     begin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
     gather: Callable[[PyTree, PyTree, PyTree], PyTree]
     reduce: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    drops: bool = False
 
 
 class StrategyOptions(NamedTuple):
@@ -54,6 +56,11 @@ class StrategyOptions(NamedTuple):
     def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
         """The sums that are left at the end of a step, as `Strategy.reduce` wants them."""
         return functools.partial(finish, sync=self.sync, reduce_dtype=self.precision.reduce)
+
+    def finish_whole(self, grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        """`finish` for gradients that are whole where parameters rest as shards: they are reduce-scattered first."""
+        shards = reduce_late(grads, specs, sync=self.sync, reduce_dtype=self.precision.reduce)
+        return self.finish(shards, residual, specs)
 
 
 def get_strategy(name: str, options: StrategyOptions) -> Strategy:
@@ -146,12 +153,62 @@ def _gather_backward(dim: int, precision: Precision, sync: GradSync, _: None, gr
 gather_leaf.defvjp(_gather_forward, _gather_backward)
 
 
-def whole_zeros(spec: P, shard: jax.Array) -> jax.Array:
-    """Zeros in the shape of the whole parameter: what `gather_tapped` takes gradients by."""
-    dim = dim_of(spec, "fsdp")
-    assert dim is not None
-    shape = (*shard.shape[:dim], shard.shape[dim] * lax.axis_size("fsdp"), *shard.shape[dim + 1 :])
-    return to_varying(jnp.zeros(shape, shard.dtype), varying_axes(shard))
+def gather_once(params: PyTree, specs: PyTree, precision: Precision) -> PyTree:
+    """Whole copies in the compute dtype of the parameters that rest as shards over fsdp; () for the others.
+
+    Blocks one after the other: a gather of their stack would need a second copy of it in transit.
+    """
+
+    def unit(specs: PyTree, params: PyTree) -> PyTree:
+        def one(spec: P, leaf: jax.Array) -> jax.Array | tuple[()]:
+            dim = dim_of(spec, "fsdp")
+            return () if dim is None else _gather(leaf, dim, precision)
+
+        return map_specs(one, specs, params)
+
+    if not is_model(params):
+        return unit(specs, params)
+    of_one = unit_specs(specs)
+    blocks = lax.map(functools.partial(unit, of_one["blocks"]), params["blocks"])
+    return {**{name: unit(of_one[name], params[name]) for name in ("embed", "head")}, "blocks": blocks}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def use_copy(diff: jax.Array, copy: jax.Array, dim: int | None, precision: Precision, sync: GradSync) -> jax.Array:
+    """The copy of a parameter that was gathered before. Its gradient goes to `diff`, which is not looked at:
+    reduce-scattered along `dim`, or whole (None)."""
+    return copy
+
+
+def _copy_forward(
+    diff: jax.Array, copy: jax.Array, dim: int | None, precision: Precision, sync: GradSync
+) -> tuple[jax.Array, None]:
+    return copy, None
+
+
+def _copy_backward(
+    dim: int | None, precision: Precision, sync: GradSync, _: None, grad: jax.Array
+) -> tuple[jax.Array, None]:
+    if dim is None:
+        return *_cast_backward(precision, None, grad), None
+    return *_gather_backward(dim, precision, sync, None, grad), None
+
+
+use_copy.defvjp(_copy_forward, _copy_backward)
+
+
+def make_taps(params: PyTree, specs: PyTree) -> PyTree:
+    """Zeros in the shape of the whole parameter in place of each shard over fsdp: what gradients are taken by where
+    they stay whole. Other parameters as they are."""
+
+    def one(spec: P, leaf: jax.Array) -> jax.Array:
+        dim = dim_of(spec, "fsdp")
+        if dim is None:
+            return leaf
+        shape = (*leaf.shape[:dim], leaf.shape[dim] * lax.axis_size("fsdp"), *leaf.shape[dim + 1 :])
+        return to_varying(jnp.zeros(shape, leaf.dtype), varying_axes(leaf))
+
+    return map_specs(one, specs, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -26,10 +26,10 @@ from jaxdist.collectives import (
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, batch_shards
 from jaxdist.optim import check_order
-from jaxdist.specs import claimed_axes, dim_of, map_specs, path_name, spec_leaves, without_idle
+from jaxdist.precision import accumulation_dtype
+from jaxdist.specs import UNITS, claimed_axes, dim_of, map_specs, path_name, spec_leaves, without_idle
 
 PyTree = Any
-ORDER_OF_USE = {"embed": 0, "blocks": 1, "head": 2}  # the backward pass makes their gradients in reverse
 
 
 class GradSync(NamedTuple):
@@ -142,12 +142,23 @@ def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
     return broadcast(all_reduce(totals, BATCH_LIKE, algorithm="ordered"), BATCH_LIKE)
 
 
-def reduce_late(grads: PyTree, specs: PyTree, sync: GradSync) -> PyTree:
+def divide(sums: PyTree, weight: jax.Array, dtype: Any) -> PyTree:
+    """Means from sums, in `dtype`; zeros where nothing was weighed."""
+    inverse = jnp.where(weight > 0, 1 / weight, jnp.zeros_like(weight))
+
+    def scaled(leaf: jax.Array) -> jax.Array:
+        wide = accumulation_dtype(leaf.dtype)
+        return (leaf.astype(wide) * inverse.astype(wide)).astype(dtype)
+
+    return jax.tree.map(scaled, sums)
+
+
+def reduce_late(grads: PyTree, specs: PyTree, *, sync: GradSync, reduce_dtype: Any) -> PyTree:
     """Whole gradients of parameters that rest as shards over fsdp -> the gradients of the shards."""
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
         dim = dim_of(spec, "fsdp")
-        return leaf if dim is None else reduce_scatter(leaf, "fsdp", dim=dim, **sync.reduction)
+        return leaf if dim is None else reduce_scatter(leaf.astype(reduce_dtype), "fsdp", dim=dim, **sync.reduction)
 
     return map_specs(one, specs, grads)
 
@@ -164,7 +175,8 @@ def finish(
     leaves, treedef = jax.tree.flatten(grads)
     lost = jax.tree.leaves(residual)
     units = [path_name(path[:1]) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    backwards = sorted(range(len(leaves)), key=lambda i: (-ORDER_OF_USE.get(units[i], 0), -i))
+    order = {unit: position for position, unit in enumerate(UNITS)}  # of use; the backward pass goes the other way
+    backwards = sorted(range(len(leaves)), key=lambda i: (-order.get(units[i], 0), -i))
     axes_of = [active_axes(claimed_axes(spec)) for spec in spec_leaves(specs)]
     for axes in sorted(set(axes_of) - {()}):
         members = [i for i in backwards if axes_of[i] == axes]

@@ -19,10 +19,9 @@ from jaxdist.parallel.strategy import (
     cast_leaf,
     gather_leaf,
     gather_tapped,
+    make_taps,
     place_sharded,
-    whole_zeros,
 )
-from jaxdist.parallel.sync import reduce_late
 from jaxdist.specs import dim_of, map_specs
 
 
@@ -41,7 +40,7 @@ def zero3(options: StrategyOptions) -> Strategy:
 
     if options.sync.deterministic:
         return _reduced_late(options, place)
-    return Strategy(place, begin_at_rest, gather, options.finish)
+    return Strategy(place, begin_at_rest, gather, options.finish, drops=True)
 
 
 def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) -> Strategy:
@@ -50,9 +49,9 @@ def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) ->
 
     def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
         params, _ = begin_at_rest(params, specs)
-        sharded = map_specs(lambda spec: dim_of(spec, "fsdp") is not None, specs)
-        diff = map_specs(lambda spec, leaf, cut: whole_zeros(spec, leaf) if cut else leaf, specs, params, sharded)
-        return diff, jax.tree.map(lambda leaf, cut: leaf if cut else (), params, sharded)
+        return make_taps(params, specs), map_specs(
+            lambda spec, leaf: () if dim_of(spec, "fsdp") is None else leaf, specs, params
+        )
 
     def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array, shard: jax.Array) -> jax.Array:
@@ -63,7 +62,4 @@ def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) ->
 
         return map_specs(one, specs, diff, held)
 
-    def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        return options.finish(reduce_late(grads, specs, options.sync), residual, specs)
-
-    return Strategy(place, begin, gather, reduce)
+    return Strategy(place, begin, gather, options.finish_whole, drops=True)

@@ -1,0 +1,31 @@
+"""Parameters that are not trained: no gradient, no communication of one, no optimizer state."""
+
+from collections.abc import Sequence
+
+from optax import MaskedNode
+
+from jaxdist.optim import leave_out
+from jaxdist.parallel.strategy import PyTree, Strategy
+from jaxdist.specs import map_specs
+
+
+def freezing(strategy: Strategy, patterns: Sequence[str]) -> Strategy:
+    """The strategy without gradients for parameters whose path fits a pattern: `diff` and gradients have a MaskedNode
+    in their place, and what would be their diff is held."""
+    if not patterns:
+        return strategy
+
+    def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        diff, held = strategy.begin(params, specs)
+        trained = leave_out(diff, patterns)
+        frozen = map_specs(lambda _, leaf, kept: leaf if isinstance(kept, MaskedNode) else (), specs, diff, trained)
+        return trained, map_specs(lambda _, *pair: pair, specs, held, frozen)
+
+    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+        whole = map_specs(lambda _, leaf, pair: pair[1] if isinstance(leaf, MaskedNode) else leaf, specs, diff, held)
+        return strategy.gather(whole, map_specs(lambda _, pair: pair[0], specs, held), specs)
+
+    def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        return strategy.reduce(grads, residual, leave_out(specs, patterns))
+
+    return strategy._replace(begin=begin, gather=gather, reduce=reduce)
