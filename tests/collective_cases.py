@@ -22,8 +22,6 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broad
 SIZES = (None, 0, 1, 7, 1000, 65_537)  # None: a scalar
 DTYPES = (jnp.int32, jnp.int8, jnp.uint32, jnp.float32, jnp.bfloat16, jnp.float16)
 UFUNCS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-# In jax 0.10 these emitters take most of the compilation; in jax 0.12 they cannot be switched off.
-COMPILER_OPTIONS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -53,7 +51,7 @@ def on_every_device(function: Any, x: Any, **sizes: int) -> Any:
         return jax.tree.map(lambda leaf: to_varying(leaf, BATCH_LIKE)[None], results)
 
     mapped = jax.shard_map(region, mesh=mesh, in_specs=rows, out_specs=rows)
-    return jax.tree.map(np.asarray, jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(x))
+    return jax.tree.map(np.asarray, jax.jit(mapped)(x))
 
 
 def run(call: Call, x: jax.Array, *, algorithm: str, groups: Groups | None = None) -> jax.Array:
