@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jaxdist.parallel.strategy import Strategy as Strategy
     from jaxdist.parallel.strategy import StrategyOptions as StrategyOptions
     from jaxdist.parallel.sync import GradSync as GradSync
+    from jaxdist.plan.ledger import ledger as ledger
+    from jaxdist.plan.sharding import sharding_table as sharding_table
     from jaxdist.precision import Precision as Precision
     from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
     from jaxdist.state import TrainState as TrainState
@@ -43,11 +45,13 @@ _HOME = {
     "TrainStep": "jaxdist.step",
     "UserError": "jaxdist.errors",
     "init_state": "jaxdist.init",
+    "ledger": "jaxdist.plan.ledger",
     "load_config": "jaxdist.config",
     "make_mesh": "jaxdist.mesh",
     "make_optimizer": "jaxdist.optim",
     "make_train_step": "jaxdist.step",
     "model_def": "jaxdist.nn",
+    "sharding_table": "jaxdist.plan.sharding",
     "state_target": "jaxdist.init",
 }
 

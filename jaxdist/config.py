@@ -79,7 +79,7 @@ class GradSyncConfig:
     algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
     bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
     wire_dtype: str | None = setting(
-        None, "what is sent instead of fp32; int8: with error feedback; null: the gradients' type",
+        None, "what all-reduces send instead of fp32; int8: with error feedback; null: the gradients' type",
         choices=("bfloat16", "int8"),
     )  # fmt: skip
     link: str = setting("auto", "what algorithm auto reckons with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
@@ -130,7 +130,7 @@ class OptimizerConfig:
     momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
     clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
-    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, blocks.norm*.scale]")
+    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, '*.bias']")
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,14 @@ class Config:
     observe: ObserveConfig = section(ObserveConfig, "console and report")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: bool = False) -> Config:
     """The configuration in the YAML file at `path`, with each `section.key=value` of `overrides` on top, in order.
 
     Every key has been checked, alone and against the others; -1 in the mesh is resolved where the number of devices is
-    sure (simulated CPU devices). Errors: `UserError`, one line with the key, its value, and what is allowed.
+    sure (simulated CPU devices). planned: for programs that only look ahead, on a machine without the devices and the
+    data. Errors: `UserError`, one line with the key, its value, and what is allowed.
     """
-    return check_config(read(Config, path, overrides))
+    return check_config(read(Config, path, overrides), planned=planned)
 
 
 def to_yaml(config: Config) -> str:

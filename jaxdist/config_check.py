@@ -125,17 +125,23 @@ def _near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wish))[:most]))) or "none"
 
 
-def check_config(config: Config) -> Config:
-    """The checks over several keys. Returns the configuration, its mesh resolved if the device count is known."""
+def check_config(config: Config, *, planned: bool = False) -> Config:
+    """The checks over several keys. Returns the configuration, its mesh resolved if the device count is known.
+
+    planned: nothing will run here, so neither the devices nor the data need to be here.
+    """
     if config.optimizer.warmup_steps > config.train.steps:
         raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
                         f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
     if config.precision.reduce_dtype == "float64" and config.precision.policy != "fp64":
         raise UserError(f"precision.reduce_dtype: 'float64' needs precision.policy fp64, not {config.precision.policy};"
                         " allowed: float32, bfloat16")  # fmt: skip
-    _check_paths(config.data)
-    _rest_axis(asdict(config.mesh))
-    device_count = known_devices(config.devices)
+    rest = _rest_axis(asdict(config.mesh))
+    if planned and rest is not None:
+        raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
+    if not planned:
+        _check_paths(config.data)
+    device_count = None if planned else known_devices(config.devices)
     if device_count is not None:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
     check_layout(config)

@@ -46,7 +46,7 @@ def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section: `kind` is bool, int, float, str or the dataclass of a nested section."""
+    """One key of a section: `kind` is bool, int, float, str, tuple (of texts) or the dataclass of a nested section."""
 
     name: str
     kind: type
@@ -193,6 +193,7 @@ def parse_yaml(text: str, where: str) -> Any:
         return _document(yaml.parse(text, Loader=yaml.SafeLoader), where)
     except yaml.MarkedYAMLError as error:
         hint = "; indent with spaces, not tabs" if "'\\t'" in str(error.problem) else ""
+        hint = "; put text that begins with * in quotes" if "alias" in str(error.context) else hint
         text = ", ".join(part for part in (error.context, error.problem) if part)
         raise UserError(f"{_at(where, error.problem_mark or error.context_mark)}: not YAML: {text}{hint}") from None
     except UserError:

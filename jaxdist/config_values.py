@@ -122,8 +122,8 @@ def check_value(value: Any, kind: type, optional: bool, rule: Rule, key: str) ->
 def _check_list(value: Any, rule: Rule, key: str) -> tuple[str, ...]:
     """A tuple of texts. The rule's choices are those of each."""
     if not isinstance(value, (list, tuple)):
-        hint = f"; write [{value}]" if isinstance(value, str) else ""
-        raise UserError(f"{key}: {_mistyped(value)}; allowed: {rule.allowed(tuple, False)}{hint}")
+        hint = f"; write ['{value}']" if isinstance(value, str) else ""
+        raise UserError(f"{key}: {show(value)} is given where a list belongs; allowed: {_NAMES[tuple]}{hint}")
     return tuple(check_value(each, str, False, rule, f"{key}[{i}]") for i, each in enumerate(value))
 
 

@@ -13,7 +13,7 @@ from jaxdist.mesh import BATCH_LIKE
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import make_logits, make_program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import batch_spec
+from jaxdist.specs import STACKED, batch_spec
 
 PyTree = Any
 
@@ -29,7 +29,7 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
 
     def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         batch = to_varying({**batch, "keys": _unused_keys(batch["inputs"].shape[0])}, BATCH_LIKE)
-        return psum(to_varying(program.loss(*strategy.begin(params, specs), batch), BATCH_LIKE), BATCH_LIKE)
+        return psum(to_varying(program.loss(*strategy.begin(params, specs, STACKED), batch), BATCH_LIKE), BATCH_LIKE)
 
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))
 

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
@@ -31,7 +32,7 @@ def _shapes_and_specs(source: Source) -> tuple[PyTree, PyTree]:
 def state_target(
     source: Source,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: AnyMesh,
     *,
     strategy: str = "ddp",
     min_shard_bytes: int = 0,

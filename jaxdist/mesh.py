@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxdist.errors import UserError
 
+AnyMesh = Mesh | AbstractMesh  # layouts and traces need no devices
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 # Dim 0 of every batch leaf is split over these: each of their coordinates sees other samples.
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -67,11 +68,16 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def sizes_of(mesh: Mesh) -> dict[str, int]:
+def abstract_mesh(**sizes: int) -> AbstractMesh:
+    """A mesh without devices, to lay out and trace for: of any size, on any machine."""
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """Axis sizes in mesh order, for printing: {"pipe": 1, "data": 2, ...}."""
     return {str(axis): int(size) for axis, size in mesh.shape.items()}
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: AnyMesh) -> int:
     """Into how many parts dim 0 of a batch is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

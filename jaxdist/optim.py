@@ -120,12 +120,16 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
     """The tree with an `optax.MaskedNode` in place of every leaf whose path ("blocks.mlp.up.kernel") fits a pattern
     ("embed.*"). PartitionSpecs are leaves. Raises `UserError` for a pattern that fits nothing, or when nothing is left.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, P))
+    if isinstance(patterns, str):
+        raise UserError(f"optimizer.freeze: {patterns!r} is one text; give a list of patterns, [{patterns!r}]")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, P | optax.MaskedNode)
+    )
     names = [path_name(path) for path, _ in leaves]
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise UserError(f"optimizer.freeze: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} "
-                            f"or '{names[0].partition('.')[0]}.*'; parameters: {', '.join(names)}")  # fmt: skip
+                            f"or '{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}")  # fmt: skip
     frozen = [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names]
     if all(frozen):
         raise UserError(f"optimizer.freeze: {', '.join(patterns)} leaves nothing to train; leave one of them out")
@@ -140,7 +144,8 @@ def only_trained(optimizer: optax.GradientTransformation, patterns: Sequence[str
         return optimizer
 
     def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        return optimizer.update(grads, state, None if params is None else leave_out(params, patterns))
+        trained = None if params is None else leave_out(params, patterns)
+        return optimizer.update(leave_out(grads, patterns), state, trained)
 
     return optax.GradientTransformation(lambda params: optimizer.init(leave_out(params, patterns)), update)
 

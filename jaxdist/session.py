@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,21 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist import registry
+from jaxdist.assemble import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
-from jaxdist.init import init_state, state_target
+from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
-from jaxdist.optim import make_optimizer
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
-from jaxdist.precision import Precision, make_precision
+from jaxdist.precision import Precision
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
 from jaxdist.state import TrainState, specs_of_arrays
-from jaxdist.step import TrainStep, make_train_step
+from jaxdist.step import TrainStep
 
 PyTree = Any
 
@@ -59,13 +59,6 @@ class Run:
         return NamedSharding(self.mesh, BATCH_SPEC)
 
 
-def make_model(config: Config, precision: Precision, *, training: bool) -> ModelDef:
-    """The model of this configuration; for evaluation and sampling, without dropout."""
-    options = config.model if training else replace(config.model, dropout=0.0)
-    build = registry.load("jaxdist.models", config.model.name, key="model.name")
-    return build(options, max_length=config.data.seq_len, param_dtype=precision.param)
-
-
 def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.evaluate`) are made of: the model without dropout, in the run's layout."""
     strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
@@ -89,8 +82,8 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
 
 def schedule_keys(config: Config) -> dict[str, Any]:
     """What may change on resuming, but is said: it bends the learning rate's curve."""
-    return {**{f"optimizer.{key}": value for key, value in asdict(config.optimizer).items()},
-            "train.steps": config.train.steps}  # fmt: skip
+    optimizer = {f"optimizer.{key}": value for key, value in asdict(config.optimizer).items() if key != "freeze"}
+    return {**optimizer, "train.steps": config.train.steps}
 
 
 def schedule_changes(run: "Run") -> str:
@@ -104,7 +97,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
     """Raise `UserError` naming the first key that differs."""
     for section in now:
         for key, value in now[section].items():
-            before = saved.get(section, {}).get(key)
+            before = saved.get(section, {}).get(key, value)  # an older version did not know the key
             if before != value:
                 raise UserError(
                     f"{section}.{key}: {value!r}, but the run in {folder} was started with {before!r}; set it back, or "
@@ -151,23 +144,12 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     source = registry.load("jaxdist.data.sources", config.data.source, key="data.source")(config.data)
     check_vocabulary(config, source)
     mesh = make_mesh(**asdict(config.mesh))
-    precision = make_precision(config.precision.policy, config.precision.reduce_dtype)
-    model = make_model(config, precision, training=True)
-    parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
-    layout: dict[str, Any] = {
-        "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,
-        "freeze": config.optimizer.freeze,
-    }  # fmt: skip
-    target = state_target(model, optimizer, mesh, **layout)
-    step = make_train_step(
-        model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
-        microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
-        grad_sync=sync, freeze=config.optimizer.freeze, seed=config.train.seed,
-    )  # fmt: skip
+    parts = assemble(config, mesh)
     checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
-    fresh = functools.partial(init_state, model, optimizer, mesh, **layout, seed=config.train.seed)
-    state = restore_or_init(config, folder, checkpoints, source=source, target=target, fresh=fresh)
+    fresh = functools.partial(
+        init_state, parts.model, parts.optimizer, mesh, **parts.layout, seed=config.train.seed
+    )
+    state = restore_or_init(config, folder, checkpoints, source=source, target=parts.target, fresh=fresh)
     first_step = int(jax.device_get(state.step))
     console = stack.enter_context(
         Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)
@@ -180,8 +162,8 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
         write_environment(folder / "env.json", {**run_environment(mesh), "data": source.info})
     baselines = ngram_baselines(source) if lead else {}
     return Run(
-        config, folder, mesh, source, precision, model, target, step, state, first_step, checkpoints, console, metrics,
-        baselines,
+        config, folder, mesh, source, parts.precision, parts.model, parts.target, parts.step, state, first_step,
+        checkpoints, console, metrics, baselines,
     )  # fmt: skip
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, BATCH_LIKE
+from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, AnyMesh
 
 PyTree = Any
 BATCH_SPEC = P(BATCH_AXES)
-UNITS = ("embed", "blocks", "head")  # top level of a `ModelDef`'s parameters, in order of use; blocks are stacked
+UNITS = ("embed", "blocks", "head")  # top level of a `ModelDef`'s parameters, in order of use
+STACKED = "blocks"  # the one with a leaf for all blocks together
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def dim_of(spec: P, axis: str) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if axis in entry_axes(entry)), None)
 
 
-def batch_spec(mesh: Mesh) -> P:
+def batch_spec(mesh: AnyMesh) -> P:
     """How batches are split on this mesh: `BATCH_SPEC` without the axes that are off."""
     return without_idle(BATCH_SPEC, mesh)
 
@@ -49,7 +49,7 @@ def from_entries(entries: Iterable[tuple[str, ...]]) -> P:
     return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
-def without_idle(spec: P, mesh: Mesh) -> P:
+def without_idle(spec: P, mesh: AnyMesh) -> P:
     """The spec without the axes of size 1: the same layout, but nothing is typed varying over an axis that is off."""
     return from_entries(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec)
 
@@ -57,6 +57,16 @@ def without_idle(spec: P, mesh: Mesh) -> P:
 def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
     """`jax.tree.map` with the spec tree first. A PartitionSpec is a leaf."""
     return jax.tree.map(function, specs, *trees, is_leaf=lambda node: isinstance(node, P))
+
+
+def map_named(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
+    """`map_specs`, with the path of each leaf as the name of its equations: ledger and profiles show it."""
+
+    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
+        with jax.named_scope(path_name(path) or "parameter"):
+            return function(*leaves)
+
+    return jax.tree_util.tree_map_with_path(named, specs, *trees, is_leaf=lambda node: isinstance(node, P))
 
 
 def spec_leaves(specs: PyTree) -> list[P]:
@@ -71,15 +81,15 @@ def is_model(tree: PyTree) -> bool:
 
 def unit_specs(specs: PyTree) -> PyTree:
     """Specs of what one unit of a `ModelDef` has: one block, without the dim that blocks are stacked along."""
-    return {**specs, "blocks": map_specs(lambda spec: P(*spec[1:]), specs["blocks"])}
+    return {**specs, STACKED: map_specs(lambda spec: P(*spec[1:]), specs[STACKED])}
 
 
-def shard_count(spec: P, mesh: Mesh | AbstractMesh) -> int:
+def shard_count(spec: P, mesh: AnyMesh) -> int:
     """Into how many different parts an array with this spec is cut."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
 
 
-def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: Mesh | AbstractMesh) -> int:
+def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: AnyMesh) -> int:
     """Bytes that one device holds of an array; exact, since `check_divisible` holds."""
     return math.prod(shape.shape) * shape.dtype.itemsize // shard_count(spec, mesh)
 
@@ -89,7 +99,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
-def check_divisible(shapes: PyTree, specs: PyTree, mesh: Mesh) -> None:
+def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     """Raise `UserError` naming the parameter, dim and axis when a dim is not divisible by the axes that split it."""
 
     def check(path: tuple[Any, ...], spec: P, shape: jax.ShapeDtypeStruct) -> None:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
+from jaxdist.mesh import AnyMesh
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
@@ -50,7 +51,7 @@ def fresh_state(params: PyTree, optimizer: optax.GradientTransformation, residua
 
 
 def abstract_state(
-    shapes: PyTree, specs: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh,
+    shapes: PyTree, specs: PyTree, optimizer: optax.GradientTransformation, mesh: AnyMesh,
     residual: tuple[PyTree, PyTree] = ((), ()),
 ) -> TrainState:  # fmt: skip
     """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for. residual: its
@@ -74,7 +75,7 @@ def specs_of_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 
-def check_state(state: TrainState, mesh: Mesh, param_dtype: Any) -> None:
+def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
     """Raise `UserError` for a state of another mesh, or with parameters not in the policy's param dtype."""
     if state.step.sharding.mesh != mesh:
         raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_LIKE
+from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.optim import apply_updates, leave_out, only_trained, ordered_norm
 from jaxdist.parallel.foreign import ForeignLoss, foreign_program, unchecked_region
@@ -28,7 +28,7 @@ from jaxdist.parallel.schedule import Program, Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.precision import Precision, make_precision
-from jaxdist.specs import batch_spec
+from jaxdist.specs import STACKED, batch_spec
 from jaxdist.state import TrainState, check_state, shardings_of, specs_of_arrays
 
 PyTree = Any
@@ -37,8 +37,9 @@ Metrics = dict[str, jax.Array]
 
 
 def make_gradients(
-    model: ModelDef | ForeignLoss, mesh: Mesh, specs: PyTree, lost: PyTree, strategy: Strategy, schedule: Schedule, *,
-    microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync, trained: PyTree,
+    model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy,
+    schedule: Schedule, *, microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync,
+    trained: PyTree,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
     trained: those of the gradients."""
@@ -57,7 +58,7 @@ def make_gradients(
         def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array) -> tuple[Any, ...]:
             keys = sample_keys(seed, step, jax.tree.leaves(batch)[0].shape[0])
             batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
-            diff, held = strategy.begin(params, specs)
+            diff, held = strategy.begin(params, specs, STACKED if isinstance(model, ModelDef) else None)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
             loss, weight, grads = schedule(program, diff, held, parts, seed=loss_seed, reduce_dtype=precision.reduce)
             grads, residual = strategy.reduce(grads, residual, specs)
@@ -104,7 +105,7 @@ class TrainStep:
 
 
 def make_train_step(
-    model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: Mesh, *, strategy: str = "ddp",
+    model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
     grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), seed: int = 0, return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip

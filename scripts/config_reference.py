@@ -22,7 +22,8 @@ def reference() -> str:
         lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
         for dotted, key in all_keys(section.kind, f"{name}."):
             if not key.nested:
-                kind = key.kind.__name__ + (" or null" if key.optional else "")
+                kind = "list" if key.kind is tuple else key.kind.__name__
+                kind += " or null" if key.optional else ""
                 allowed = key.rule.allowed(key.kind, key.optional)
                 lines.append(f"| `{dotted}` | {kind} | `{show(key.default)}` | {allowed} | {key.rule.doc} |")
         lines.append("")

@@ -123,6 +123,15 @@ def test_precision_shorthand(text: str, overrides: tuple[str, ...], expected: Pr
     assert load(tmp_path, text, *overrides).precision == expected
 
 
+def test_lists_of_texts(tmp_path: Path) -> None:
+    config = load(tmp_path, "optimizer: {freeze: [embed.*, '*.bias']}\n")
+    assert config.optimizer.freeze == ("embed.*", "*.bias")
+    assert load(tmp_path, to_yaml(config)) == config
+    (tmp_path / "list.yaml").write_text("optimizer: {freeze: [embed.*, '*.bias']}\n")
+    assert load_config(tmp_path / "list.yaml", ["optimizer.freeze=[head.*]"]).optimizer.freeze == ("head.*",)
+    assert load_config(tmp_path / "list.yaml", ["optimizer.freeze=[]"]).optimizer.freeze == ()
+
+
 def test_round_trip(tmp_path: Path) -> None:
     text = "model: {style: llama, kv_heads: 2, tied: true}\nprecision: bf16\noptimizer: {eps: 1e-12, lr: 1}\n"
     config = load(tmp_path, text, "mesh.data=-1", "parallel.strategy=zero3", CPU)

@@ -71,6 +71,10 @@ FILES = [
     case(
         "duplicate-section", b"train: {steps: 5}\nmodel: {layers: 2}\ntrain: {seed: 1}\n", "line 3", "train", "second"
     ),
+    case("list-of-numbers", b"optimizer: {freeze: [embed.*, 3]}\n", "optimizer.freeze[1]: 3 is an integer"),
+    case("text-for-a-list", b"optimizer: {freeze: embed.*}\n", "optimizer.freeze: 'embed.*'", "write ['embed.*']"),
+    case("mapping-for-a-list", b"optimizer: {freeze: {a: b}}\n", "optimizer.freeze: a mapping", "a list of texts"),
+    case("star", b"optimizer: {freeze: [*.bias]}\n", "not YAML", "put text that begins with * in quotes"),
     case("bad-character", b'train: {sample_prompt: "\\UFFFFFFFF"}\n', "not YAML"),
     case("bad-version", b"%YAML 1." + b"1" * 5000 + b"\n---\n" + OK, "not YAML"),
     case("duplicate-key", b"train:\n  steps: 5\n  steps: 6\n", "line 3", "train.steps", "second"),

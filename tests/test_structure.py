@@ -25,7 +25,8 @@ FLOORS = (
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
-    {"step", "init", "evaluate", "checkpoint", "plan"},
+    {"step", "init", "assemble", "evaluate", "checkpoint"},
+    {"plan"},
     {"runtime", "observe"},
     {"train", "session"},
 )

@@ -312,6 +312,7 @@ def test_deaf_hosts_are_killed(start: Start, grace: str, signals: int) -> None:
 def test_signals_take_effect_after_a_call(network: None) -> None:
     call = (
         "import os, threading, signal; from jaxdist.runtime.virtual_hosts import run\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         f"try:\n    run({SLEEP.split()}, hosts=1)\n"
         "except KeyboardInterrupt:\n    print('interrupted', os.getpid())"

@@ -91,9 +91,10 @@ class Checkpoints:
             make = (lambda x: jnp.zeros(leaf.shape, leaf.dtype)) if none else total
             return jax.jit(make, out_shardings=leaf.sharding)(found)
 
-        asked = jax.tree.map(ask, target, saved.tree)
+        leaves, treedef = jax.tree.flatten(target)
+        asked = jax.tree.unflatten(jax.tree.structure(saved.tree), map(ask, leaves, jax.tree.leaves(saved.tree)))
         restored = self._manager.restore(step, args=ocp.args.Composite(residual=ocp.args.StandardRestore(asked)))
-        return jax.tree.map(fit, target, restored["residual"])
+        return jax.tree.unflatten(treedef, map(fit, leaves, jax.tree.leaves(restored["residual"])))
 
     def _check(self, step: int, target: TrainState) -> None:
         found = self._manager.item_metadata(step)["state"].tree

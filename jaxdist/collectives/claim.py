@@ -15,16 +15,16 @@ is no communication and no autodiff in this region, hence nothing that the switc
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives.varying import to_varying
+from jaxdist.mesh import AnyMesh
 from jaxdist.specs import claimed_axes, map_specs, without_idle
 
 PyTree = Any
 
 
-def stacked_specs(specs: PyTree, mesh: Mesh) -> PyTree:
+def stacked_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
     """Specs of the stacked values: a leading dim over the axes that each leaf is a copy over."""
     return map_specs(lambda spec: without_idle(P(claimed_axes(spec) or None, *spec), mesh), specs)
 
@@ -34,7 +34,7 @@ def stack(specs: PyTree, tree: PyTree) -> PyTree:
     return map_specs(lambda spec, leaf: to_varying(leaf, claimed_axes(spec))[None], specs, tree)
 
 
-def claim_replicated(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+def claim_replicated(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
     """Outside: drop the stacked dim, claiming that its entries are equal. The caller vouches for that."""
     return jax.shard_map(
         lambda stacked: jax.tree.map(lambda leaf: leaf[0], stacked),

@@ -192,14 +192,20 @@ class Loader:
                 read[start, stop] = self.host_rows(step, slice(start, stop))
             return read[start, stop][leaf]
 
-        def whole(leaf: str, shape: tuple[int, ...]) -> jax.Array:
-            dtype = np.float32 if leaf == "weights" else np.int32  # a process without rows could not tell
-            return jax.make_array_from_callback(shape, self.sharding, lambda index: rows_of(leaf, index), dtype=dtype)
+        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
+            rows = lambda index: rows_of(leaf, index)  # noqa: E731
+            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
 
-        grid = (self.global_batch, self.seq_len)
-        shapes = {"inputs": grid, "targets": grid, "weights": grid, "sample": grid[:1]}
         with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-            return {leaf: whole(leaf, shape) for leaf, shape in shapes.items()}
+            return {leaf: whole(leaf, each) for leaf, each in batch_shapes(self.global_batch, self.seq_len).items()}
+
+
+def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a batch: shapes and dtypes of `Loader.batch`."""
+    grid = (global_batch, seq_len)
+    leaves = {"inputs": (grid, np.int32), "targets": (grid, np.int32), "weights": (grid, np.float32),
+              "sample": (grid[:1], np.int32)}  # fmt: skip
+    return {leaf: jax.ShapeDtypeStruct(shape, dtype) for leaf, (shape, dtype) in leaves.items()}
 
 
 def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Generator[T, None, None]:

@@ -21,7 +21,9 @@ class Block(nnx.Module):
         self.dropout = dropout
 
     def __call__(self, h_BSD: jax.Array, keys_B: jax.Array) -> jax.Array:
-        branch = self.attention(self.norm1(h_BSD), keys_B)
+        with jax.named_scope("attention"):
+            branch = self.attention(self.norm1(h_BSD), keys_B)
         h_BSD = h_BSD + dropout(branch, keys_B, site=SITE_ATTENTION, rate=self.dropout)
-        branch = self.mlp(self.norm2(h_BSD))
+        with jax.named_scope("mlp"):
+            branch = self.mlp(self.norm2(h_BSD))
         return h_BSD + dropout(branch, keys_B, site=SITE_MLP, rate=self.dropout)

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import Mesh
 
+from jaxdist.collectives.jaxpr import named_axes
 from jaxdist.errors import UserError
+from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.program import regathers
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
@@ -26,22 +27,17 @@ PyTree = Any
 ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def unchecked_region(function: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def unchecked_region(
+    function: Callable[..., Any], *, mesh: AnyMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """`jax.shard_map` without the check, for programs made by `foreign_program` only."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _named_axes(params: dict[str, Any]) -> tuple[str, ...]:
-    """Mesh axes in the parameters of a primitive: collectives and axis_index have them, ordinary primitives do not."""
-    found = params.get("axes", params.get("axis_name"))
-    found = found if isinstance(found, tuple | list) else (found,)
-    return tuple(axis for axis in found if isinstance(axis, str))
 
 
 def refuse_collectives(jaxpr: Any) -> None:
     """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if axes := _named_axes(equation.params):
+        if axes := named_axes(equation):
             raise UserError(
                 f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and "
                 "no axis_index: return this shard's (sum, weight), jaxdist adds them up"
@@ -51,7 +47,7 @@ def refuse_collectives(jaxpr: Any) -> None:
 
 
 def foreign_program(
-    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: Mesh, *, remat: str = "none"
+    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: str = "none"
 ) -> Program:
     """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
     state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from optax import MaskedNode
 
 from jaxdist.optim import leave_out
-from jaxdist.parallel.strategy import PyTree, Strategy
+from jaxdist.parallel.strategy import Frozen, PyTree, Strategy
 from jaxdist.specs import map_specs
 
 
@@ -15,14 +15,16 @@ def freezing(strategy: Strategy, patterns: Sequence[str]) -> Strategy:
     if not patterns:
         return strategy
 
-    def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        diff, held = strategy.begin(params, specs)
+    def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+        diff, held = strategy.begin(params, specs, stacked)
         trained = leave_out(diff, patterns)
         frozen = map_specs(lambda _, leaf, kept: leaf if isinstance(kept, MaskedNode) else (), specs, diff, trained)
         return trained, map_specs(lambda _, *pair: pair, specs, held, frozen)
 
     def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
-        whole = map_specs(lambda _, leaf, pair: pair[1] if isinstance(leaf, MaskedNode) else leaf, specs, diff, held)
+        whole = map_specs(
+            lambda _, leaf, pair: Frozen(pair[1]) if isinstance(leaf, MaskedNode) else leaf, specs, diff, held
+        )
         return strategy.gather(whole, map_specs(lambda _, pair: pair[0], specs, held), specs)
 
     def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:

@@ -4,16 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxdist.collectives import rank
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, batch_shards
+from jaxdist.mesh import BATCH_AXES, AnyMesh, batch_shards
 
 PyTree = Any
 
 
-def check_batch(batch: PyTree, mesh: Mesh, microbatches: int) -> None:
+def check_batch(batch: PyTree, mesh: AnyMesh, microbatches: int) -> None:
     """Raise `UserError` unless every leaf's dim 0 is one and the same multiple of what the batch is split into."""
     parts = batch_shards(mesh) * microbatches
     for leaf in jax.tree.leaves(batch):

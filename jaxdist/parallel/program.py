@@ -13,7 +13,7 @@ from jaxdist.nn import ModelDef
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import spec_axes, spec_leaves, unit_specs
+from jaxdist.specs import STACKED, spec_axes, spec_leaves, unit_specs
 
 PyTree = Any
 EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
@@ -47,16 +47,22 @@ def make_program(
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
     def use(name: str, diff: PyTree, held: PyTree) -> PyTree:
-        return strategy.gather(diff, held, units[name])
+        with jax.named_scope(name):
+            return strategy.gather(diff, held, units[name])
+
+    def run(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        with jax.named_scope(name):
+            return fenced(function)(*arguments)
 
     def embed_unit(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
-        return fenced(model.embed)(use("embed", diff, held), batch, fold(batch["keys"], EMBED_LAYER))
+        return run("embed", model.embed, use("embed", diff, held), batch, fold(batch["keys"], EMBED_LAYER))
 
     def block_unit(diff: PyTree, held: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
-        return fenced(model.block)(use("blocks", diff, held), h, keys)
+        return run("blocks", model.block, use("blocks", diff, held), h, keys)
 
     def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
-        return fenced(model.head)(use("head", diff, held), None if tied is None else use("embed", *tied), h, batch)
+        table = None if tied is None else use("embed", *tied)
+        return run("head", model.head, use("head", diff, held), table, h, batch)
 
     def again(specs: PyTree) -> bool:  # isolated: what is kept must not depend on the layout either
         return isolated or regathers(strategy, specs)
@@ -99,7 +105,7 @@ def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[
     assert embed is not None and blocks is not None
 
     def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
-        diff, held = strategy.begin(params, specs)
+        diff, held = strategy.begin(params, specs, STACKED)
         h = blocks(diff, held, embed(diff, held, batch), batch)
         h = lax.dynamic_slice_in_dim(h, position, 1, axis=1)  # the head sees one position: no [b, S, vocabulary]
         tied = strategy.gather(diff["embed"], held["embed"], units["embed"]) if model.tied else None

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import all_gather, reduce_scatter, to_varying, varying_axes
-from jaxdist.mesh import BATCH_LIKE
+from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.sync import GradSync, finish, reduce_late
 from jaxdist.precision import Precision
-from jaxdist.specs import dim_of, entry_axes, from_entries, is_model, map_specs, unit_specs
+from jaxdist.specs import dim_of, entry_axes, from_entries, map_named, map_specs, unit_specs
 
 PyTree = Any
 
@@ -30,15 +29,16 @@ class Strategy(NamedTuple):
     """How parameters rest, meet the computation, and come back as gradients.
 
     place: (shapes, layer specs, mesh) -> specs at rest, for parameters, gradients and optimizer state alike.
-    begin: (params at rest, specs) -> (diff, held), once a step; diff is what the schedule differentiates, held is not.
+    begin: (params at rest, specs, stacked) -> (diff, held), once a step; diff is what the schedule differentiates, held
+    is not. stacked: the key of a model's stacked blocks, or None.
     gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce.
     reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
     what lossy sums carry from step to step (see `sync`), or ().
     drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again.
     """
 
-    place: Callable[[PyTree, PyTree, Mesh], PyTree]
-    begin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    place: Callable[[PyTree, PyTree, AnyMesh], PyTree]
+    begin: Callable[[PyTree, PyTree, str | None], tuple[PyTree, PyTree]]
     gather: Callable[[PyTree, PyTree, PyTree], PyTree]
     reduce: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     drops: bool = False
@@ -68,12 +68,12 @@ def get_strategy(name: str, options: StrategyOptions) -> Strategy:
     return registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")(options)
 
 
-def place_whole(shapes: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
     """Every parameter rests as its layer declares it: a copy on every device of `data` and `fsdp`."""
     return specs
 
 
-def place_sharded(shapes: PyTree, specs: PyTree, mesh: Mesh, *, min_shard_bytes: int) -> PyTree:
+def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
     """Add `fsdp` to one dim of every parameter that is large enough and divisible; the others stay whole.
 
     The largest dim that no axis splits yet; where there is none, the largest dim that `fsdp` can split further, as
@@ -104,7 +104,7 @@ def hold_nothing(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda _: (), tree)
 
 
-def begin_at_rest(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+def begin_at_rest(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
     """diff is the resting parameters, cast to varying over every batch-like axis; nothing is held.
 
     Without the cast `jax.grad` would already have summed the gradients over these axes (see `collectives.varying`).
@@ -112,89 +112,81 @@ def begin_at_rest(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
     return to_varying(params, BATCH_LIKE), hold_nothing(params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def cast_leaf(x: jax.Array, precision: Precision) -> jax.Array:
-    """A whole parameter in the compute dtype; its gradient comes back through the reduce dtype."""
-    return x.astype(precision.compute)
+class Frozen(NamedTuple):
+    """In place of a leaf of diff: a parameter without a gradient."""
+
+    value: jax.Array
 
 
-def _cast_forward(x: jax.Array, precision: Precision) -> tuple[jax.Array, None]:
-    return x.astype(precision.compute), None
+def value_of(leaf: jax.Array | Frozen) -> jax.Array:
+    """What a leaf of diff holds, apart from its gradient: see `connect`."""
+    return leaf.value if isinstance(leaf, Frozen) else lax.stop_gradient(leaf)
 
 
-def _cast_backward(precision: Precision, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    return (grad.astype(precision.reduce).astype(precision.param),)
+def connect(value: jax.Array, leaf: jax.Array | Frozen, dim: int | None, options: StrategyOptions) -> jax.Array:
+    """`value`, whose gradient goes to `leaf` of diff, in the parameters' dtype by way of the reduce dtype:
+    reduce-scattered over fsdp along `dim`, or whole (None). A frozen leaf gets none.
+
+    What is done to a parameter (cast, gather) stays outside: inside a custom_vjp a remat policy would not see the
+    all_gather, and keep what it should drop (see `remat`).
+    """
+    return value if isinstance(leaf, Frozen) else _connect(value, leaf, dim, options)
 
 
-cast_leaf.defvjp(_cast_forward, _cast_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _connect(value: jax.Array, leaf: jax.Array, dim: int | None, options: StrategyOptions) -> jax.Array:
+    return value
 
 
-def _gather(x: jax.Array, dim: int, precision: Precision) -> jax.Array:
+def _connect_forward(
+    value: jax.Array, leaf: jax.Array, dim: int | None, options: StrategyOptions
+) -> tuple[jax.Array, None]:
+    return value, None
+
+
+def _connect_backward(
+    dim: int | None, options: StrategyOptions, _: None, grad: jax.Array
+) -> tuple[None, jax.Array]:
+    grad = grad.astype(options.precision.reduce)
+    if dim is not None:
+        grad = reduce_scatter(grad, "fsdp", dim=dim, **options.sync.reduction)
+    return None, grad.astype(options.precision.param)
+
+
+_connect.defvjp(_connect_forward, _connect_backward)
+
+
+def gather(x: jax.Array, dim: int, precision: Precision) -> jax.Array:
+    """A shard over fsdp -> the whole parameter in the compute dtype."""
     return all_gather(x.astype(precision.compute), "fsdp", dim=dim)
 
 
-# The forward rules do not call the functions they belong to: a remat policy would see a custom_vjp_call where the
-# all_gather is, and keep what it should drop (see `remat`).
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_leaf(x: jax.Array, dim: int, precision: Precision, sync: GradSync) -> jax.Array:
-    """A shard -> the whole parameter in the compute dtype; its gradient is reduce-scattered in the reduce dtype."""
-    return _gather(x, dim, precision)
+def cast_leaf(leaf: jax.Array | Frozen, options: StrategyOptions) -> jax.Array:
+    """A whole parameter in the compute dtype."""
+    return connect(value_of(leaf).astype(options.precision.compute), leaf, None, options)
 
 
-def _gather_forward(x: jax.Array, dim: int, precision: Precision, sync: GradSync) -> tuple[jax.Array, None]:
-    return _gather(x, dim, precision), None
-
-
-def _gather_backward(dim: int, precision: Precision, sync: GradSync, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    shard = reduce_scatter(grad.astype(precision.reduce), "fsdp", dim=dim, **sync.reduction)
-    return (shard.astype(precision.param),)
-
-
-gather_leaf.defvjp(_gather_forward, _gather_backward)
-
-
-def gather_once(params: PyTree, specs: PyTree, precision: Precision) -> PyTree:
+def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: str | None) -> PyTree:
     """Whole copies in the compute dtype of the parameters that rest as shards over fsdp; () for the others.
 
-    Blocks one after the other: a gather of their stack would need a second copy of it in transit.
+    Stacked blocks one after the other: a gather of their stack would need a second copy of it in transit.
     """
 
     def unit(specs: PyTree, params: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array | tuple[()]:
             dim = dim_of(spec, "fsdp")
-            return () if dim is None else _gather(leaf, dim, precision)
+            return () if dim is None else gather(leaf, dim, precision)
 
-        return map_specs(one, specs, params)
+        return map_named(one, specs, params)
 
-    if not is_model(params):
+    if stacked is None:
         return unit(specs, params)
-    of_one = unit_specs(specs)
-    blocks = lax.map(functools.partial(unit, of_one["blocks"]), params["blocks"])
-    return {**{name: unit(of_one[name], params[name]) for name in ("embed", "head")}, "blocks": blocks}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def use_copy(diff: jax.Array, copy: jax.Array, dim: int | None, precision: Precision, sync: GradSync) -> jax.Array:
-    """The copy of a parameter that was gathered before. Its gradient goes to `diff`, which is not looked at:
-    reduce-scattered along `dim`, or whole (None)."""
-    return copy
-
-
-def _copy_forward(
-    diff: jax.Array, copy: jax.Array, dim: int | None, precision: Precision, sync: GradSync
-) -> tuple[jax.Array, None]:
-    return copy, None
-
-
-def _copy_backward(
-    dim: int | None, precision: Precision, sync: GradSync, _: None, grad: jax.Array
-) -> tuple[jax.Array, None]:
-    if dim is None:
-        return *_cast_backward(precision, None, grad), None
-    return *_gather_backward(dim, precision, sync, None, grad), None
-
-
-use_copy.defvjp(_copy_forward, _copy_backward)
+    of_one, whole = unit_specs(specs), {}
+    for name in params:
+        with jax.named_scope(name):
+            run = functools.partial(unit, of_one[name])
+            whole[name] = lax.map(run, params[name]) if name == stacked else run(params[name])
+    return whole
 
 
 def make_taps(params: PyTree, specs: PyTree) -> PyTree:
@@ -209,21 +201,3 @@ def make_taps(params: PyTree, specs: PyTree) -> PyTree:
         return to_varying(jnp.zeros(shape, leaf.dtype), varying_axes(leaf))
 
     return map_specs(one, specs, params)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def gather_tapped(tap: jax.Array, shard: jax.Array, dim: int, precision: Precision) -> jax.Array:
-    """Like `gather_leaf`, but the gradient stays whole and goes to `tap`, a zero that is not looked at: for sums over
-    microbatches that must come before the sum over devices."""
-    return _gather(shard, dim, precision)
-
-
-def _tapped_forward(tap: jax.Array, shard: jax.Array, dim: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
-    return _gather(shard, dim, precision), shard
-
-
-def _tapped_backward(dim: int, precision: Precision, shard: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return grad.astype(precision.reduce).astype(precision.param), jnp.zeros_like(shard)
-
-
-gather_tapped.defvjp(_tapped_forward, _tapped_backward)

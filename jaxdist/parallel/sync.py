@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import (
@@ -24,10 +23,10 @@ from jaxdist.collectives import (
     to_varying,
 )
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_LIKE, batch_shards
+from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.optim import check_order
 from jaxdist.precision import accumulation_dtype
-from jaxdist.specs import UNITS, claimed_axes, dim_of, map_specs, path_name, spec_leaves, without_idle
+from jaxdist.specs import UNITS, claimed_axes, dim_of, map_named, map_specs, path_name, spec_leaves, without_idle
 
 PyTree = Any
 
@@ -35,7 +34,7 @@ PyTree = Any
 class GradSync(NamedTuple):
     """algorithm: of `jaxdist.collectives`. bucket_mb: gradients are fused into flat buffers of at most this many MB; a
     larger leaf goes alone. wire_dtype: None, "bfloat16", or "int8" with error feedback (the state carries the residual;
-    for the sums once a step, not for the reduce-scatters inside zero3's backward pass, which then send what they sum).
+    for all-reduces: reduce-scatters over fsdp, of zero1 to zero3, then send what they sum).
     link: what algorithm "auto" reckons with: "auto", a name, or a rate such as "200mbit".
 
     deterministic: the same bits on any number of devices. Gradients are computed for one virtual shard after the other,
@@ -82,7 +81,7 @@ def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
         check_wire(sync.wire_dtype, sync.algorithm)
 
 
-def order_of_work(sync: GradSync, mesh: Mesh, schedule: str, microbatches: int) -> tuple[str, int]:
+def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: str, microbatches: int) -> tuple[str, int]:
     """(schedule, microbatches) that a step runs. A deterministic one runs virtual shard by virtual shard, summed
     pairwise, whatever number of microbatches is asked for."""
     if not sync.deterministic:
@@ -103,7 +102,7 @@ def order_of_work(sync: GradSync, mesh: Mesh, schedule: str, microbatches: int) 
     return "pairwise", virtual // shards
 
 
-def residual_target(shapes: PyTree, specs: PyTree, mesh: Mesh, sync: GradSync) -> tuple[PyTree, PyTree]:
+def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync) -> tuple[PyTree, PyTree]:
     """Shapes and specs of what each device's int8 encodings lost, a leaf a parameter; () where nothing is carried.
 
     A leading dim has an entry for each copy of the parameter. One without copies has nothing to sum: a zero, [1].
@@ -127,6 +126,11 @@ def check_update(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, residual: PyTree, *, sync: GradSync
 ) -> None:
     """Raise `UserError` when state or optimizer do not suit this way of summing."""
+    with jax.numpy_dtype_promotion("standard"):
+        wanted: Any = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+    if wanted != jax.tree.structure(opt_state):
+        raise UserError("state: its optimizer state is of another optimizer, or of other frozen parameters; give "
+                        "init_state and make_train_step the same optimizer and the same freeze")  # fmt: skip
     if (sync.wire_dtype == "int8") != bool(jax.tree.leaves(residual)):
         raise UserError("state: int8 sums carry a residual in it; give init_state and make_train_step one grad_sync")
     if sync.deterministic:
@@ -136,10 +140,11 @@ def check_update(
 def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
     """Loss and weight, [2], summed over all devices that see other samples, typed invariant."""
     totals = to_varying(totals, BATCH_LIKE)
-    if not sync.deterministic:
-        return psum(totals, BATCH_LIKE)
-    # The broadcast adds zeros to the root's value: its bits, in a type that says that all devices have them.
-    return broadcast(all_reduce(totals, BATCH_LIKE, algorithm="ordered"), BATCH_LIKE)
+    with jax.named_scope("loss_and_weight"):
+        if not sync.deterministic:
+            return psum(totals, BATCH_LIKE)
+        # The broadcast adds zeros to the root's value: its bits, in a type that says that all devices have them.
+        return broadcast(all_reduce(totals, BATCH_LIKE, algorithm="ordered"), BATCH_LIKE)
 
 
 def divide(sums: PyTree, weight: jax.Array, dtype: Any) -> PyTree:
@@ -160,7 +165,7 @@ def reduce_late(grads: PyTree, specs: PyTree, *, sync: GradSync, reduce_dtype: A
         dim = dim_of(spec, "fsdp")
         return leaf if dim is None else reduce_scatter(leaf.astype(reduce_dtype), "fsdp", dim=dim, **sync.reduction)
 
-    return map_specs(one, specs, grads)
+    return map_named(one, specs, grads)
 
 
 def finish(
@@ -191,7 +196,8 @@ def finish(
         if sync.wire_dtype == "int8":
             columns.append([lost[i][0] for i in members])
         function = total if len(columns) == 1 else total_and_lost
-        reduced = in_buckets(function, *columns, limit=int(sync.bucket_mb * 2**20))
+        with jax.named_scope("gradients"):
+            reduced = in_buckets(function, *columns, limit=int(sync.bucket_mb * 2**20))
         for position, i in enumerate(members):
             leaves[i] = reduced[0][position]
             if sync.wire_dtype == "int8":

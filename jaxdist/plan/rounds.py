@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Pairs
+from jaxdist.collectives.jaxpr import moving_axes
 from jaxdist.collectives.varying import to_varying
 from jaxdist.errors import UserError
 
@@ -145,15 +146,7 @@ def _everywhere(pairs: Pairs, over: Sequence[str], mesh: Mapping[str, int]) -> l
 
 def _communicates(jaxpr: Any) -> bool:
     equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(_axes(e) or any(_communicates(sub) for sub in jaxprs_in_params(e.params)) for e in equations)
-
-
-def _axes(equation: Any) -> tuple[str, ...]:
-    """Mesh axes over which an equation moves data."""
-    if not equation.invars or equation.primitive.name in ("pvary", "pcast"):  # axis_index; changes of type only
-        return ()
-    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return tuple(axis for axis in (axes if isinstance(axes, tuple | list) else (axes,)) if isinstance(axis, str))
+    return any(moving_axes(e) or any(_communicates(sub) for sub in jaxprs_in_params(e.params)) for e in equations)
 
 
 class _Reader:
@@ -183,9 +176,9 @@ class _Reader:
         name, subs = equation.primitive.name, list(jaxprs_in_params(equation.params))
         together = [max(times, default=0)] * len(equation.outvars)
         if name == "ppermute":
-            pairs = _everywhere(equation.params["perm"], _axes(equation), mesh)
+            pairs = _everywhere(equation.params["perm"], moving_axes(equation), mesh)
             return [self.send(x.aval, pairs, time) for x, time in zip(equation.invars, times, strict=True)]
-        if _axes(equation):
+        if moving_axes(equation):
             raise UserError(f"{name}: its messages are the library's choice; choose an algorithm other than native")
         if not any(map(_communicates, subs)):
             return together

@@ -1,13 +1,14 @@
 """How every parameter rests: a table to read before anything is allocated."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.specs import bytes_per_device, entry_axes, path_name, shard_count, spec_leaves
+from jaxdist.mesh import AnyMesh
+from jaxdist.specs import bytes_per_device, entry_axes, path_name, shard_count, spec_axes, spec_leaves, without_idle
 
 PyTree = Any
 
@@ -24,10 +25,11 @@ class Row(NamedTuple):
     bytes_per_device: int
 
 
-def sharding_rows(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> list[Row]:
+def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
     """A row for every leaf of `params` (arrays or ShapeDtypeStructs), in tree order."""
     rows = []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), spec_leaves(specs), strict=True):
+        spec = without_idle(spec, mesh)
         entries = [entry_axes(entry) for entry in spec] + [()] * (leaf.ndim - len(spec))
         parts = [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
         shard = tuple(size // n for size, n in zip(leaf.shape, parts, strict=True))
@@ -37,18 +39,31 @@ def sharding_rows(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> l
     return rows
 
 
-def sharding_table(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str:
-    """The rows as text, with totals: what rests where, and what stays whole."""
-    rows = sharding_rows(params, specs, mesh)
+def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> str:
+    """The rows as text, with totals: what rests where, and how much of it is whole on every device."""
+    return rows_as_text(sharding_rows(params, specs, mesh))
+
+
+def rows_as_text(rows: Sequence[Row]) -> str:
+    """See `sharding_table`."""
     lines = [("parameter", "shape", "dtype", "split by", "on a device", "copies", "bytes a device")]
     for row in rows:
-        named = ", ".join("+".join(entry_axes(entry)) or "-" for entry in row.spec) if any(row.spec) else "whole"
-        shapes = ("x".join(map(str, shape)) or "scalar" for shape in (row.shape, row.shard))
-        whole, shard = shapes
-        lines.append((row.path, whole, row.dtype, named, shard, str(row.copies), f"{row.bytes_per_device:,}"))
-    count = sum(math.prod(row.shape) for row in rows)
-    total = sum(row.bytes_per_device for row in rows)
-    lines.append(("all", f"{count:,} elements", "", "", "", "", f"{total:,}"))
+        split = ", ".join("+".join(entry_axes(entry)) or "-" for entry in row.spec) if spec_axes(row.spec) else "whole"
+        whole, shard = ("x".join(map(str, shape)) or "scalar" for shape in (row.shape, row.shard))
+        lines.append((row.path, whole, row.dtype, split, shard, str(row.copies), f"{row.bytes_per_device:,}"))
+    count, unsplit = sum(math.prod(row.shape) for row in rows), [row for row in rows if not spec_axes(row.spec)]
+    for name, some in (("all", rows), ("whole", unsplit)):
+        held = sum(row.bytes_per_device for row in some)
+        share = f"{sum(math.prod(row.shape) for row in some) / max(1, count):.1%}"
+        lines.append((name, f"{len(some)} parameters, {share}", "", "", "", "", f"{held:,}"))
+    return "\n".join(aligned(lines, right=(5, 6)))
+
+
+def aligned(lines: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Columns of equal width; those in `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = ["  ".join([*map(str.ljust, line[:5], widths), *map(str.rjust, line[5:], widths[5:])]) for line in lines]
-    return "\n".join(line.rstrip() for line in aligned)
+
+    def cell(i: int, text: str) -> str:
+        return text.rjust(widths[i]) if i in right else text.ljust(widths[i])
+
+    return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]

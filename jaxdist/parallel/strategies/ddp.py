@@ -12,18 +12,18 @@ from jaxdist.parallel.strategy import (
     cast_leaf,
     place_whole,
 )
-from jaxdist.specs import dim_of, map_specs
+from jaxdist.specs import dim_of, map_named
 
 
 def ddp(options: StrategyOptions) -> Strategy:
     """diff: the parameters. gather: cast. reduce: all-reduce."""
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+    def gather_unit(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array:
             if dim_of(spec, "fsdp") is not None:
                 raise UserError("strategy: 'ddp' was given shards over fsdp; give init_state the same strategy")
-            return cast_leaf(leaf, options.precision)
+            return cast_leaf(leaf, options)
 
-        return map_specs(one, specs, diff)
+        return map_named(one, specs, diff)
 
-    return Strategy(place_whole, begin_at_rest, gather, options.finish)
+    return Strategy(place_whole, begin_at_rest, gather_unit, options.finish)

@@ -16,12 +16,12 @@ from jaxdist.parallel.strategy import (
     StrategyOptions,
     begin_at_rest,
     cast_leaf,
+    connect,
     gather_once,
     make_taps,
     place_sharded,
-    use_copy,
 )
-from jaxdist.specs import dim_of, map_specs
+from jaxdist.specs import dim_of, map_named
 
 
 def zero1(options: StrategyOptions) -> Strategy:
@@ -29,16 +29,16 @@ def zero1(options: StrategyOptions) -> Strategy:
     copies in the compute dtype. gather: the copy. reduce: reduce-scatter, then finish."""
     place = functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes)
 
-    def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        params, _ = begin_at_rest(params, specs)
-        return make_taps(params, specs), gather_once(params, specs, options.precision)
+    def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+        params, _ = begin_at_rest(params, specs, stacked)
+        return make_taps(params, specs), gather_once(params, specs, options.precision, stacked)
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+    def gather_unit(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array, copy: jax.Array) -> jax.Array:
             if dim_of(spec, "fsdp") is None:
-                return cast_leaf(leaf, options.precision)
-            return use_copy(leaf, copy, None, options.precision, options.sync)
+                return cast_leaf(leaf, options)
+            return connect(copy, leaf, None, options)
 
-        return map_specs(one, specs, diff, held)
+        return map_named(one, specs, diff, held)
 
-    return Strategy(place, begin, gather, options.finish_whole)
+    return Strategy(place, begin, gather_unit, options.finish_whole)

@@ -20,11 +20,11 @@ from jaxdist.parallel.strategy import (
     StrategyOptions,
     begin_at_rest,
     cast_leaf,
+    connect,
     gather_once,
     place_sharded,
-    use_copy,
 )
-from jaxdist.specs import dim_of, map_specs
+from jaxdist.specs import dim_of, map_named
 
 
 def zero2(options: StrategyOptions) -> Strategy:
@@ -34,17 +34,17 @@ def zero2(options: StrategyOptions) -> Strategy:
         return zero1(options)
     place = functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes)
 
-    def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        params, _ = begin_at_rest(params, specs)
-        return params, gather_once(params, specs, options.precision)
+    def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+        params, _ = begin_at_rest(params, specs, stacked)
+        return params, gather_once(params, specs, options.precision, stacked)
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+    def gather_unit(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array, copy: jax.Array) -> jax.Array:
             dim = dim_of(spec, "fsdp")
             if dim is None:
-                return cast_leaf(leaf, options.precision)
-            return use_copy(leaf, copy, dim, options.precision, options.sync)
+                return cast_leaf(leaf, options)
+            return connect(copy, leaf, dim, options)
 
-        return map_specs(one, specs, diff, held)
+        return map_named(one, specs, diff, held)
 
-    return Strategy(place, begin, gather, options.finish)
+    return Strategy(place, begin, gather_unit, options.finish)

@@ -17,49 +17,50 @@ from jaxdist.parallel.strategy import (
     StrategyOptions,
     begin_at_rest,
     cast_leaf,
-    gather_leaf,
-    gather_tapped,
+    connect,
+    gather,
     make_taps,
     place_sharded,
+    value_of,
 )
-from jaxdist.specs import dim_of, map_specs
+from jaxdist.specs import dim_of, map_named, map_specs
 
 
 def zero3(options: StrategyOptions) -> Strategy:
     """diff: the shards. gather: cast and all-gather; its backward reduce-scatters. reduce: finish."""
     place = functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes)
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+    def gather_unit(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array:
             dim = dim_of(spec, "fsdp")
             if dim is None:
-                return cast_leaf(leaf, options.precision)
-            return gather_leaf(leaf, dim, options.precision, options.sync)
+                return cast_leaf(leaf, options)
+            return connect(gather(value_of(leaf), dim, options.precision), leaf, dim, options)
 
-        return map_specs(one, specs, diff)
+        return map_named(one, specs, diff)
 
     if options.sync.deterministic:
         return _reduced_late(options, place)
-    return Strategy(place, begin_at_rest, gather, options.finish, drops=True)
+    return Strategy(place, begin_at_rest, gather_unit, options.finish, drops=True)
 
 
 def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) -> Strategy:
     """diff: whole zeros for what rests as shards, by which gradients are taken. held: the shards. gather: cast and
     all-gather. reduce: reduce-scatter, then finish."""
 
-    def begin(params: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        params, _ = begin_at_rest(params, specs)
+    def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+        params, _ = begin_at_rest(params, specs, stacked)
         return make_taps(params, specs), map_specs(
             lambda spec, leaf: () if dim_of(spec, "fsdp") is None else leaf, specs, params
         )
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+    def gather_unit(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array, shard: jax.Array) -> jax.Array:
             dim = dim_of(spec, "fsdp")
             if dim is None:
-                return cast_leaf(leaf, options.precision)
-            return gather_tapped(leaf, shard, dim, options.precision)
+                return cast_leaf(leaf, options)
+            return connect(gather(shard, dim, options.precision), leaf, None, options)
 
-        return map_specs(one, specs, diff, held)
+        return map_named(one, specs, diff, held)
 
-    return Strategy(place, begin, gather, options.finish_whole, drops=True)
+    return Strategy(place, begin, gather_unit, options.finish_whole, drops=True)

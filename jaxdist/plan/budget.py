@@ -1,0 +1,50 @@
+"""A committed budget: the collectives that a configuration may have, so that no change adds one unseen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import UserError
+from jaxdist.plan.ledger import Collective, Ledger
+
+KEYS = ("op", "axes", "dtype", "phase", "purpose")
+
+
+def _key(each: Collective) -> tuple[str, ...]:
+    return (each.op, "+".join(each.axes), each.dtype, each.phase, each.purpose)
+
+
+def budget_of(ledger: Ledger) -> dict[str, Any]:
+    """What the file holds: input bytes a step by op, axes, dtype, phase and purpose. No line numbers: they move."""
+    totals: dict[tuple[str, ...], int] = {}
+    for each in ledger.collectives:
+        totals[_key(each)] = totals.get(_key(each), 0) + each.bytes_per_call * each.calls
+    return {
+        "mesh": ledger.mesh,
+        "collectives": [dict(zip(KEYS, key, strict=True)) | {"bytes": n} for key, n in sorted(totals.items())],
+    }
+
+
+def read_budget(path: Path) -> dict[tuple[str, ...], int]:
+    """Bytes by op, axes, dtype, phase and purpose. Raises `UserError` for what is no budget."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+        return {tuple(entry[key] for key in KEYS): int(entry["bytes"]) for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--budget {path}: not a budget ({type(error).__name__}: {error}); write one with "
+                        "--write-budget") from None  # fmt: skip
+
+
+def over_budget(ledger: Ledger, budget: dict[tuple[str, ...], int]) -> list[str]:
+    """A line for every collective that the budget does not have or whose bytes have grown, with its source."""
+    now: dict[tuple[str, ...], tuple[int, Collective]] = {}
+    for each in ledger.collectives:
+        before = now[_key(each)][0] if _key(each) in now else 0
+        now[_key(each)] = (before + each.bytes_per_call * each.calls, each)
+    lines = []
+    for key, (nbytes, each) in now.items():
+        if nbytes > budget.get(key, 0):
+            allowed = f"the budget has {budget[key]:,}" if key in budget else "not in the budget"
+            lines.append(f"{each.source}: {each.op} over {key[1]}, {each.purpose} ({each.phase}): "
+                         f"{nbytes:,} bytes a step, {allowed}")  # fmt: skip
+    return lines

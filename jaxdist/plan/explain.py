@@ -1,0 +1,102 @@
+"""What a configuration will do, from abstract values alone: collectives, memory of a device, where parameters rest."""
+
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.assemble import Parts, assemble
+from jaxdist.config import Config
+from jaxdist.data import batch_shapes
+from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
+from jaxdist.parallel.strategy import StrategyOptions, get_strategy
+from jaxdist.plan.hlo import Compiled, compiled_collectives
+from jaxdist.plan.ledger import Ledger, ledger
+from jaxdist.plan.sharding import Row, sharding_rows
+from jaxdist.specs import BATCH_SPEC, STACKED, bytes_per_device
+from jaxdist.state import specs_of_arrays
+
+PyTree = Any
+
+
+class Explanation(NamedTuple):
+    """memory: bytes of a device, by what holds them. added: the compiler's own collectives (None: not compiled)."""
+
+    mesh: dict[str, int]
+    ledger: Ledger
+    parameters: list[Row]
+    memory: dict[str, int]
+    added: list[Compiled] | None
+
+
+def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8) -> Explanation:
+    """Trace the step of a configuration. compiled: also compile it, for as many simulated CPU devices as its mesh has
+    (the process must have them): temporary memory, and what the compiler adds."""
+    sizes = asdict(config.mesh)
+    mesh: AnyMesh = make_mesh(**sizes) if compiled else abstract_mesh(**sizes)
+    parts = assemble(config, mesh)
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+        for name, leaf in batch_shapes(config.data.global_batch, config.data.seq_len).items()
+    }
+    found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
+    rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
+    memory, added = memory_at_rest(parts, mesh) | memory_of_a_step(config, parts, mesh), None
+    if compiled:
+        program = parts.step.lower(parts.target, batch).compile()
+        analysis = program.memory_analysis()
+        if analysis is not None:
+            memory["temporary, compiled (gradients, copies, activations)"] = int(analysis.temp_size_in_bytes)
+        added = [each for each in compiled_collectives(program.as_text()) if each.added and each.group_size > 1]
+    return Explanation(found.mesh, found, rows, memory, added)
+
+
+def memory_at_rest(parts: Parts, mesh: AnyMesh) -> dict[str, int]:
+    """Exact bytes of the state on one device."""
+
+    def held(tree: PyTree) -> int:
+        return sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(tree))
+
+    target = parts.target
+    state = {"parameters": held(target.params), "optimizer state": held(target.opt_state)}
+    return state | ({"residual of int8": held(target.residual)} if jax.tree.leaves(target.residual) else {})
+
+
+def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, int]:
+    """Exact bytes on one device of what a strategy makes of the parameters for a step: gradients, at least fp32, in the
+    shape of what is differentiated; copies that are gathered once."""
+    options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
+    strategy, specs = get_strategy(config.parallel.strategy, options), specs_of_arrays(parts.target.params)
+    seen: list[tuple[PyTree, PyTree]] = []
+
+    def region(params: PyTree) -> jax.Array:
+        diff, held = strategy.begin(params, specs, STACKED)
+        seen.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (diff, held)))
+        return jax.numpy.zeros(())
+
+    jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=P()), parts.target.params)
+    [(diff, held)] = seen
+
+    def size(tree: PyTree, *, least: int = 1) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(int(np.prod(leaf.shape)) * max(least, leaf.dtype.itemsize) for leaf in leaves)
+
+    return {"gradients": size(diff, least=4), "gathered copies, the whole step": size(held)}
+
+
+def to_json(explanation: Explanation) -> dict[str, Any]:
+    """{"mesh", "collectives", "memory", "parameters", "added"}: see README for the keys."""
+    parameters = [
+        {"path": row.path, "shape": list(row.shape), "dtype": row.dtype, "spec": str(row.spec),
+         "bytes_per_device": row.bytes_per_device}
+        for row in explanation.parameters
+    ]  # fmt: skip
+    return {
+        "mesh": explanation.mesh, "wire_bytes": explanation.ledger.wire_bytes,
+        "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
+        "memory": explanation.memory, "parameters": parameters,
+        "added": None if explanation.added is None else [each._asdict() for each in explanation.added],
+    }  # fmt: skip

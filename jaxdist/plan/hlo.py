@@ -1,0 +1,100 @@
+"""The collectives of a compiled program, read from its HLO: an account that is independent of the jaxpr's.
+
+It sees what the jaxpr cannot: what the compiler adds around the optimizer, and what it merges, splits or drops. It has
+no names of axes, and on CPUs no bf16 (XLA:CPU widens it).
+"""
+
+import math
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+OPS = {
+    "all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
+    "collective-permute": "ppermute", "all-to-all": "all_to_all",
+}  # fmt: skip
+BITS = {"pred": 8, "s4": 4, "u4": 4}  # others say it: f32, bf16, s8, f8e4m3fn
+_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+)\w*\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+
+
+class Compiled(NamedTuple):
+    """One collective of the program. bytes_per_call: the input on one device. calls: a run, loops multiplied out.
+    wire_bytes: as in the ledger. added: by the compiler, outside the manual region. name: op_name of its metadata."""
+
+    op: str
+    group_size: int
+    dtype: str
+    bytes_per_call: int
+    calls: int
+    wire_bytes: float
+    added: bool
+    name: str
+
+
+def compiled_collectives(text: str) -> list[Compiled]:
+    """From `compiled.as_text()`. A loop of unknown length counts once."""
+    computations: dict[str, list[str]] = defaultdict(list)
+    entry = current = ""
+    for line in text.splitlines():
+        head = re.match(r"^(ENTRY )?%?([\w.-]+) .*\{$", line)
+        if head and not line.startswith(" "):
+            current = head[2]
+            entry = current if head[1] else entry
+        elif line.startswith("}"):
+            current = ""
+        elif current:
+            computations[current].append(line)
+    found: list[Compiled] = []
+    _visit(computations, entry, 1, found)
+    return found
+
+
+def _visit(computations: dict[str, list[str]], name: str, times: int, found: list[Compiled]) -> None:
+    for line in computations[name]:
+        parsed = _LINE.match(line)
+        if parsed is None:
+            continue
+        _, shape, opcode, rest = parsed.groups()
+        op = OPS.get(opcode.removesuffix("-start"))
+        if op is not None:
+            found.append(_collective(op, shape, rest, times, asynchronous=opcode.endswith("-start")))
+            continue
+        trips = _TRIPS.search(rest)
+        inner = times * int(trips[1]) if opcode == "while" and trips else times
+        if opcode in ("while", "call", "conditional", "fusion", "async-start"):
+            branches = [each.strip(" %") for group in _BRANCHES.findall(rest) for each in group.split(",")]
+            for called in (*_CALLED.findall(rest), *branches):
+                _visit(computations, called, inner, found)
+
+
+def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: bool) -> Compiled:
+    shapes = [(dtype, math.prod(int(dim) for dim in dims.split(",") if dim)) for dtype, dims in _SHAPE.findall(shape)]
+    # The result of a -start holds the inputs as well, first; an all-reduce's or permute's are as large as its outputs.
+    if asynchronous and op != "psum" and len(shapes) > 1:
+        shapes = shapes[len(shapes) // 2 :] if op != "ppermute" else shapes[1:2]
+    nbytes = sum(size * BITS.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) // 8 for dtype, size in shapes)
+    n = _group_size(rest)
+    operand = {"all_gather": nbytes // n, "reduce_scatter": nbytes * n}.get(op, nbytes)
+    share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
+    name = re.search(r'op_name="([^"]*)"', rest)
+    label = name[1] if name else ""
+    return Compiled(
+        op, n, shapes[0][0], operand, times, operand * share.get(op, 1) * times,
+        added="shard_map" not in label and "shmap" not in label, name=label,
+    )  # fmt: skip
+
+
+def _group_size(rest: str) -> int:
+    if (explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", rest)) is not None:
+        return len(explicit[1].split(","))
+    if (iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)) is not None:
+        return int(iota[2])
+    if (named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest)) is not None:  # jax 0.12
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", named[2]))
+    pairs = re.findall(r"\{(\d+),(\d+)\}", (re.search(r"source_target_pairs=\{(.*?)\}\}", rest + "}}") or [""])[0])
+    return max(1, len({rank for pair in pairs for rank in pair}))

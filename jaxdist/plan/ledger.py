@@ -1,0 +1,187 @@
+"""Every collective of a train step, before it runs: who, over which axes, how many bytes, how often, from which line.
+
+Read from the jaxpr of the very function that trains, so that no devices are needed and a mesh may be far larger than
+the machine. What the compiler adds for the optimizer, in the global region, is not in the jaxpr: see `plan.hlo`.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh
+
+from jaxdist.collectives.jaxpr import moving_axes
+from jaxdist.errors import UserError
+from jaxdist.mesh import AnyMesh
+from jaxdist.specs import path_name
+from jaxdist.state import TrainState
+from jaxdist.step import TrainStep
+
+PyTree = Any
+PACKAGE = Path(__file__).parents[1]
+# Primitives of jax 0.10 to 0.12 -> names here. Reductions other than sums are all-reduces as well.
+OPS = {
+    "psum": "psum", "psum_invariant": "psum", "pmax": "psum", "pmin": "psum", "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather", "reduce_scatter": "reduce_scatter", "ppermute": "ppermute",
+    "all_to_all": "all_to_all",
+}  # fmt: skip
+INSIDE, BETWEEN = "inside a host", "between hosts"
+# What a name stack is made of beside names that somebody gave: transformations, primitives, einsums.
+_WRAPPER = re.compile(r"\b\w+\(|\)")
+_NOISE = re.compile(r"^(rematted_computation|checkpoint|while|body|cond|branch_\d+_fun|closed_call|shard_map|.*->.*)?$")
+
+
+class Collective(NamedTuple):
+    """What one line of the program communicates in a step.
+
+    op: psum (all-reduce), all_gather, reduce_scatter, ppermute, all_to_all. bytes_per_call: the input on one device.
+    calls: a step, loops multiplied out. wire_bytes: what one device sends in a step, by the bandwidth-optimal algorithm
+    of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the slowest that it crosses.
+    phase: forward, backward, recompute (forward again, in the backward pass) or once a step. purpose: which parameter,
+    gradient or activation. conditional: in a branch that not every device or step may take; counted as taken.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    group_size: int
+    dtype: str
+    bytes_per_call: int
+    calls: int
+    wire_bytes: float
+    link: str
+    source: str
+    phase: str
+    purpose: str
+    conditional: bool = False
+
+
+class Ledger(NamedTuple):
+    """All collectives of a step, in program order, equal ones together. mesh: sizes of the axes."""
+
+    collectives: tuple[Collective, ...]
+    mesh: dict[str, int]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(each.wire_bytes for each in self.collectives)
+
+    def total(self, key: str) -> dict[Any, float]:
+        """Wire bytes by a field of `Collective`, largest first: total("axes"), total("purpose")."""
+        totals: Counter[Any] = Counter()
+        for each in self.collectives:
+            totals[getattr(each, key)] += each.wire_bytes  # type: ignore[assignment]
+        return dict(totals.most_common())
+
+
+def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_host: int = 8) -> Ledger:
+    """The ledger of `step(state, batch)`.
+
+    state and batch may be ShapeDtypeStructs (`state_target`), on a mesh or an AbstractMesh. devices_per_host: for a
+    mesh without devices, or with simulated ones; those of GPUs are known. Raises `UserError` for a loop whose length is
+    not in the program.
+    """
+    mesh = state.step.sharding.mesh
+    jaxpr = step.jitted(state).trace(state, batch).jaxpr
+    names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
+    reader = _Reader(mesh, hosts_of(mesh, devices_per_host), names)
+    found: Counter[Collective] = Counter()
+    for each in reader.read(jaxpr, 1, "", False):
+        found[each._replace(calls=1, wire_bytes=each.wire_bytes / each.calls)] += each.calls
+    merged = (each._replace(calls=n, wire_bytes=each.wire_bytes * n) for each, n in found.items())
+    return Ledger(tuple(merged), {str(axis): int(size) for axis, size in mesh.shape.items()})
+
+
+def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
+    """The host of every device, in the shape of the mesh."""
+    shape = tuple(mesh.shape.values())
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu":
+        return np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    return (np.arange(math.prod(shape)) // devices_per_host).reshape(shape)
+
+
+def wire_bytes(op: str, nbytes: int, n: int) -> float:
+    """Bytes that each of n devices sends for one call with an input of `nbytes`."""
+    share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
+    return nbytes * share.get(op, 1)
+
+
+class _Reader:
+    """Walks jaxprs with how often they run and under which names."""
+
+    def __init__(self, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> None:
+        self.mesh, self.hosts, self.parameters = mesh, hosts, parameters
+
+    def read(self, jaxpr: Any, times: int, stack: str, conditional: bool) -> Iterator[Collective]:
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            name, params = equation.primitive.name, equation.params
+            inner = f"{stack}/{equation.source_info.name_stack}"
+            axes = moving_axes(equation)
+            if axes and name not in OPS:
+                raise UserError(f"ledger: {name} over {', '.join(axes)} is not known; it is in {source_of(equation)}")
+            if axes:
+                yield self.collective(equation, axes, times, inner, conditional)
+                continue
+            subs = list(jaxprs_in_params(params))
+            if name == "while" and any(True for sub in subs for _ in self.read(sub, 1, inner, True)):
+                raise UserError(f"ledger: a loop in {source_of(equation)} communicates, and its length is not in the "
+                                "program; use lax.scan, or fori_loop with fixed bounds")  # fmt: skip
+            if name == "cond":
+                # The branch that sends most: which one runs is not in the program.
+                branches = [list(self.read(sub, times, inner, True)) for sub in subs]
+                yield from max(branches, key=lambda found: sum(each.wire_bytes for each in found), default=[])
+                continue
+            for sub in subs:
+                yield from self.read(sub, times * params["length"] if name == "scan" else times, inner, conditional)
+
+    def collective(self, equation: Any, axes: tuple[str, ...], times: int, stack: str, conditional: bool) -> Collective:
+        op = OPS[equation.primitive.name]
+        groups = equation.params.get("axis_index_groups")
+        n = len(groups[0]) if groups else math.prod(self.mesh.shape[axis] for axis in axes)
+        nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
+        phase, purpose = self.meaning(op, stack)
+        return Collective(
+            op, axes, n, str(equation.invars[0].aval.dtype), nbytes, times, wire_bytes(op, nbytes, n) * times,
+            self.link(axes), source_of(equation), phase, purpose, conditional,
+        )  # fmt: skip
+
+    def link(self, axes: tuple[str, ...]) -> str:
+        order = list(self.mesh.axis_names)
+        moved = np.moveaxis(self.hosts, [order.index(axis) for axis in axes], range(-len(axes), 0))
+        groups = moved.reshape(-1, math.prod(self.mesh.shape[axis] for axis in axes))
+        return BETWEEN if (groups != groups[:, :1]).any() else INSIDE
+
+    def meaning(self, op: str, stack: str) -> tuple[str, str]:
+        """(phase, purpose) from the names on the way to an equation."""
+        phase = "once a step"
+        if "jvp" in stack:
+            phase = "backward" if "transpose(" in stack else "forward"
+        if "rematted_computation" in stack:
+            phase = "recompute"
+        names = [name for name in _WRAPPER.sub("", stack).split("/") if not _NOISE.match(name)]
+        name = ".".join(dict.fromkeys(names))
+        if name in self.parameters:
+            return phase, f"{'gradient of ' if op == 'reduce_scatter' else ''}{name}"
+        if phase == "once a step":
+            return phase, name
+        return phase, f"{'gradients of activations' if phase == 'backward' else 'activations'} of {name or 'the loss'}"
+
+
+def source_of(equation: Any) -> str:
+    """"jaxdist/nn/linear.py:37": the innermost line that is neither jax's nor one of `collectives`, which all share."""
+    frames = equation.source_info.traceback.frames if equation.source_info.traceback is not None else []
+    for frame in frames:
+        path = Path(frame.file_name)
+        if path.is_relative_to(PACKAGE):
+            inside = path.relative_to(PACKAGE)
+            if inside.parts[0] != "collectives" and inside.name != "specs.py":
+                return f"{PACKAGE.name}/{inside.as_posix()}:{frame.line_num}"
+        elif not {"site-packages", "lib"} & set(path.parts) and not frame.file_name.startswith("<"):
+            return f"{path.name}:{frame.line_num}"
+    return "unknown"

@@ -1,0 +1,59 @@
+"""What a configuration will communicate and hold, without running a step: python scripts/explain.py --config FILE"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxdist.config import load_config
+from jaxdist.errors import UserError
+
+
+def main() -> int:
+    """Exit status: 0; 1 over budget; 2 the configuration is wrong."""
+    parser = argparse.ArgumentParser(description="The collectives, memory and layout of one train step.")
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")
+    parser.add_argument("--rows", type=int, default=24, help="collectives that are printed; 0: all")
+    parser.add_argument("--parameters", action="store_true", help="also print how every parameter rests")
+    parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices: temporary memory")
+    parser.add_argument("--devices-per-host", type=int, default=8)
+    parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
+    parser.add_argument("--write-budget", metavar="FILE", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides, planned=True)
+        import jax  # not before the configuration holds
+
+        jax.config.update("jax_platforms", "cpu")
+        if arguments.compile:
+            jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
+        from jaxdist.plan import budget, explain, sharding, show
+
+        found = explain.explain(config, compiled=arguments.compile, devices_per_host=arguments.devices_per_host)
+        print(show.to_text(found, rows=arguments.rows or len(found.ledger.collectives)))
+        if arguments.parameters:
+            print("\n" + sharding.rows_as_text(found.parameters))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(explain.to_json(found), indent=1) + "\n")
+        if arguments.plot is not None:
+            show.draw(found, arguments.plot)
+        if arguments.write_budget is not None:
+            arguments.write_budget.write_text(json.dumps(budget.budget_of(found.ledger), indent=1) + "\n")
+        over = []
+        if arguments.budget is not None:
+            over = budget.over_budget(found.ledger, budget.read_budget(arguments.budget))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in over:
+        print(f"over budget: {line}", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
