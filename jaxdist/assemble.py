@@ -48,6 +48,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     step = make_train_step(
         model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
         microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
-        grad_sync=sync, freeze=config.optimizer.freeze, seed=config.train.seed,
+        grad_sync=sync, freeze=config.optimizer.freeze, reshard_after_forward=parallel.reshard_after_forward,
+        seed=config.train.seed,
     )  # fmt: skip
     return Parts(model, precision, optimizer, state_target(model, optimizer, mesh, **layout), step, layout)

@@ -95,6 +95,7 @@ class ParallelConfig:
     schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     min_shard_bytes: int = setting(32768, "parameters smaller than this, per block, are kept whole by zero", at_least=0)
+    reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
     grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
 
 

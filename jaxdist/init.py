@@ -8,17 +8,19 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, residual_target
 from jaxdist.precision import POLICIES
-from jaxdist.specs import check_divisible, map_specs, without_idle
+from jaxdist.specs import apply_rules, check_divisible, map_specs, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, place_params
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()
+Rules = Sequence[tuple[str, P]]
 Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
 
 
@@ -38,6 +40,7 @@ def state_target(
     min_shard_bytes: int = 0,
     grad_sync: GradSync = DEFAULT_SYNC,
     freeze: Sequence[str] = (),
+    rules: Rules = (),
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
     is compiled for without allocating anything."""
@@ -45,7 +48,12 @@ def state_target(
     check_divisible(shapes, specs, mesh)
     optimizer = only_trained(optimizer, freeze)
     placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))
-    resting = map_specs(lambda spec: without_idle(spec, mesh), placing.place(shapes, specs, mesh))
+    placed = placing.place(shapes, specs, mesh)
+    if rules and isinstance(source, ModelDef):
+        raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they rest")
+    placed = apply_rules(placed, rules) if rules else placed
+    check_divisible(shapes, placed, mesh)
+    resting = map_specs(lambda spec: without_idle(spec, mesh), placed)
     residual = residual_target(leave_out(shapes, freeze), leave_out(resting, freeze), mesh, grad_sync)
     return abstract_state(shapes, resting, optimizer, mesh, residual)
 
@@ -59,6 +67,7 @@ def init_state(
     min_shard_bytes: int = 0,
     grad_sync: GradSync = DEFAULT_SYNC,
     freeze: Sequence[str] = (),
+    rules: Rules = (),
     seed: int = 0,
 ) -> TrainState:
     """A `TrainState` at step 0, each leaf allocated where it rests.
@@ -66,11 +75,13 @@ def init_state(
     source: a `ModelDef`, a function key -> parameters, or a pytree of parameters that exist already (say
     `nnx.to_pure_dict(nnx.state(model, nnx.Param))`). The strategy decides the layout: the step must use the same one.
     grad_sync: the step's, when it sends int8, whose residual is part of the state. freeze: the step's, patterns of
-    parameters without optimizer state.
+    parameters without optimizer state. rules: (pattern, PartitionSpec) pairs for parameter trees of your own, first
+    match wins: [("*.kernel", P(None, "fsdp")), ("*.bias", P())]; others as the strategy places them by their shapes.
     """
     target = state_target(
-        source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync, freeze=freeze
-    )
+        source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync, freeze=freeze,
+        rules=rules,
+    )  # fmt: skip
     optimizer = only_trained(optimizer, freeze)
     if isinstance(source, ModelDef):
         return allocate(source.init, jax.random.key(seed), optimizer, target)

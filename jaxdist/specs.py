@@ -1,8 +1,9 @@
 """PartitionSpec trees: the one description of how an array is laid out. The same tree serves as `in_specs`,
 `out_specs`, `out_shardings` and restore target."""
 
+import fnmatch
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +83,30 @@ def is_model(tree: PyTree) -> bool:
 def unit_specs(specs: PyTree) -> PyTree:
     """Specs of what one unit of a `ModelDef` has: one block, without the dim that blocks are stacked along."""
     return {**specs, STACKED: map_specs(lambda spec: P(*spec[1:]), specs[STACKED])}
+
+
+def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
+    """The specs, but for leaves whose path fits a rule's pattern: those get the spec of the first that fits.
+
+    Raises `UserError` for a rule that no path reaches, and for a spec that splits otherwise than one dim over fsdp.
+    """
+    used = set()
+
+    def one(path: tuple[Any, ...], spec: P) -> P:
+        for i, (pattern, chosen) in enumerate(rules):
+            if fnmatch.fnmatchcase(path_name(path), pattern):
+                used.add(i)
+                return chosen
+        return spec
+
+    for pattern, chosen in rules:
+        if spec_axes(chosen) not in ((), ("fsdp",)):
+            raise UserError(f"rules: {pattern!r}: {chosen}; allowed: one dim over fsdp, as P(None, 'fsdp'), or P()")
+    chosen_specs = jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: isinstance(node, P))
+    if missed := [pattern for i, (pattern, _) in enumerate(rules) if i not in used]:
+        raise UserError(f"rules: {missed[0]!r} is reached by no parameter (the first rule that fits wins); leave it "
+                        "out, or put it earlier")  # fmt: skip
+    return chosen_specs
 
 
 def shard_count(spec: P, mesh: AnyMesh) -> int:

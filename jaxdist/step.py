@@ -107,18 +107,19 @@ class TrainStep:
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
-    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), seed: int = 0, return_grads: bool = False,
+    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True, seed: int = 0,
+    return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. freeze: patterns ("embed.*") of
-    parameters that are not trained. Raises `UserError` on a batch or a mesh that does not fit.
+    parameters that are not trained. reshard_after_forward: as in FSDP. Raises `UserError` on what does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
     check_sync(grad_sync, policy.reduce)
-    placing = freezing(get_strategy(strategy, StrategyOptions(policy, grad_sync)), freeze)
-    optimizer = only_trained(optimizer, freeze)
+    options = StrategyOptions(policy, grad_sync, reshard_after_forward=reshard_after_forward)
+    placing, optimizer = freezing(get_strategy(strategy, options), freeze), only_trained(optimizer, freeze)
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 

@@ -13,9 +13,10 @@ import optax
 import oracle
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist import registry
+from jaxdist import init_state, make_mesh, make_train_step, registry
 from jaxdist.errors import UserError
 from jaxdist.parallel.sync import GradSync
 
@@ -129,3 +130,51 @@ def test_the_example_of_thirty_lines_runs() -> None:
     assert [line.split(":")[0] for line in out] == ["nnx_loss", "plain_loss"]
     assert all("fsdp" in line for line in out)
     assert float(out[0].split()[1]) < 1.0  # from about log 4
+
+
+def test_rules_say_where_parameters_rest() -> None:
+    params = {"w": jnp.ones((8, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(16), "c": jnp.ones(8)}
+    mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
+    rules = [("w", P("fsdp", None)), ("b", P()), ("?", P(None, "fsdp"))]
+    with pytest.raises(UserError, match="c: spec .* has more entries than the shape"):
+        init_state(params, tx, mesh, strategy="zero3", rules=rules)
+    state = init_state(params, tx, mesh, strategy="zero3", rules=[*rules[:2], ("v", P(None, "fsdp"))])
+    found = {name: leaf.sharding.spec for name, leaf in state.params.items()}
+    assert found == {"w": P("fsdp", None), "b": P(), "v": P(None, "fsdp"), "c": P("fsdp")}  # c: from its shape
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        rows = batch.shape[0]
+        total = ((batch @ params["w"] @ params["v"] + params["c"]) ** 2).sum() + rows * params["b"].sum()
+        return total, jnp.float32(rows)
+
+    data, want = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32), None
+    cases = ((make_mesh(), "ddp", ()), (mesh, "zero3", rules[:2]), (mesh, "zero2", rules[:1]))
+    for mesh, strategy, chosen in cases:
+        state = init_state(params, tx, mesh, strategy=strategy, rules=chosen)
+        state, _ = make_train_step(loss, tx, mesh, strategy=strategy)(state, data)
+        want = want or jax.device_get(state.params)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jax.device_get(state.params), want)
+
+
+@pytest.mark.parametrize(("rules", "message"), [
+    ([("w", P("data"))], "rules: 'w': .*allowed: one dim over fsdp"),
+    ([("*", P()), ("w", P("fsdp"))], "rules: 'w' is reached by no parameter"),
+    ([("w", P(None, "fsdp"))], "w: dim 1 of .* not divisible by fsdp=4"),
+])  # fmt: skip
+def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        init_state({"w": jnp.ones((8, 6)), "b": jnp.ones(8)}, optax.sgd(0.1), make_mesh(fsdp=4), strategy="zero3",
+                   rules=rules)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
+    params = {"embed": jnp.ones((8, 8)), "blocks": [{"w": jnp.ones((8, 8))}], "head": jnp.ones((8, 8))}
+    mesh, tx = make_mesh(data=2, fsdp=2), optax.sgd(0.1)
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        return (batch @ params["embed"] @ params["blocks"][0]["w"] @ params["head"]).sum(), jnp.float32(8)
+
+    state = init_state(params, tx, mesh, strategy=strategy)
+    state, metrics = make_train_step(loss, tx, mesh, strategy=strategy)(state, np.ones((8, 8), np.float32))
+    assert np.isfinite(metrics["loss"])

@@ -36,10 +36,10 @@ def batch(size: int = 16, length: int = 8) -> dict[str, np.ndarray]:
     return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((size, length), np.float32)}
 
 
-def jaxpr_of(strategy: str, *, microbatches: int = 1, precision: str = "fp32", **sizes: int) -> Any:
-    mesh, tx = make_mesh(**sizes), optax.sgd(1.0)
+def jaxpr_of(strategy: str, *, data: int = 1, fsdp: int = 1, **options: Any) -> Any:
+    mesh, tx = make_mesh(data=data, fsdp=fsdp), optax.sgd(1.0)
     model = gpt(LLAMA, max_length=8)
-    step = make_train_step(model, tx, mesh, strategy=strategy, microbatches=microbatches, precision=precision)
+    step = make_train_step(model, tx, mesh, strategy=strategy, **options)
     return step.jitted(state_target(model, tx, mesh, strategy=strategy)).trace(
         state_target(model, tx, mesh, strategy=strategy), batch()
     ).jaxpr
@@ -58,6 +58,12 @@ def test_zero3_gathers_each_unit_forward_and_backward_and_reduces_it_once() -> N
 def test_zero3_reduces_once_a_microbatch() -> None:
     counts = collectives(jaxpr_of("zero3", fsdp=4, microbatches=4), "fsdp")
     assert counts["reduce_scatter", "float32"] == 4 * (LAYERS * BLOCK + EMBED + HEAD)
+
+
+def test_zero3_keeps_what_it_gathered_if_told_so() -> None:
+    counts = collectives(jaxpr_of("zero3", fsdp=4, reshard_after_forward=False), "fsdp")
+    leaves = LAYERS * BLOCK + EMBED + HEAD
+    assert (counts["all_gather", "float32"], counts["reduce_scatter", "float32"]) == (leaves, leaves)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

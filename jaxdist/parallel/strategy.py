@@ -46,11 +46,12 @@ class Strategy(NamedTuple):
 
 class StrategyOptions(NamedTuple):
     """What every strategy is made from. min_shard_bytes: parameters smaller than this, counted for one block, stay
-    whole."""
+    whole. reshard_after_forward: zero3 gathers again for the backward pass instead of keeping what it gathered."""
 
     precision: Precision
     sync: GradSync = GradSync()
     min_shard_bytes: int = 0
+    reshard_after_forward: bool = True
 
     @property
     def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:

@@ -41,7 +41,7 @@ def zero3(options: StrategyOptions) -> Strategy:
 
     if options.sync.deterministic:
         return _reduced_late(options, place)
-    return Strategy(place, begin_at_rest, gather_unit, options.finish, drops=True)
+    return Strategy(place, begin_at_rest, gather_unit, options.finish, drops=options.reshard_after_forward)
 
 
 def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) -> Strategy:
@@ -63,4 +63,4 @@ def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) ->
 
         return map_named(one, specs, diff, held)
 
-    return Strategy(place, begin, gather_unit, options.finish_whole, drops=True)
+    return Strategy(place, begin, gather_unit, options.finish_whole, drops=options.reshard_after_forward)
