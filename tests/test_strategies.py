@@ -1,5 +1,6 @@
 """Contracts of every strategy in the folder: where parameters rest, what is communicated, in which dtype."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -205,3 +206,25 @@ def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     text = step.jitted(state).trace(state, batch()).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.all_reduce" in text
     assert ("stablehlo.collective_permute" in text) == (algorithm != "native")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "blocks"), [("zero1", 2.0), ("zero2", 1 + 1 / 8), ("zero3", 1 / 8)])
+def test_temporary_memory_grows_by_what_a_block_must_leave(name: str, blocks: float) -> None:
+    """Compiled, not run. With full remat a block leaves its input, and its gradient: whole (zero1) or a shard; zero1
+    and zero2 also hold its copy."""
+    mesh, tx, rows, length, width = make_mesh(fsdp=8), optax.sgd(0.1), 32, 32, 128
+
+    def temporary(layers: int) -> int:
+        model = gpt(dataclasses.replace(LLAMA, layers=layers, width=width, mlp_width=256), max_length=length)
+        step = make_train_step(model, tx, mesh, strategy=name, remat="full")
+        data = jax.device_put(batch(rows, length), NamedSharding(mesh, BATCH_SPEC))
+        program = step.lower(state_target(model, tx, mesh, strategy=name), data).compile()
+        return int(program.memory_analysis().temp_size_in_bytes)
+
+    shapes = gpt(dataclasses.replace(LLAMA, layers=1, width=width, mlp_width=256), max_length=length).shapes["blocks"]
+    block = sum(4 * leaf.size for leaf in jax.tree.leaves(shapes))
+    given = rows // 8 * length * width * 4
+    sizes = [temporary(layers) for layers in (4, 8, 16)]
+    for slope in ((sizes[1] - sizes[0]) / 4, (sizes[2] - sizes[1]) / 8):
+        assert slope == pytest.approx(given + blocks * block, rel=0.01)
