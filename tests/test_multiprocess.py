@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -80,9 +81,12 @@ class Processes:
             )
 
     def out(self, rank: int) -> str:
-        """Standard output, without what gloo prints there when it connects."""
+        """Standard output, without what gloo prints there when it connects, from several threads at once: a number or
+        the end of a line may come after another line."""
         text = (self.folder / f"out{rank}").read_text()
-        return "\n".join(line for line in text.splitlines() if "peer ranks" not in line)
+        return "\n".join(
+            line for line in text.splitlines() if "peer ranks" not in line and not re.fullmatch(r"\d*", line)
+        )
 
     def err(self, rank: int) -> str:
         return (self.folder / f"err{rank}").read_text()
