@@ -1,10 +1,10 @@
 """What a configuration will do, from abstract values alone: collectives, memory of a device, where parameters rest."""
 
+import math
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -12,11 +12,12 @@ from jaxdist.assemble import Parts, assemble
 from jaxdist.config import Config
 from jaxdist.data import batch_shapes
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
+from jaxdist.optim import leave_out
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
 from jaxdist.plan.hlo import Compiled, compiled_collectives
 from jaxdist.plan.ledger import Ledger, ledger
 from jaxdist.plan.sharding import Row, sharding_rows
-from jaxdist.specs import BATCH_SPEC, STACKED, bytes_per_device
+from jaxdist.specs import BATCH_SPEC, STACKED, bytes_per_device, map_specs
 from jaxdist.state import specs_of_arrays
 
 PyTree = Any
@@ -70,21 +71,25 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     shape of what is differentiated; copies that are gathered once."""
     options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
     strategy, specs = get_strategy(config.parallel.strategy, options), specs_of_arrays(parts.target.params)
-    seen: list[tuple[PyTree, PyTree]] = []
+    sizes: dict[str, int] = {}
+
+    def nbytes(leaf: jax.Array, *, least: int = 1) -> int:
+        return math.prod(leaf.shape) * max(least, leaf.dtype.itemsize)
 
     def region(params: PyTree) -> jax.Array:
         diff, held = strategy.begin(params, specs, STACKED)
-        seen.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (diff, held)))
+        trained = leave_out(diff, config.optimizer.freeze)
+        sizes["gradients"] = sum(nbytes(leaf, least=4) for leaf in jax.tree.leaves(trained))
+
+        def kept(_: P, rest: jax.Array, copy: Any) -> Any:  # what is held as it rests is no copy
+            return () if isinstance(copy, tuple) or copy.shape == rest.shape else copy
+
+        copies = map_specs(kept, specs, params, held)
+        sizes["gathered copies, the whole step"] = sum(map(nbytes, jax.tree.leaves(copies)))
         return jax.numpy.zeros(())
 
     jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=P()), parts.target.params)
-    [(diff, held)] = seen
-
-    def size(tree: PyTree, *, least: int = 1) -> int:
-        leaves = jax.tree.leaves(tree)
-        return sum(int(np.prod(leaf.shape)) * max(least, leaf.dtype.itemsize) for leaf in leaves)
-
-    return {"gradients": size(diff, least=4), "gathered copies, the whole step": size(held)}
+    return sizes
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
