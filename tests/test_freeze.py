@@ -104,7 +104,9 @@ def test_zero3_gathers_frozen_blocks_again_for_the_backward_pass() -> None:
     assert counts["reduce_scatter", "float32"] == 3
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(
+    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "zero3")]
+)
 def test_frozen_blocks_take_no_memory_of_gradients(strategy: str) -> None:
     config = ModelConfig(style="llama", layers=8, width=64, heads=4, vocab=32, mlp_width=128)
     deep, mesh, tx = gpt(config, max_length=8), make_mesh(fsdp=4), optax.sgd(0.1)

@@ -62,11 +62,21 @@ EVERY = [
     for strategy in strategies(mesh)
     for style, tied, microbatches in OPTIONS
 ]
-# Every mesh with half of its strategies, the options in turn.
-TURNS = [(mesh, strategy) for i, mesh in enumerate(POWERS) for strategy in strategies(mesh)[i % 2 :: 2]]
-EVERYDAY = [
-    Case(*OPTIONS[i * 3 % 8][:2], strategy, OPTIONS[i * 3 % 8][2], mesh) for i, (mesh, strategy) in enumerate(TURNS)
-]
+
+
+def everyday() -> list[Case]:
+    """Every mesh once: strategies in turn, apart for meshes with fsdp and without, and options so that all pairs of
+    options and strategies occur."""
+    cases, seen = [], {True: 0, False: 0}
+    for i, mesh in enumerate(POWERS):
+        choice, sharded = strategies(mesh), mesh[1] > 1
+        strategy, seen[sharded] = choice[seen[sharded] % len(choice)], seen[sharded] + 1
+        style, tied, microbatches = OPTIONS[(i + 2 * seen[sharded]) % len(OPTIONS)]
+        cases.append(Case(style, tied, strategy, microbatches, mesh))
+    return cases
+
+
+EVERYDAY = everyday()
 EXTRA = [
     *(
         Case(("gpt2", "llama")[i % 2], i % 3 == 0, strategy, 1 + 3 * (i % 2), mesh)
@@ -239,8 +249,8 @@ def test_the_other_half_equals_one_device(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [
     Case("gpt2", True, "zero3", 4, (2, 2, 2)),
-    Case("llama", False, "ddp", 1, (1, 1, 8)),
-    Case("llama", True, "ddp", 4, (8, 1, 1)),
+    pytest.param(Case("llama", False, "ddp", 1, (1, 1, 8)), marks=pytest.mark.slow),
+    pytest.param(Case("llama", True, "ddp", 4, (8, 1, 1)), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> None:
     def grads(case: Case) -> Any:

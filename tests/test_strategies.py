@@ -105,10 +105,10 @@ def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "sizes", [{}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}], ids=str
-)
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}, *(
+    pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({}, {"data": 8}, {"fsdp": 8})
+)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("config", [GPT2, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt2", "llama"])
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     model = gpt(config, max_length=8)
