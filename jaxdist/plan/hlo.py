@@ -9,6 +9,8 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
+from jaxdist.plan.ledger import wire_bytes
+
 OPS = {
     "all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
     "collective-permute": "ppermute", "all-to-all": "all_to_all",
@@ -79,11 +81,10 @@ def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: boo
     nbytes = sum(size * BITS.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) // 8 for dtype, size in shapes)
     n = _group_size(rest)
     operand = {"all_gather": nbytes // n, "reduce_scatter": nbytes * n}.get(op, nbytes)
-    share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
     name = re.search(r'op_name="([^"]*)"', rest)
     label = name[1] if name else ""
     return Compiled(
-        op, n, shapes[0][0], operand, times, operand * share.get(op, 1) * times,
+        op, n, shapes[0][0], operand, times, wire_bytes(op, operand, n) * times,
         added="shard_map" not in label and "shmap" not in label, name=label,
     )  # fmt: skip
 
