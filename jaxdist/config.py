@@ -96,6 +96,9 @@ class ParallelConfig:
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     min_shard_bytes: int = setting(32768, "parameters smaller than this, per block, are kept whole by zero", at_least=0)
     reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
+    prefetch: int = setting(
+        0, "1: gather each block while the one before it computes, reduce it while the next does", at_least=0, at_most=1
+    )
     grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
+from jax import lax
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
@@ -204,6 +205,37 @@ def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
         return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, in which every product is rounded before anything is added to it.
+
+    A compiler fuses a product with a sum, which then round once together. Of a * b + c * d it fuses one, and which one
+    depends on the shape of the loop, hence of the shard.
+    """
+
+    def evaluate(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
+        for equation in jaxpr.eqns:
+            operands, primitive = [read(atom) for atom in equation.invars], equation.primitive
+            if primitive.name == "jit":
+                inner = equation.params["jaxpr"]
+                results = evaluate(inner.jaxpr, inner.consts, operands)
+            else:
+                found = primitive.bind(*operands, **equation.params)
+                results = list(found) if primitive.multiple_results else [found]
+            if primitive.name in ("mul", "square", "integer_pow"):
+                results = lax.optimization_barrier(results)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        jaxpr, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(updates, state, params)
+        results = evaluate(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves((updates, state, params)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:

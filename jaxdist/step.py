@@ -19,12 +19,12 @@ from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varyi
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.nn import ModelDef
-from jaxdist.optim import apply_updates, leave_out, only_trained, ordered_norm
-from jaxdist.parallel.foreign import ForeignLoss, foreign_program, unchecked_region
+from jaxdist.optim import apply_updates, leave_out, only_trained, ordered_norm, with_rounded_products
+from jaxdist.parallel.foreign import ForeignLoss, program_and_region
 from jaxdist.parallel.freeze import freezing
 from jaxdist.parallel.microbatch import check_batch, check_global, sample_keys, split_microbatches
-from jaxdist.parallel.program import make_program
-from jaxdist.parallel.schedule import Program, Schedule
+from jaxdist.parallel.overlap import overlapping
+from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.precision import Precision, make_precision
@@ -38,18 +38,14 @@ Metrics = dict[str, jax.Array]
 
 def make_gradients(
     model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy,
-    schedule: Schedule, *, microbatches: int, precision: Precision, remat: str, seed: int, sync: GradSync,
-    trained: PyTree,
+    schedule: Schedule, *, microbatches: int, options: StrategyOptions, remat: str, seed: int, trained: PyTree,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
     trained: those of the gradients."""
-    program: Program
-    region_of: Callable[..., Any]
-    if isinstance(model, ModelDef):
-        program = make_program(model, strategy, specs, remat=remat, isolated=sync.deterministic)
-        region_of = jax.shard_map  # check_vma is on
-    else:
-        program, region_of = foreign_program(model, strategy, specs, mesh, remat=remat), unchecked_region
+    precision, sync = options.precision, options.sync
+    program, region_of = program_and_region(
+        model, strategy, specs, mesh, remat=remat, prefetch=options.prefetch, isolated=sync.deterministic
+    )
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
@@ -107,20 +103,23 @@ class TrainStep:
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
-    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True, seed: int = 0,
-    return_grads: bool = False,
+    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True,
+    prefetch: int = 0, seed: int = 0, return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. freeze: patterns ("embed.*") of
-    parameters that are not trained. reshard_after_forward: as in FSDP. Raises `UserError` on what does not fit.
+    parameters that are not trained. reshard_after_forward: as in FSDP. prefetch: see `parallel.prefetch`. Raises
+    `UserError` on what does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
     check_sync(grad_sync, policy.reduce)
-    options = StrategyOptions(policy, grad_sync, reshard_after_forward=reshard_after_forward)
-    placing, optimizer = freezing(get_strategy(strategy, options), freeze), only_trained(optimizer, freeze)
+    options = StrategyOptions(policy, grad_sync, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
+    once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
+    placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)
+    optimizer = only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze)
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
     def build(state: TrainState) -> Any:
@@ -130,7 +129,7 @@ def make_train_step(
         specs = specs_of_arrays(state.params)
         gradients = make_gradients(
             model, mesh, specs, specs_of_arrays(state.residual), placing, run_schedule, microbatches=microbatches,
-            precision=policy, remat=remat, seed=seed, sync=grad_sync, trained=leave_out(specs, freeze),
+            options=options, remat=remat, seed=seed, trained=leave_out(specs, freeze),
         )  # fmt: skip
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

@@ -1,9 +1,10 @@
 """Counting primitives in a jaxpr: what a program communicates, before any compiler has seen it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 
 def primitive_counts(jaxpr: Any, times: int = 1) -> Counter[str]:
@@ -29,3 +30,37 @@ def collectives(jaxpr: Any, axis: str, times: int = 1) -> Counter[tuple[str, str
         for sub in jaxprs_in_params(equation.params):
             counts += collectives(sub, axis, inner)
     return counts
+
+
+def scans_with(jaxpr: Any, primitive: str) -> Iterator[Any]:
+    """The scans, at any depth, in whose bodies `primitive` stands (not only in a loop inside)."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for sub in jaxprs_in_params(equation.params):
+            body = getattr(sub, "jaxpr", sub)
+            if equation.primitive.name == "scan" and any(inner.primitive.name == primitive for inner in body.eqns):
+                yield equation
+            yield from scans_with(sub, primitive)
+
+
+def ancestors(jaxpr: Any, primitive: str) -> set[str]:
+    """Names of the primitives that operands of `primitive` come from, in this jaxpr and in what it calls."""
+    makers = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+    todo = [atom for equation in jaxpr.eqns if equation.primitive.name == primitive for atom in equation.invars]
+    names, seen = set(), set()
+    while todo:
+        atom = todo.pop()
+        if isinstance(atom, Literal) or atom not in makers or id(makers[atom]) in seen:
+            continue
+        seen.add(id(makers[atom]))
+        names |= names_in(makers[atom])
+        todo += makers[atom].invars
+    return names
+
+
+def names_in(equation: Any) -> set[str]:
+    """The equation's primitive and all inside it."""
+    found = {equation.primitive.name}
+    for sub in jaxprs_in_params(equation.params):
+        for inner in getattr(sub, "jaxpr", sub).eqns:
+            found |= names_in(inner)
+    return found

@@ -43,10 +43,11 @@ class Case(NamedTuple):
     mesh: tuple[int, int, int]  # data, fsdp, tensor
     algorithm: str = "native"
     remat: str = "none"
+    prefetch: int = 0
+    overlap: bool = False  # buckets so small that every block fills one, and is summed in the backward pass
 
     def __str__(self) -> str:
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:]))
-
 
 
 
@@ -103,11 +104,26 @@ ALGORITHMS = [
     ),
 ]  # fmt: skip
 SOME = [case for case in ALGORITHMS if case.algorithm in ("deterministic", "two_level")]
+# Communication away from the computation that it is for, under every strategy of the folder.
+APART = [
+    Case(style, tied, strategy, microbatches, mesh, algorithm, remat, prefetch, microbatches == 1)
+    for strategy in STRATEGIES
+    for style, tied, microbatches, mesh, algorithm, remat, prefetch in (
+        ("gpt2", True, 1, (2, 2, 2), "native", "full", 1), ("llama", False, 1, (2, 4, 1), "ring", "none", 1),
+        ("llama", True, 4, (1, 4, 2), "native", "none", 1), ("gpt2", False, 1, (4, 2, 1), "native", "none", 0),
+        ("llama", False, 1, (8, 1, 1), "native", "full", 1), ("gpt2", True, 2, (2, 3, 1), "native", "full", 1),
+    )
+]  # fmt: skip
+APART_EVERYDAY = [case for case in APART if case[2:5] in {
+    ("zero3", 1, (2, 2, 2)), ("ddp", 1, (2, 4, 1)), ("zero3", 4, (1, 4, 2)), ("zero2", 1, (4, 2, 1)),
+}]  # fmt: skip
 
 
-def sync_of(algorithm: str) -> GradSync:
+def sync_of(case: Case) -> GradSync:
     """By an algorithm; "deterministic" is a way of running as well."""
-    return GradSync(deterministic=True) if algorithm == "deterministic" else GradSync(algorithm)
+    if case.algorithm == "deterministic":
+        return GradSync(deterministic=True)
+    return GradSync(case.algorithm, **({"bucket_mb": 0.001} if case.overlap else {}))
 
 
 def model_config(case: Case) -> ModelConfig:
@@ -115,8 +131,8 @@ def model_config(case: Case) -> ModelConfig:
     heads, width = (12, 48) if odd else (16, 32)
     return resolve_model(
         ModelConfig(
-            style=case.style, tied=case.tied, layers=2, width=width, heads=heads, vocab=VOCAB, mlp_width=width * 2,
-            kv_heads=heads // 2 if case.style == "llama" else None,
+            style=case.style, tied=case.tied, layers=2 + case.prefetch, width=width, heads=heads, vocab=VOCAB,
+            mlp_width=width * 2, kv_heads=heads // 2 if case.style == "llama" else None,
         )
     )  # fmt: skip
 
@@ -179,7 +195,7 @@ def run(case: Case, policy: str, steps: int) -> Reference:
     state = place_params(initial(model_config(case), policy), tx, target)
     step = make_train_step(
         model, tx, mesh, strategy=case.strategy, microbatches=case.microbatches, precision=policy,
-        grad_sync=sync_of(case.algorithm), remat=case.remat, return_grads=True,
+        grad_sync=sync_of(case), remat=case.remat, prefetch=case.prefetch, return_grads=True,
     )  # fmt: skip
     losses, grads = [], []
     for i in range(steps):
@@ -209,7 +225,7 @@ def check_fp32(case: Case) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 1e-5
 
 
-@pytest.mark.parametrize("case", [*EVERYDAY, *EXTRA, *SOME], ids=str)
+@pytest.mark.parametrize("case", [*EVERYDAY, *EXTRA, *SOME, *APART_EVERYDAY], ids=str)
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
@@ -234,7 +250,11 @@ def halves() -> tuple[list[Case], list[Case]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*halves()[0], *(case for case in ALGORITHMS if case not in SOME)], ids=str)
+@pytest.mark.parametrize("case", [
+    *halves()[0],
+    *(case for case in ALGORITHMS if case not in SOME),
+    *(case for case in APART if case not in APART_EVERYDAY),
+], ids=str)  # fmt: skip
 def test_half_of_all_layouts_and_every_algorithm_equals_one_device(case: Case) -> None:
     check_wide(case)
     check_fp32(case)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import collectives
+from jaxprs import ancestors, collectives, scans_with
 
 from jaxdist import registry
 from jaxdist.config import ModelConfig
@@ -89,6 +89,46 @@ def test_ddp_reduces_once_a_step_in_one_bucket(microbatches: int) -> None:
     counts = collectives(jaxpr_of("ddp", data=4, microbatches=microbatches), "data")
     # The gradients; loss and weight.
     assert counts == {("psum", "float32"): 2}
+
+
+def test_ddp_reduces_blocks_that_fill_a_bucket_in_the_backward_pass() -> None:
+    small = GradSync(bucket_mb=1e-6)  # every leaf goes alone
+    counts = collectives(jaxpr_of("ddp", data=4, grad_sync=small), "data")
+    assert counts == {("psum", "float32"): LAYERS * BLOCK + EMBED + HEAD + 1}
+    counts = collectives(jaxpr_of("ddp", data=4, microbatches=4, grad_sync=small), "data")
+    assert counts == {("psum", "float32"): BLOCK + EMBED + HEAD + 1}  # of whole stacks, once a step
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_prefetching_gathers_the_last_block_once(microbatches: int) -> None:
+    alone, ahead = (
+        collectives(jaxpr_of("zero3", fsdp=4, microbatches=microbatches, prefetch=prefetch), "fsdp")
+        for prefetch in (0, 1)
+    )
+    assert ahead["all_gather", "float32"] == alone["all_gather", "float32"] - microbatches * BLOCK
+    assert ahead["reduce_scatter", "float32"] == alone["reduce_scatter", "float32"]
+
+
+def test_prefetched_gathers_wait_for_no_block() -> None:
+    """In the loops, what is gathered comes straight from the carry's counter, and what is reduced from the carry."""
+    jaxpr = jaxpr_of("zero3", fsdp=4, prefetch=1, remat="full")
+    for scan in scans_with(jaxpr, "all_gather"):
+        inputs = ancestors(scan.params["jaxpr"].jaxpr, "all_gather")
+        assert "dot_general" not in inputs and "tanh" not in inputs, inputs
+    found = [ancestors(scan.params["jaxpr"].jaxpr, "reduce_scatter") for scan in scans_with(jaxpr, "reduce_scatter")]
+    assert found and not any("dot_general" in inputs for inputs in found), found
+    plain = jaxpr_of("zero3", fsdp=4, remat="full")  # there they are part of the block that is recomputed
+    assert not list(scans_with(plain, "reduce_scatter"))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"prefetch": 2}, "prefetch=2: allowed: 0, 1"),
+    ({"prefetch": 1, "reshard_after_forward": False}, "leave out reshard_after_forward"),
+    ({"prefetch": 1, "grad_sync": GradSync(deterministic=True)}, "deterministic"),
+])  # fmt: skip
+def test_what_does_not_go_with_prefetching_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        jaxpr_of("zero3", fsdp=4, **options)
 
 
 def test_hybrid_sharding_reduces_shards_over_data() -> None:
@@ -215,9 +255,9 @@ def test_temporary_memory_grows_by_what_a_block_must_leave(name: str, blocks: fl
     and zero2 also hold its copy."""
     mesh, tx, rows, length, width = make_mesh(fsdp=8), optax.sgd(0.1), 32, 32, 128
 
-    def temporary(layers: int) -> int:
+    def temporary(layers: int, **options: Any) -> int:
         model = gpt(dataclasses.replace(LLAMA, layers=layers, width=width, mlp_width=256), max_length=length)
-        step = make_train_step(model, tx, mesh, strategy=name, remat="full")
+        step = make_train_step(model, tx, mesh, strategy=name, remat="full", **options)
         data = jax.device_put(batch(rows, length), NamedSharding(mesh, BATCH_SPEC))
         program = step.lower(state_target(model, tx, mesh, strategy=name), data).compile()
         return int(program.memory_analysis().temp_size_in_bytes)
@@ -228,3 +268,7 @@ def test_temporary_memory_grows_by_what_a_block_must_leave(name: str, blocks: fl
     sizes = [temporary(layers) for layers in (4, 8, 16)]
     for slope in ((sizes[1] - sizes[0]) / 4, (sizes[2] - sizes[1]) / 8):
         assert slope == pytest.approx(given + blocks * block, rel=0.01)
+    if name == "zero3":
+        ahead = [temporary(layers, prefetch=1) for layers in (8, 16)]
+        assert (ahead[1] - ahead[0]) / 8 == pytest.approx(given + blocks * block, rel=0.01)
+        assert block < ahead[0] - sizes[1] < 1.5 * block  # the one that is gathered ahead

@@ -11,8 +11,9 @@ from jaxdist.collectives import rank
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
-    # A product, not a quotient: see `norm._mean`.
-    return jnp.where(keep, x * (1 / (1 - rate)), jnp.zeros((), x.dtype)).astype(x.dtype)
+    # A product, not a quotient: see `norm._mean`. The factor is chosen, not the result: whether a product by a constant
+    # that is chosen afterwards is fused with a sum depends on whether the compiler sees the constant there.
+    return x * jnp.where(keep, jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
 
 
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:

@@ -16,7 +16,8 @@ from jax.extend.core import jaxprs_in_params
 from jaxdist.collectives.jaxpr import named_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
-from jaxdist.parallel.program import regathers
+from jaxdist.nn import ModelDef
+from jaxdist.parallel.program import make_program, regathers
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
@@ -78,3 +79,16 @@ def foreign_program(
         return run(params, batch["batch"], batch["keys"])
 
     return Program(rematerialise(loss, remat, gathers=regathers(strategy, specs), in_scan=False))
+
+
+def program_and_region(
+    model: ModelDef | ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: str, prefetch: int,
+    isolated: bool,
+) -> tuple[Program, Callable[..., Any]]:  # fmt: skip
+    """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
+    if isinstance(model, ModelDef):
+        return make_program(model, strategy, specs, remat=remat, prefetch=prefetch, isolated=isolated), jax.shard_map
+    if prefetch:
+        raise UserError("prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
+                        "model from jaxdist.nn layers")  # fmt: skip
+    return foreign_program(model, strategy, specs, mesh, remat=remat), unchecked_region

@@ -1,5 +1,6 @@
 """Put a model and a strategy together into the `Program` that schedules run."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from jax import lax
 from jaxdist.collectives import active_axes, rank
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
+from jaxdist.parallel.overlap import reduced_behind
+from jaxdist.parallel.prefetch import Gather, Stack, prefetched
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
@@ -36,41 +39,41 @@ def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_program(
-    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str, isolated: bool = False
+    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str, isolated: bool = False, prefetch: int = 0
 ) -> Program:
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
-    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`.
+    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`. prefetch:
+    1 runs the blocks as `prefetched` does.
     """
     fenced = isolate if isolated else lambda function: function
     units = unit_specs(specs)
-    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
     def use(name: str, diff: PyTree, held: PyTree) -> PyTree:
         with jax.named_scope(name):
+            if name == STACKED and (reduce_block := strategy.reduce_block) is not None:
+                diff = reduced_behind(diff, lambda grads: reduce_block(grads, specs[STACKED]))
             return strategy.gather(diff, held, units[name])
 
     def run(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         with jax.named_scope(name):
             return fenced(function)(*arguments)
 
-    def embed_unit(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
-        return run("embed", model.embed, use("embed", diff, held), batch, fold(batch["keys"], EMBED_LAYER))
+    def again(specs: PyTree) -> bool:  # isolated: what is kept must not depend on the layout either
+        return isolated or regathers(strategy, specs)
 
-    def block_unit(diff: PyTree, held: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
-        return run("blocks", model.block, use("blocks", diff, held), h, keys)
+    def embed_unit(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
+        return run("embed", model.embed, use("embed", diff, held), batch, _fold(batch["keys"], EMBED_LAYER))
 
     def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
         table = None if tied is None else use("embed", *tied)
         return run("head", model.head, use("head", diff, held), table, h, batch)
 
-    def again(specs: PyTree) -> bool:  # isolated: what is kept must not depend on the layout either
-        return isolated or regathers(strategy, specs)
-
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
-    block_unit = rematerialise(block_unit, remat, gathers=again(units["blocks"]), in_scan=True)
     head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
+    make_stack = _prefetched_stack if prefetch else functools.partial(_stack, gathers=again(units["blocks"]))
+    stack = make_stack(functools.partial(use, "blocks"), functools.partial(run, "blocks", model.block), remat)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
@@ -78,12 +81,7 @@ def make_program(
     def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
         count = jax.tree.leaves((diff["blocks"], held["blocks"]))[0].shape[0]  # of this stage
         layers = 1 + rank("pipe") * count + jnp.arange(count, dtype=jnp.int32)
-
-        def body(h: jax.Array, unit: PyTree) -> tuple[jax.Array, None]:
-            diff, held, layer = unit
-            return block_unit(diff, held, h, fold(batch["keys"], layer)), None
-
-        return lax.scan(body, h, (diff["blocks"], held["blocks"], layers))[0]
+        return stack(diff["blocks"], held["blocks"], h, layers, batch["keys"])
 
     def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         tied = (diff["embed"], held["embed"]) if model.tied else None
@@ -95,6 +93,35 @@ def make_program(
         return head(diff, held, blocks(diff, held, embed(diff, held, batch), batch), batch)
 
     return Program(loss, embed, blocks, head)
+
+
+_fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
+
+def _stack(gather: Gather, block: Callable[..., jax.Array], remat: str, *, gathers: bool) -> Stack:
+    """All blocks one after the other; each gathers its parameters itself. gathers: see `rematerialise`."""
+
+    def unit(diff: PyTree, held: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+        return block(gather(diff, held), h, _fold(keys, layer))
+
+    run = rematerialise(unit, remat, gathers=gathers, in_scan=True)
+
+    def stack(diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree) -> jax.Array:
+        def body(h: jax.Array, own: PyTree) -> tuple[jax.Array, None]:
+            diff, held, layer = own
+            return run(diff, held, h, layer, keys), None
+
+        return lax.scan(body, h, (diff, held, layers))[0]
+
+    return stack
+
+
+def _prefetched_stack(gather: Gather, block: Callable[..., jax.Array], remat: str) -> Stack:
+    def unit(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+        return block(params, h, _fold(keys, layer))
+
+    inner, last = (rematerialise(unit, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
+    return prefetched(gather, inner, last)
 
 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import all_gather, reduce_scatter, to_varying, varying_axes
+from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.sync import GradSync, finish, reduce_late
 from jaxdist.precision import Precision
@@ -35,6 +36,9 @@ class Strategy(NamedTuple):
     reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
     what lossy sums carry from step to step (see `sync`), or ().
     drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again.
+    leafwise: whether `reduce` sums each leaf by itself, in its own shape, so that it can be given some of the leaves.
+    reduce_block: (gradient of one block's diff, specs of the stack) -> the same, with the sums that `reduce` then
+    leaves out; None: no sums in the backward pass but those of `gather`. See `overlap`.
     """
 
     place: Callable[[PyTree, PyTree, AnyMesh], PyTree]
@@ -42,16 +46,20 @@ class Strategy(NamedTuple):
     gather: Callable[[PyTree, PyTree, PyTree], PyTree]
     reduce: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     drops: bool = False
+    leafwise: bool = False
+    reduce_block: Callable[[PyTree, PyTree], PyTree] | None = None
 
 
 class StrategyOptions(NamedTuple):
     """What every strategy is made from. min_shard_bytes: parameters smaller than this, counted for one block, stay
-    whole. reshard_after_forward: zero3 gathers again for the backward pass instead of keeping what it gathered."""
+    whole. reshard_after_forward: zero3 gathers again for the backward pass instead of keeping what it gathered.
+    prefetch: 1 communicates for one block while another computes, see `prefetch`."""
 
     precision: Precision
     sync: GradSync = GradSync()
     min_shard_bytes: int = 0
     reshard_after_forward: bool = True
+    prefetch: int = 0
 
     @property
     def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
@@ -65,7 +73,14 @@ class StrategyOptions(NamedTuple):
 
 
 def get_strategy(name: str, options: StrategyOptions) -> Strategy:
-    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path."""
+    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path. Raises `UserError` for options that
+    exclude each other."""
+    if options.prefetch not in (0, 1):
+        raise UserError(f"prefetch={options.prefetch}: allowed: 0, 1")
+    if options.prefetch and not options.reshard_after_forward:
+        raise UserError("prefetch=1: gathers again for the backward pass; leave out reshard_after_forward=False")
+    if options.prefetch and options.sync.deterministic:
+        raise UserError("prefetch=1: changes the order of work; leave it out with deterministic")
     return registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")(options)
 
 

@@ -16,7 +16,11 @@ def accumulate(
     """A `Schedule`. Memory: one microbatch's activations and one copy of the gradients."""
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        return run_microbatch(program, diff, held, microbatch, seed=seed, reduce_dtype=reduce_dtype)
+        # Tied to the microbatch, or the compiler would gather embedding and head before the loop, and keep them.
+        any_leaf = jax.tree.leaves(microbatch)[0]
+        tie = lambda leaf: lax.optimization_barrier((leaf, any_leaf))[0]  # noqa: E731
+        own_diff, own_held = jax.tree.map(tie, (diff, held))
+        return run_microbatch(program, own_diff, own_held, microbatch, seed=seed, reduce_dtype=reduce_dtype)
 
     if jax.tree.leaves(microbatches)[0].shape[0] == 1:  # a scan of one would cost a second copy of the gradients
         return run(jax.tree.map(lambda leaf: leaf[0], microbatches))

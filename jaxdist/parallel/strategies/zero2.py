@@ -47,4 +47,4 @@ def zero2(options: StrategyOptions) -> Strategy:
 
         return map_named(one, specs, diff, held)
 
-    return Strategy(place, begin, gather_unit, options.finish)
+    return Strategy(place, begin, gather_unit, options.finish, leafwise=True)

@@ -41,7 +41,8 @@ def zero3(options: StrategyOptions) -> Strategy:
 
     if options.sync.deterministic:
         return _reduced_late(options, place)
-    return Strategy(place, begin_at_rest, gather_unit, options.finish, drops=options.reshard_after_forward)
+    drops = options.reshard_after_forward
+    return Strategy(place, begin_at_rest, gather_unit, options.finish, drops=drops, leafwise=True)
 
 
 def _reduced_late(options: StrategyOptions, place: functools.partial[PyTree]) -> Strategy:

@@ -1,0 +1,79 @@
+"""Gradients of blocks that are summed as the backward pass produces them, so that the sum of one block can travel while
+the next is computed (DDP: Li et al. 2020, section 3.2.3).
+
+Only blocks that fill a bucket: smaller ones are cheaper fused with others at the end. Only where a step has one
+backward pass: a sum for each microbatch would send as many times the bytes.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from optax import MaskedNode
+
+from jaxdist.collectives import active_axes, to_varying, varying_axes
+from jaxdist.parallel.strategy import PyTree, Strategy, StrategyOptions
+from jaxdist.specs import STACKED, claimed_axes, map_specs, spec_leaves
+
+
+def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
+    """The strategy with a `reduce_block`, if it can have one; `reduce` then leaves alone what that sums. once: the step
+    has one backward pass."""
+    feedback = options.sync.wire_dtype == "int8"  # needs the residual, which only `reduce` is given
+    if not once or not strategy.leafwise or feedback:
+        return strategy
+    fills = functools.partial(_fills_buckets, options=options)
+
+    def reduce_block(grads: PyTree, specs: PyTree) -> PyTree:
+        stacked = jax.tree.map(lambda leaf: leaf[None], grads)
+        specs = map_specs(lambda spec, leaf: leaf if isinstance(leaf, MaskedNode) else spec, specs, stacked)
+        now = fills(stacked, specs)
+        sums, _ = strategy.reduce(_only(now, stacked), (), _only(now, specs))
+
+        def one(leaf: jax.Array, total: Any) -> jax.Array:
+            return leaf if _left(total) else to_varying(total[0].astype(leaf.dtype), varying_axes(leaf))
+
+        return jax.tree.map(one, grads, sums)
+
+    def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        late: PyTree = jax.tree.map(lambda _: True, grads)
+        late |= {STACKED: jax.tree.map(lambda now: not now, fills(grads[STACKED], specs[STACKED]))}
+        sums, residual = strategy.reduce(_only(late, grads), residual, _only(late, specs))
+        return jax.tree.map(lambda leaf, total: leaf if _left(total) else total, grads, sums), residual
+
+    return strategy._replace(reduce=reduce, reduce_block=reduce_block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def reduced_behind(tree: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
+    """The tree; its gradient goes through `reduce`, which keeps shapes and types."""
+    return tree
+
+
+reduced_behind.defvjp(lambda tree, _: (tree, None), lambda reduce, _, grads: (reduce(grads),))
+
+
+def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -> PyTree:
+    """For each leaf of stacked blocks, whether one block's gradients that are summed over the same axes fill a
+    bucket."""
+    size: Counter[tuple[str, ...]] = Counter()
+    for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
+        size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize
+    full = {axes for axes, nbytes in size.items() if axes and nbytes >= options.sync.bucket_mb * 2**20}
+    return map_specs(lambda spec, _: _axes(spec) in full, specs, blocks)
+
+
+def _axes(spec: P) -> tuple[str, ...]:
+    return active_axes(claimed_axes(spec))
+
+
+def _only(chosen: PyTree, tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda yes, part: part if yes else MaskedNode(), chosen, tree)
+
+
+def _left(total: Any) -> bool:
+    return isinstance(total, MaskedNode)
