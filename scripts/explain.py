@@ -17,9 +17,10 @@ def main() -> int:
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")
-    parser.add_argument("--rows", type=int, default=24, help="collectives that are printed; 0: all")
+    parser.add_argument("--rows", type=int, default=24, help="collectives, and activations, that are printed; 0: all")
     parser.add_argument("--parameters", action="store_true", help="also print how every parameter rests")
-    parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices: temporary memory")
+    parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
+    parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices, and compare")
     parser.add_argument("--devices-per-host", type=int, default=8)
     parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
     parser.add_argument("--write-budget", metavar="FILE", type=Path)
@@ -32,12 +33,11 @@ def main() -> int:
         jax.config.update("jax_platforms", "cpu")
         if arguments.compile:
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-        from jaxdist.plan import budget, explain, sharding, show
+        from jaxdist.plan import budget, explain, show
 
         found = explain.explain(config, compiled=arguments.compile, devices_per_host=arguments.devices_per_host)
-        print(show.to_text(found, rows=arguments.rows or len(found.ledger.collectives)))
-        if arguments.parameters:
-            print("\n" + sharding.rows_as_text(found.parameters))
+        print(show.to_text(found, rows=arguments.rows, parameters=arguments.parameters,
+                           activations=arguments.activations))  # fmt: skip
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(explain.to_json(found), indent=1) + "\n")
         if arguments.plot is not None:

@@ -14,28 +14,32 @@ from jaxdist.data import batch_shapes
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
-from jaxdist.plan.hlo import Compiled, compiled_collectives
+from jaxdist.plan.activations import KINDS, Kept, kept_activations
+from jaxdist.plan.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.ledger import Ledger, ledger
 from jaxdist.plan.sharding import Row, sharding_rows
 from jaxdist.specs import BATCH_SPEC, STACKED, bytes_per_device, map_specs
-from jaxdist.state import specs_of_arrays
+from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
 
 
 class Explanation(NamedTuple):
-    """memory: bytes of a device, by what holds them. added: the compiler's own collectives (None: not compiled)."""
+    """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch. added: the
+    compiler's own collectives, compiled: the others beside the ledger, by op (None: not compiled)."""
 
     mesh: dict[str, int]
     ledger: Ledger
     parameters: list[Row]
     memory: dict[str, int]
+    activations: list[Kept]
     added: list[Compiled] | None
+    compiled: dict[str, Comparison] | None
 
 
 def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8) -> Explanation:
     """Trace the step of a configuration. compiled: also compile it, for as many simulated CPU devices as its mesh has
-    (the process must have them): temporary memory, and what the compiler adds."""
+    (the process must have them): temporary memory, what the compiler adds, and what it makes of the ledger."""
     sizes = asdict(config.mesh)
     mesh: AnyMesh = make_mesh(**sizes) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
@@ -45,23 +49,29 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     }
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
-    memory, added = memory_at_rest(parts, mesh) | memory_of_a_step(config, parts, mesh), None
+    kept = kept_activations(parts.step, parts.target, batch)
+    memory = memory_at_rest(parts.target, mesh) | memory_of_a_step(config, parts, mesh)
+    memory |= {
+        f"{kind}, kept for backward": sum(each.bytes_per_device for each in kept if each.kind == kind) for kind in KINDS
+    }
+    added, compared = None, None
     if compiled:
         program = parts.step.lower(parts.target, batch).compile()
         analysis = program.memory_analysis()
         if analysis is not None:
             memory["temporary, compiled (gradients, copies, activations)"] = int(analysis.temp_size_in_bytes)
-        added = [each for each in compiled_collectives(program.as_text()) if each.added and each.group_size > 1]
-    return Explanation(found.mesh, found, rows, memory, added)
+        everything = compiled_collectives(program.as_text())
+        added = [each for each in everything if each.added and each.group_size > 1]
+        compared = compare(found, everything)
+    return Explanation(found.mesh, found, rows, memory, kept, added, compared)
 
 
-def memory_at_rest(parts: Parts, mesh: AnyMesh) -> dict[str, int]:
-    """Exact bytes of the state on one device."""
+def memory_at_rest(target: TrainState, mesh: AnyMesh) -> dict[str, int]:
+    """Exact bytes of the state on one device, but for the count of steps."""
 
     def held(tree: PyTree) -> int:
         return sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(tree))
 
-    target = parts.target
     state = {"parameters": held(target.params), "optimizer state": held(target.opt_state)}
     return state | ({"residual of int8": held(target.residual)} if jax.tree.leaves(target.residual) else {})
 
@@ -93,7 +103,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """{"mesh", "collectives", "memory", "parameters", "added"}: see README for the keys."""
+    """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types."""
     parameters = [
         {"path": row.path, "shape": list(row.shape), "dtype": row.dtype, "spec": str(row.spec),
          "bytes_per_device": row.bytes_per_device}
@@ -102,6 +112,10 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
     return {
         "mesh": explanation.mesh, "wire_bytes": explanation.ledger.wire_bytes,
         "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
-        "memory": explanation.memory, "parameters": parameters,
+        "memory": explanation.memory, "activations": [each._asdict() for each in explanation.activations],
+        "parameters": parameters,
         "added": None if explanation.added is None else [each._asdict() for each in explanation.added],
+        "compiled": None if explanation.compiled is None else {
+            op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()
+        },
     }  # fmt: skip

@@ -1,15 +1,16 @@
 """The collectives of a compiled program, read from its HLO: an account that is independent of the jaxpr's.
 
 It sees what the jaxpr cannot: what the compiler adds around the optimizer, and what it merges, splits or drops. It has
-no names of axes, and on CPUs no bf16 (XLA:CPU widens it).
+no names of axes, and on CPUs no bf16 (XLA:CPU widens it): what both accounts have is compared in elements.
 """
 
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxdist.plan.ledger import wire_bytes
+from jaxdist.plan.ledger import Collective, Ledger, wire_bytes
 
 OPS = {
     "all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
@@ -24,17 +25,51 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 
 class Compiled(NamedTuple):
-    """One collective of the program. bytes_per_call: the input on one device. calls: a run, loops multiplied out.
-    wire_bytes: as in the ledger. added: by the compiler, outside the manual region. name: op_name of its metadata."""
+    """One collective of the program. bytes_per_call, elements_per_call: the input on one device. calls: a run, loops
+    multiplied out. wire_bytes: as in the ledger. added: by the compiler, outside the manual region. name: op_name of
+    its metadata."""
 
     op: str
     group_size: int
     dtype: str
     bytes_per_call: int
+    elements_per_call: int
     calls: int
     wire_bytes: float
     added: bool
     name: str
+
+
+class Comparison(NamedTuple):
+    """One op, in the ledger and compiled. elements: what one device sends in a step, by the formula of `wire_bytes` for
+    elements in place of bytes: the inputs' elements, weighed by the sizes of their groups. calls: how often the op runs
+    in a step; a compiler may merge some without sending less."""
+
+    ledger_elements: float
+    compiled_elements: float
+    ledger_calls: int
+    compiled_calls: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether as many elements are sent. The sums are of quotients, and rounded."""
+        return math.isclose(self.ledger_elements, self.compiled_elements, rel_tol=1e-9)
+
+
+def compare(ledger: Ledger, compiled: Sequence[Compiled]) -> dict[str, Comparison]:
+    """By op, what the compiler has left of the ledger; its own additions, and groups of one device, are left out."""
+    inside = [each for each in compiled if not each.added and each.group_size > 1]
+
+    def of(op: str, some: Iterable[Collective | Compiled]) -> tuple[float, int]:
+        mine = [each for each in some if each.op == op]
+        sent = sum(wire_bytes(op, each.elements_per_call, each.group_size) * each.calls for each in mine)
+        return sent, sum(each.calls for each in mine)
+
+    found = {}
+    for op in dict.fromkeys([each.op for each in ledger.collectives] + [each.op for each in inside]):
+        (planned, calls), (left, calls_left) = of(op, ledger.collectives), of(op, inside)
+        found[op] = Comparison(planned, left, calls, calls_left)
+    return found
 
 
 def compiled_collectives(text: str) -> list[Compiled]:
@@ -50,12 +85,11 @@ def compiled_collectives(text: str) -> list[Compiled]:
             current = ""
         elif current:
             computations[current].append(line)
+    return _visit(computations, entry, 1)
+
+
+def _visit(computations: dict[str, list[str]], name: str, times: int) -> list[Compiled]:
     found: list[Compiled] = []
-    _visit(computations, entry, 1, found)
-    return found
-
-
-def _visit(computations: dict[str, list[str]], name: str, times: int, found: list[Compiled]) -> None:
     for line in computations[name]:
         parsed = _LINE.match(line)
         if parsed is None:
@@ -69,8 +103,11 @@ def _visit(computations: dict[str, list[str]], name: str, times: int, found: lis
         inner = times * int(trips[1]) if opcode == "while" and trips else times
         if opcode in ("while", "call", "conditional", "fusion", "async-start"):
             branches = [each.strip(" %") for group in _BRANCHES.findall(rest) for each in group.split(",")]
-            for called in (*_CALLED.findall(rest), *branches):
-                _visit(computations, called, inner, found)
+            inside = [_visit(computations, called, inner) for called in (*_CALLED.findall(rest), *branches)]
+            if opcode == "conditional":  # the branch that sends most, as in the ledger: which one runs is not known
+                inside = [max(inside, key=lambda branch: sum(each.wire_bytes for each in branch), default=[])]
+            found += (each for branch in inside for each in branch)
+    return found
 
 
 def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: bool) -> Compiled:
@@ -80,11 +117,14 @@ def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: boo
         shapes = shapes[len(shapes) // 2 :] if op != "ppermute" else shapes[1:2]
     nbytes = sum(size * BITS.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) // 8 for dtype, size in shapes)
     n = _group_size(rest)
-    operand = {"all_gather": nbytes // n, "reduce_scatter": nbytes * n}.get(op, nbytes)
+    operand, count = (
+        {"all_gather": total // n, "reduce_scatter": total * n}.get(op, total)
+        for total in (nbytes, sum(size for _, size in shapes))
+    )
     name = re.search(r'op_name="([^"]*)"', rest)
     label = name[1] if name else ""
     return Compiled(
-        op, n, shapes[0][0], operand, times, wire_bytes(op, operand, n) * times,
+        op, n, shapes[0][0], operand, count, times, wire_bytes(op, operand, n) * times,
         added="shard_map" not in label and "shmap" not in label, name=label,
     )  # fmt: skip
 

@@ -40,11 +40,12 @@ _NOISE = re.compile(r"^(rematted_computation|checkpoint|while|body|cond|branch_\
 class Collective(NamedTuple):
     """What one line of the program communicates in a step.
 
-    op: psum (all-reduce), all_gather, reduce_scatter, ppermute, all_to_all. bytes_per_call: the input on one device.
-    calls: a step, loops multiplied out. wire_bytes: what one device sends in a step, by the bandwidth-optimal algorithm
-    of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the slowest that it crosses.
-    phase: forward, backward, recompute (forward again, in the backward pass) or once a step. purpose: which parameter,
-    gradient or activation. conditional: in a branch that not every device or step may take; counted as taken.
+    op: psum (all-reduce), all_gather, reduce_scatter, ppermute, all_to_all. bytes_per_call, elements_per_call: the
+    input on one device. calls: a step, loops multiplied out. wire_bytes: what one device sends in a step, by the
+    bandwidth-optimal algorithm of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the
+    slowest that it crosses. phase: forward, backward, recompute (forward again, in the backward pass) or once a step.
+    purpose: which parameter, gradient or activation. conditional: in a branch that not every device or step may take;
+    counted as taken.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Collective(NamedTuple):
     group_size: int
     dtype: str
     bytes_per_call: int
+    elements_per_call: int
     calls: int
     wire_bytes: float
     link: str
@@ -107,7 +109,8 @@ def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
 
 
 def wire_bytes(op: str, nbytes: int, n: int) -> float:
-    """Bytes that each of n devices sends for one call with an input of `nbytes`."""
+    """Bytes that each of n devices sends for one call with an input of `nbytes`; or elements, for an input of as many.
+    """
     share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
     return nbytes * share.get(op, 1)
 
@@ -145,9 +148,10 @@ class _Reader:
         groups = equation.params.get("axis_index_groups")
         n = len(groups[0]) if groups else math.prod(self.mesh.shape[axis] for axis in axes)
         nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
+        count = sum(math.prod(x.aval.shape) for x in equation.invars)
         phase, purpose = self.meaning(op, stack)
         return Collective(
-            op, axes, n, str(equation.invars[0].aval.dtype), nbytes, times, wire_bytes(op, nbytes, n) * times,
+            op, axes, n, str(equation.invars[0].aval.dtype), nbytes, count, times, wire_bytes(op, nbytes, n) * times,
             self.link(axes), source_of(equation), phase, purpose, conditional,
         )  # fmt: skip
 
@@ -159,18 +163,29 @@ class _Reader:
 
     def meaning(self, op: str, stack: str) -> tuple[str, str]:
         """(phase, purpose) from the names on the way to an equation."""
-        phase = "once a step"
-        if "jvp" in stack:
-            phase = "backward" if "transpose(" in stack else "forward"
-        if "rematted_computation" in stack:
-            phase = "recompute"
-        names = [name for name in _WRAPPER.sub("", stack).split("/") if not _NOISE.match(name)]
-        name = ".".join(dict.fromkeys(names))
+        phase, name = phase_of(stack), scope_of(stack)
         if name in self.parameters:
             return phase, f"{'gradient of ' if op == 'reduce_scatter' else ''}{name}"
         if phase == "once a step":
             return phase, name
+        if name.endswith(".gradients"):  # of a unit, summed where the backward pass makes them
+            return phase, f"gradients of {name.removesuffix('.gradients')}"
         return phase, f"{'gradients of activations' if phase == 'backward' else 'activations'} of {name or 'the loss'}"
+
+
+def phase_of(stack: str) -> str:
+    """"forward", "backward", "recompute" or "once a step", from a name stack."""
+    if "rematted_computation" in stack:
+        return "recompute"
+    if "jvp" in stack:
+        return "backward" if "transpose(" in stack else "forward"
+    return "once a step"
+
+
+def scope_of(stack: str) -> str:
+    """"blocks.attention" from the name stack "jvp()/while/body/blocks/attention/BSD,DE->BSE"."""
+    names = [name for name in _WRAPPER.sub("", stack).split("/") if not _NOISE.match(name)]
+    return ".".join(dict.fromkeys(names))
 
 
 def source_of(equation: Any) -> str:

@@ -1,12 +1,13 @@
 """An explanation as text and as a picture."""
 
+from collections import Counter
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from jaxdist.plan.explain import Explanation
 from jaxdist.plan.ledger import Collective
-from jaxdist.plan.sharding import aligned
+from jaxdist.plan.sharding import aligned, rows_as_text
 
 
 def amount(nbytes: float) -> str:
@@ -27,12 +28,15 @@ def pytorch_term(each: Collective) -> str:
         return "ZeRO broadcast, once a step" if each.phase == "once a step" else "FSDP unshard"
     if each.op == "reduce_scatter":
         return "ZeRO-1 reduce" if each.phase == "once a step" else "FSDP reduce-scatter"
-    return "DDP buckets, HSDP all-reduce" if each.purpose == "gradients" else "point to point"
+    summed = each.purpose.startswith("gradients") and "activations" not in each.purpose
+    return "DDP buckets, HSDP all-reduce" if summed else "point to point"
 
 
-def to_text(explanation: Explanation, *, rows: int = 24) -> str:
-    """The report: collectives (the `rows` largest), totals by axes, memory of a device."""
+def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False) -> str:
+    """The report: collectives (the `rows` largest; 0: all), totals by axes, memory of a device. parameters: also how
+    each rests. activations: also what is kept for the backward pass, the `rows` largest."""
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
+    rows = rows or max(len(collectives), len(explanation.activations))
     lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
     for each in collectives[:rows]:
         what = each.purpose + (" (in a branch)" if each.conditional else "")
@@ -50,10 +54,45 @@ def to_text(explanation: Explanation, *, rows: int = 24) -> str:
     if explanation.added is not None:
         sent = sum(each.wire_bytes for each in explanation.added)
         text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {amount(sent)}")
+    text += _compiled(explanation)
     text += ["", "Memory of a device:"]
     held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
     text += aligned(held, right=(1, 2))
+    if explanation.added is None:
+        text.append("What a block needs beside these while it runs is not in the program: --compile measures it.")
+    text += _activations(explanation, rows) if activations else []
+    text += ["", rows_as_text(explanation.parameters)] if parameters else []
     return "\n".join(text)
+
+
+def _compiled(explanation: Explanation) -> list[str]:
+    """The ledger beside what was compiled, by op; nothing where nothing was."""
+    if not explanation.compiled:
+        return []
+    lines = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
+    for op, each in explanation.compiled.items():
+        lines.append((op, f"{each.ledger_elements:,.0f}", f"{each.compiled_elements:,.0f}", f"{each.ledger_calls:,}",
+                      f"{each.compiled_calls:,}", "" if each.agrees else "differs"))  # fmt: skip
+    title = "Beside the ledger, what is compiled for simulated devices: elements that a device sends a step, and calls:"
+    text = ["", title, *aligned(lines, right=(1, 2, 3, 4))]
+    if differing := [op for op, each in explanation.compiled.items() if not each.agrees]:
+        text.append(f"differs: this compiler merged, dropped or repeated some of {', '.join(differing)}")
+    return text
+
+
+def _activations(explanation: Explanation, rows: int) -> list[str]:
+    """The largest arrays that autodiff keeps, equal ones in one line."""
+    counted = Counter(explanation.activations)
+    kept = sorted(counted.items(), key=lambda item: -item[0].bytes_per_device * item[1])
+    lines = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
+    for each, count in kept[:rows]:
+        shape = "x".join(map(str, each.shape)) or "scalar"
+        size = amount(each.bytes_per_device * count)
+        lines.append((each.what, each.kind, shape, each.dtype, str(count), size, each.source))
+    text = ["", "Kept for the backward pass of one microbatch, on one device:", *aligned(lines, right=(4, 5))]
+    if rest := kept[rows:]:
+        text.append(f"... and {len(rest)} more, {amount(sum(each.bytes_per_device * count for each, count in rest))}")
+    return text
 
 
 def draw(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
