@@ -107,19 +107,21 @@ class _Rules(NamedTuple):
         count = jax.tree.leaves((diff, held))[0].shape[0]
         grads = zeros_varying_like(diff)
 
-        def again(i: jax.Array | int) -> PyTree:
+        def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
+            if count <= 3:  # loops of one round are unrolled: the compiler would merge gathers of both passes, and keep
+                i, _ = lax.optimization_barrier((jnp.asarray(i, jnp.int32), dh))
             with jax.named_scope(AGAIN):
                 return self.gather(_at(diff, i), _at(held, i))
 
         def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, None]:
             dh, unit, behind, grads = carry
-            before = again(i - 1)
+            before = again(i - 1, dh)
             kept, reduce_following = _at(inner, i)
             grads = _put(grads, i + 1, *reduce_following(behind))
             behind, dh = kept(unit, dh)
             return (dh, before, behind, grads), None
 
-        before = again(count - 2) if count > 1 else None
+        before = again(count - 2, dh) if count > 1 else None
         behind, dh = end(unit, dh)
         carry = (dh, before, behind, grads)
         if count > 2:  # a scan of none would still be counted by who reads the program
