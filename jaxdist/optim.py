@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
 
 PyTree = Any
+CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
+PRODUCTS = {"mul", "div", "square", "integer_pow", "pow"}  # a quotient by a constant becomes a product
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
 
 
@@ -187,9 +188,7 @@ def ordered_norm(tree: PyTree) -> jax.Array:
     """The global norm, as optax.tree.norm, with the same bits in every layout."""
 
     def squared(x: jax.Array) -> jax.Array:
-        # The maximum changes nothing. It stands between the product and the addition that follows, which the compiler
-        # would fuse into one operation in some layouts, and round once instead of twice.
-        return jnp.maximum(x * x, jnp.minimum(x, jnp.zeros_like(x)))
+        return rounded(x * x)
 
     leaves = jax.tree.leaves(tree)
     wide = max((accumulation_dtype(leaf.dtype) for leaf in leaves), key=lambda dtype: dtype.itemsize)
@@ -207,26 +206,36 @@ def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, in which every product is rounded before anything is added to it.
+def rounded(x: jax.Array) -> jax.Array:
+    """x itself: max(x, min(x, 0)), which no compiler sees through.
 
     A compiler fuses a product with a sum, which then round once together. Of a * b + c * d it fuses one, and which one
-    depends on the shape of the loop, hence of the shard.
+    depends on the shape of the loop, hence of the shard. A rounded product is no product any more. (An
+    optimization_barrier does not do on jax 0.10, whose CPU compiler drops it before it fuses.)
     """
+    return jnp.maximum(x, jnp.minimum(x, jnp.zeros_like(x)))
+
+
+def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, in which every product is rounded before anything is added to it: the same bits for shards of any
+    shape. Raises `UserError` for products inside loops and conditions."""
 
     def evaluate(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
         read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
         for equation in jaxpr.eqns:
-            operands, primitive = [read(atom) for atom in equation.invars], equation.primitive
-            if primitive.name == "jit":
-                inner = equation.params["jaxpr"]
-                results = evaluate(inner.jaxpr, inner.consts, operands)
+            operands, name = [read(atom) for atom in equation.invars], equation.primitive.name
+            inner = list(jaxprs_in_params(equation.params))
+            if name in CALLS and len(inner) == 1:
+                results = evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), operands)
+            elif any(_primitives(each) & PRODUCTS for each in inner):
+                raise UserError(f"optimizer: products inside {name}; deterministic allows elementwise optimizers "
+                                "without loops and conditions (adamw, sgd, lion)")  # fmt: skip
             else:
-                found = primitive.bind(*operands, **equation.params)
-                results = list(found) if primitive.multiple_results else [found]
-            if primitive.name in ("mul", "square", "integer_pow"):
-                results = lax.optimization_barrier(results)
+                found = equation.primitive.bind(*operands, **equation.params)
+                results = list(found) if equation.primitive.multiple_results else [found]
+            if name in PRODUCTS:
+                results = [rounded(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in results]
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -236,6 +245,14 @@ def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.Grad
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return optax.GradientTransformation(optimizer.init, update)
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    found: set[str] = set()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found.add(equation.primitive.name)
+        found.update(*map(_primitives, jaxprs_in_params(equation.params)))
+    return found
 
 
 def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:

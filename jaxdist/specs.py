@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
+from optax import MaskedNode
 
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, AnyMesh
@@ -117,6 +118,11 @@ def shard_count(spec: P, mesh: AnyMesh) -> int:
 def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: AnyMesh) -> int:
     """Bytes that one device holds of an array; exact, since `check_divisible` holds."""
     return math.prod(shape.shape) * shape.dtype.itemsize // shard_count(spec, mesh)
+
+
+def only(chosen: PyTree, tree: PyTree) -> PyTree:
+    """The parts of `tree` whose leaf of `chosen` is true, and MaskedNodes, which have no leaves, for the others."""
+    return jax.tree.map(lambda yes, part: part if yes else MaskedNode(), chosen, tree)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

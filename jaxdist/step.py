@@ -67,7 +67,8 @@ def make_gradients(
         loss, weight, grads, residual = run(state.params, state.residual, batch, state.step)
         grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
-        return loss, weight, divide(grads, weight * loss_seed, precision.param), residual
+        grads = divide(grads, weight * loss_seed, precision.param, deterministic=sync.deterministic)
+        return loss, weight, grads, residual
 
     return gradients
 

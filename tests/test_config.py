@@ -301,8 +301,9 @@ def test_reference_is_up_to_date() -> None:
 
 
 def test_imports_no_jax_and_is_quick() -> None:
-    code = "import time; t = time.perf_counter(); import jaxdist.config, sys; assert 'jax' not in sys.modules;" \
-        " assert 'numpy' not in sys.modules; print(time.perf_counter() - t)"  # fmt: skip
+    # Of this process alone: whatever else the machine is doing.
+    code = "import time; t = time.process_time(); import jaxdist.config, sys; assert 'jax' not in sys.modules;" \
+        " assert 'numpy' not in sys.modules; print(time.process_time() - t)"  # fmt: skip
     runs = [
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         for _ in range(3)

@@ -18,7 +18,7 @@ from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
-from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum
+from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, rounded, with_rounded_products
 from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import make_precision
 
@@ -76,12 +76,22 @@ def bits(tree: Any) -> np.ndarray:
     return np.concatenate([np.asarray(leaf).ravel().view(np.uint32) for leaf in jax.tree.leaves(tree)])
 
 
+OPTIMIZERS = {
+    "clip and adamw": lambda: optax.chain(clip_by_ordered_norm(1.0), optax.adamw(1e-2)),
+    "native clip and adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "adamw": lambda: optax.adamw(1e-2),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3, weight_decay=0.1),
+}
+
+
 @functools.cache
-def run(case: Case, precision: str, style: str, deterministic: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    case: Case, precision: str, style: str, deterministic: bool = True, name: str = "clip and adamw", steps: int = STEPS
+) -> tuple[np.ndarray, np.ndarray]:
     """(words of parameters and optimizer state after the last step, words of every loss and gradient norm)."""
-    clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
     data, fsdp, tensor = case.mesh
-    optimizer, mesh = optax.chain(clip(1.0), optax.adamw(1e-2)), make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    optimizer, mesh = OPTIMIZERS[name](), make_mesh(data=data, fsdp=fsdp, tensor=tensor)
     sync, model = GradSync(deterministic=deterministic), gpt(model_config(style), max_length=LENGTH)
     state = init_state(model, optimizer, mesh, strategy=case.strategy)
     step = make_train_step(
@@ -89,7 +99,7 @@ def run(case: Case, precision: str, style: str, deterministic: bool = True) -> t
         grad_sync=sync,
     )  # fmt: skip
     seen = []
-    for batch in batches():
+    for batch in batches()[:steps]:
         state, metrics = step(state, batch)
         seen.append(np.float32([metrics["loss"], metrics["grad_norm"]]))
     return bits((state.params, state.opt_state)), np.concatenate(seen).view(np.uint32)
@@ -132,10 +142,37 @@ def test_same_bits_in_every_layout(precision: str, style: str) -> None:
         check_same(case, precision, style)
 
 
+@pytest.mark.parametrize(("name", "case"), [
+    ("momentum", Case("ddp", (2, 1, 1))),
+    *(pytest.param(name, case, marks=pytest.mark.slow) for name, case in (
+        ("momentum", Case("zero3", (1, 8, 1))), ("adamw", Case("zero3", (1, 8, 1))), ("lion", Case("ddp", (2, 1, 1))),
+    )),
+])  # fmt: skip
+def test_same_bits_with_other_optimizers(name: str, case: Case) -> None:
+    """Nothing clips: what divides the gradients by the weight meets the optimizer's sums."""
+    want, got = (run(each, "fp32", "gpt2", True, name, 3) for each in (ONE, case))
+    assert (got[1] != want[1]).sum() == 0 and (got[0] != want[0]).sum() == 0
+
+
+def test_products_of_an_optimizer_are_rounded_wherever_they_stand() -> None:
+    params = {"w": jnp.arange(-3.0, 3.0), "v": jnp.float32([np.inf, np.nan, -0.0])}
+    inside = optax.stateless(lambda grads, params: jax.tree.map(lambda leaf: jax.nn.relu(leaf) * 2 + 1, grads))
+    apart = with_rounded_products(inside)
+    assert str(jax.make_jaxpr(apart.update)(params, inside.init(params), params)).count(" max ") == 4  # and two relus
+    want, got = (tx.update(params, inside.init(params), params)[0] for tx in (inside, apart))
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+    assert rounded(params["v"]).tobytes() == params["v"].tobytes()
+    conditional = with_rounded_products(optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation())
+    with pytest.raises(UserError, match="products inside cond"), jax.numpy_dtype_promotion("standard"):
+        conditional.update(params, conditional.init(params), params)
+
+
 @pytest.mark.xdist_group("deterministic-fp32")
 def test_native_sums_differ_from_one_device() -> None:
     """What the others would show if the order of sums were left to chance; also that dropout is on."""
-    want, got = run(ONE, "fp32", "gpt2", False), run(Case("ddp", (8, 1, 1)), "fp32", "gpt2", False)
+    want, got = (
+        run(case, "fp32", "gpt2", False, "native clip and adamw") for case in (ONE, Case("ddp", (8, 1, 1)))
+    )
     assert (got[0] != want[0]).mean() > 0.5
     assert (got[1] != want[1]).any()
 

@@ -131,7 +131,7 @@ def model_config(case: Case) -> ModelConfig:
     heads, width = (12, 48) if odd else (16, 32)
     return resolve_model(
         ModelConfig(
-            style=case.style, tied=case.tied, layers=2 + case.prefetch, width=width, heads=heads, vocab=VOCAB,
+            style=case.style, tied=case.tied, layers=2 + 2 * case.prefetch, width=width, heads=heads, vocab=VOCAB,
             mlp_width=width * 2, kv_heads=heads // 2 if case.style == "llama" else None,
         )
     )  # fmt: skip

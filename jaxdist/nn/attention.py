@@ -38,8 +38,9 @@ def causal_attention(
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
     scores = jnp.einsum("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK, preferred_element_type=wide) * width**-0.5
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(wide).min), axis=-1)
+    # Added, not selected by: the backward pass of a selection would keep a mask as large as the scores.
+    future = jnp.triu(jnp.full((length, length), jnp.finfo(wide).min, wide), 1)
+    weights = jax.nn.softmax(scores + future, axis=-1)
     by_head = weights.reshape(batch, n * groups, length, length)
     weights = dropout_heads(by_head, keys_B, site=SITE_PROBABILITIES, rate=dropout).reshape(weights.shape)
     return jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)

@@ -17,7 +17,7 @@ from optax import MaskedNode
 
 from jaxdist.collectives import active_axes, to_varying, varying_axes
 from jaxdist.parallel.strategy import PyTree, Strategy, StrategyOptions
-from jaxdist.specs import STACKED, claimed_axes, map_specs, spec_leaves
+from jaxdist.specs import STACKED, claimed_axes, map_specs, only, spec_leaves
 
 
 def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
@@ -32,7 +32,7 @@ def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> 
         stacked = jax.tree.map(lambda leaf: leaf[None], grads)
         specs = map_specs(lambda spec, leaf: leaf if isinstance(leaf, MaskedNode) else spec, specs, stacked)
         now = fills(stacked, specs)
-        sums, _ = strategy.reduce(_only(now, stacked), (), _only(now, specs))
+        sums, _ = strategy.reduce(only(now, stacked), (), only(now, specs))
 
         def one(leaf: jax.Array, total: Any) -> jax.Array:
             return leaf if _left(total) else to_varying(total[0].astype(leaf.dtype), varying_axes(leaf))
@@ -42,7 +42,7 @@ def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> 
     def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
         late: PyTree = jax.tree.map(lambda _: True, grads)
         late |= {STACKED: jax.tree.map(lambda now: not now, fills(grads[STACKED], specs[STACKED]))}
-        sums, residual = strategy.reduce(_only(late, grads), residual, _only(late, specs))
+        sums, residual = strategy.reduce(only(late, grads), residual, only(late, specs))
         return jax.tree.map(lambda leaf, total: leaf if _left(total) else total, grads, sums), residual
 
     return strategy._replace(reduce=reduce, reduce_block=reduce_block)
@@ -69,10 +69,6 @@ def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -
 
 def _axes(spec: P) -> tuple[str, ...]:
     return active_axes(claimed_axes(spec))
-
-
-def _only(chosen: PyTree, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda yes, part: part if yes else MaskedNode(), chosen, tree)
 
 
 def _left(total: Any) -> bool:

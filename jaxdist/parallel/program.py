@@ -13,10 +13,10 @@ from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.overlap import reduced_behind
 from jaxdist.parallel.prefetch import Gather, Stack, prefetched
-from jaxdist.parallel.remat import rematerialise
+from jaxdist.parallel.remat import after, rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import STACKED, spec_axes, spec_leaves, unit_specs
+from jaxdist.specs import STACKED, only, spec_axes, spec_leaves, unit_specs
 
 PyTree = Any
 EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
@@ -49,8 +49,10 @@ def make_program(
     fenced = isolate if isolated else lambda function: function
     units = unit_specs(specs)
 
-    def use(name: str, diff: PyTree, held: PyTree) -> PyTree:
+    def use(name: str, diff: PyTree, held: PyTree, wanted: PyTree | None = None) -> PyTree:
         with jax.named_scope(name):
+            if wanted is not None:
+                return strategy.gather(only(wanted, diff), only(wanted, held), only(wanted, units[name]))
             if name == STACKED and (reduce_block := strategy.reduce_block) is not None:
                 diff = reduced_behind(diff, lambda grads: reduce_block(grads, specs[STACKED]))
             return strategy.gather(diff, held, units[name])
@@ -66,7 +68,7 @@ def make_program(
         return run("embed", model.embed, use("embed", diff, held), batch, _fold(batch["keys"], EMBED_LAYER))
 
     def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
-        table = None if tied is None else use("embed", *tied)
+        table = None if tied is None else use("embed", *after(h, tied))
         return run("head", model.head, use("head", diff, held), table, h, batch)
 
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
@@ -98,7 +100,7 @@ def make_program(
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
-def _stack(gather: Gather, block: Callable[..., jax.Array], remat: str, *, gathers: bool) -> Stack:
+def _stack(gather: Callable[..., PyTree], block: Callable[..., jax.Array], remat: str, *, gathers: bool) -> Stack:
     """All blocks one after the other; each gathers its parameters itself. gathers: see `rematerialise`."""
 
     def unit(diff: PyTree, held: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:

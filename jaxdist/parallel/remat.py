@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
 from jaxdist.errors import UserError
 
+PyTree = Any
 MODES = ("none", "full")
 
 
@@ -23,6 +25,13 @@ def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     name is seen, as long as that rule holds no custom_vjp; a hand-written gather (ppermute) would need its name here.
     """
     return prim.name != "all_gather" and prim.name not in CHEAP
+
+
+def after(value: jax.Array, tree: PyTree) -> PyTree:
+    """The tree, which the compiler cannot have before `value`: or it would gather sharded parameters early, or once for
+    two uses far apart, and keep them in between. Leaf by leaf: a barrier types all that goes through it alike."""
+    value = lax.stop_gradient(value)  # its gradient, zero, would be summed over axes that only the leaf varies over
+    return jax.tree.map(lambda leaf: lax.optimization_barrier((leaf, value))[0], tree)
 
 
 def rematerialise(function: Callable[..., Any], mode: str, *, gathers: bool, in_scan: bool) -> Callable[..., Any]:

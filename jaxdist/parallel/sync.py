@@ -24,7 +24,7 @@ from jaxdist.collectives import (
 )
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
-from jaxdist.optim import check_order
+from jaxdist.optim import check_order, rounded
 from jaxdist.precision import accumulation_dtype
 from jaxdist.specs import UNITS, claimed_axes, dim_of, map_named, map_specs, path_name, spec_leaves, without_idle
 
@@ -147,13 +147,14 @@ def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
         return broadcast(all_reduce(totals, BATCH_LIKE, algorithm="ordered"), BATCH_LIKE)
 
 
-def divide(sums: PyTree, weight: jax.Array, dtype: Any) -> PyTree:
-    """Means from sums, in `dtype`; zeros where nothing was weighed."""
+def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) -> PyTree:
+    """Means from sums, in `dtype`; zeros where nothing was weighed. deterministic: see `rounded`."""
     inverse = jnp.where(weight > 0, 1 / weight, jnp.zeros_like(weight))
 
     def scaled(leaf: jax.Array) -> jax.Array:
         wide = accumulation_dtype(leaf.dtype)
-        return (leaf.astype(wide) * inverse.astype(wide)).astype(dtype)
+        mean = leaf.astype(wide) * inverse.astype(wide)
+        return (rounded(mean) if deterministic else mean).astype(dtype)
 
     return jax.tree.map(scaled, sums)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.parallel.remat import after
 from jaxdist.parallel.schedule import Program, PyTree, run_microbatch
 
 
@@ -17,9 +18,7 @@ def accumulate(
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         # Tied to the microbatch, or the compiler would gather embedding and head before the loop, and keep them.
-        any_leaf = jax.tree.leaves(microbatch)[0]
-        tie = lambda leaf: lax.optimization_barrier((leaf, any_leaf))[0]  # noqa: E731
-        own_diff, own_held = jax.tree.map(tie, (diff, held))
+        own_diff, own_held = after(jax.tree.leaves(microbatch)[0], (diff, held))
         return run_microbatch(program, own_diff, own_held, microbatch, seed=seed, reduce_dtype=reduce_dtype)
 
     if jax.tree.leaves(microbatches)[0].shape[0] == 1:  # a scan of one would cost a second copy of the gradients
