@@ -218,7 +218,7 @@ def rounded(x: jax.Array) -> jax.Array:
 
 def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer, in which every product is rounded before anything is added to it: the same bits for shards of any
-    shape. Raises `UserError` for products inside loops and conditions."""
+    shape."""
 
     def evaluate(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
@@ -228,10 +228,7 @@ def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.Grad
             inner = list(jaxprs_in_params(equation.params))
             if name in CALLS and len(inner) == 1:
                 results = evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), operands)
-            elif any(_primitives(each) & PRODUCTS for each in inner):
-                raise UserError(f"optimizer: products inside {name}; deterministic allows elementwise optimizers "
-                                "without loops and conditions (adamw, sgd, lion)")  # fmt: skip
-            else:
+            else:  # loops and conditions stay as they are: see `check_order`
                 found = equation.primitive.bind(*operands, **equation.params)
                 results = list(found) if equation.primitive.multiple_results else [found]
             if name in PRODUCTS:
@@ -247,35 +244,30 @@ def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.Grad
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def _primitives(jaxpr: Any) -> set[str]:
-    found: set[str] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found.add(equation.primitive.name)
-        found.update(*map(_primitives, jaxprs_in_params(equation.params)))
-    return found
-
-
 def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
-    """Raise `UserError` when the optimizer sums over elements of parameters that rest as shards: in what order would
-    depend on the layout."""
+    """Raise `UserError` when the optimizer sums over elements of parameters that rest as shards, in an order that would
+    depend on the layout, or computes with them where `with_rounded_products` does not reach."""
     if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params)):
         return
     with jax.numpy_dtype_promotion("standard"):
         jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
     if found := sorted(_sums(jaxpr)):
         raise UserError(
-            f"optimizer: {', '.join(found)} over whole parameters, whose order depends on the layout; deterministic "
-            "allows elementwise optimizers (adamw, sgd, lion), with jaxdist.optim.clip_by_ordered_norm to clip"
+            f"optimizer: {', '.join(found)} over whole parameters, whose order or rounding depends on the layout; "
+            "deterministic allows elementwise optimizers (adamw, sgd, lion), and jaxdist.optim.clip_by_ordered_norm"
         )
 
 
-def _sums(jaxpr: Any) -> set[str]:
-    """Names of the primitives in a jaxpr that add up elements of an array."""
+def _sums(jaxpr: Any, *, looped: str = "") -> set[str]:
+    """Names of the primitives in a jaxpr that add up elements of an array, or multiply inside a loop or condition."""
     found: set[str] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = equation.primitive.name
+        large = any(atom.aval.size > 1 for atom in equation.invars)
         if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and equation.invars[0].aval.size > 1:
             found.add(name)
+        if looped and name in PRODUCTS and large:
+            found.add(f"{name} inside {looped}")
         for inner in jaxprs_in_params(equation.params):
-            found |= _sums(inner)
+            found |= _sums(inner, looped=looped or ("" if name in CALLS else name))
     return found
