@@ -164,6 +164,7 @@ def test_products_of_an_optimizer_are_rounded_wherever_they_stand() -> None:
     assert rounded(params["v"]).tobytes() == params["v"].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("deterministic-fp32")
 def test_native_sums_differ_from_one_device() -> None:
     """What the others would show if the order of sums were left to chance; also that dropout is on."""
