@@ -129,6 +129,7 @@ def test_same_bits_in_fp32(case: Case) -> None:
     check_same(case, "fp32", "gpt2")
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("deterministic-bf16")
 @pytest.mark.parametrize("case", EVERYDAY[1:], ids=str)
 def test_same_bits_in_bf16(case: Case) -> None:

@@ -58,7 +58,9 @@ def train(strategy: str, sizes: dict[str, int], freeze: tuple[str, ...], steps: 
     return before, jax.device_get(state), grads
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", [
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("ddp", "zero2") else []) for name in NAMES
+])  # fmt: skip
 def test_the_others_train_as_on_one_device(strategy: str) -> None:
     with jax.enable_x64(True):
         _, want, want_grads = train("ddp", {}, FREEZE)
