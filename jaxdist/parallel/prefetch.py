@@ -16,6 +16,7 @@ from jax import lax
 from optax import MaskedNode
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.parallel.remat import after
 from jaxdist.specs import only
 
 PyTree = Any
@@ -146,7 +147,7 @@ class _Rules(NamedTuple):
 
         def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
             if count <= 3:  # loops of one round are unrolled: the compiler would merge gathers of both passes, and keep
-                i, _ = lax.optimization_barrier((jnp.asarray(i, jnp.int32), dh))
+                i = after(dh, jnp.asarray(i, jnp.int32))
             with jax.named_scope(AGAIN):
                 return self.gather(_at(diff, i), _at(held, i), wanted)
 
