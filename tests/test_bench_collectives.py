@@ -2,22 +2,19 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import child
 import pytest
 
 from jaxdist import collectives
 from jaxdist.runtime.virtual_hosts import missing
 
 ROOT = Path(__file__).parents[1]
-# conftest.py gives the tests themselves eight devices.
-ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "VIRTUAL_"))} | {
-    "PYTHONPATH": str(ROOT)
-}
+ENVIRON = child.environment()  # conftest.py gives the tests themselves eight devices
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,5 @@
 """Checkpoints: every layout into every other bit for bit, the newest kept, what is refused, kills and full disks."""
 
-import os
 import re
 import resource
 import signal
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,8 +152,7 @@ for step in range(1, 10_000):
 
 def test_kill_while_saving(tmp_path: Path) -> None:
     """kill -9 in the middle of a save: what was there before is whole, and the half is cleared away."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
-    environ |= {"PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    environ = child.environment() | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
         [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], env=environ, stderr=subprocess.PIPE, text=True
     )

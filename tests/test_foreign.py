@@ -59,9 +59,19 @@ def train(loss: Any, params: Any, **options: Any) -> tuple[list[float], Any, Any
     return losses, jax.device_get(grads), jax.device_get(state.params)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 8}], ids=str)
-@pytest.mark.parametrize(("microbatches", "algorithm"), [(1, "native"), (4, "native"), (4, "ring")])
+SIZES = ({"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 8})
+WORK = ((1, "native"), (4, "native"), (4, "ring"))
+
+
+def every_pair() -> list[Any]:
+    """All of them, everyday a Latin square: so that each pair of choices occurs."""
+    return [
+        pytest.param(strategy, sizes, *work, marks=[pytest.mark.slow] if (i + j + k) % 3 else [])
+        for i, strategy in enumerate(STRATEGIES) for j, sizes in enumerate(SIZES) for k, work in enumerate(WORK)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "microbatches", "algorithm"), every_pair(), ids=str)
 def test_foreign_loss_equals_one_device(strategy: str, sizes: Any, microbatches: int, algorithm: str) -> None:
     with jax.enable_x64(True):
         want = train(rnn_loss, make_params())

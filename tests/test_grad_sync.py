@@ -156,7 +156,9 @@ def test_fusing_copies_each_gradient_once_at_most() -> None:
     assert not re.findall(r" (?:concatenate|copy)\(", text)
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), [("zero3", {"fsdp": 4}), ("ddp", {"data": 1})], ids=str)
+@pytest.mark.parametrize(("strategy", "sizes"), [
+    ("zero3", {"fsdp": 4}), pytest.param("ddp", {"data": 1}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_a_residual_of_parameters_without_copies_is_saved(strategy: str, sizes: Mesh, tmp_path: Path) -> None:
     """Nothing is summed over copies there, and orbax saves no empty arrays."""
     state, _ = train(INT8, sizes, strategy, 1)

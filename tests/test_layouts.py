@@ -225,45 +225,49 @@ def check_fp32(case: Case) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 1e-5
 
 
-@pytest.mark.parametrize("case", [*EVERYDAY, *EXTRA, *SOME, *APART_EVERYDAY], ids=str)
+@pytest.mark.parametrize("case", [
+    *EVERYDAY, *SOME, *APART_EVERYDAY,
+    *(pytest.param(case, marks=[] if i in (0, 1, 3, 4, 9, 11) else [pytest.mark.slow]) for i, case in enumerate(EXTRA)),
+], ids=str)  # fmt: skip
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] if i % 4 else []) for i, case in enumerate([*EVERYDAY, *EXTRA, *SOME])
+    pytest.param(case, marks=[pytest.mark.slow] if i % 7 else []) for i, case in enumerate([*EVERYDAY, *EXTRA, *SOME])
 ], ids=str)  # fmt: skip
 def test_layout_equals_one_device_in_fp32(case: Case) -> None:
     check_fp32(case)
 
 
-def halves() -> tuple[list[Case], list[Case]]:
-    """The rest of the full product in two halves, each with every pair of options on every mesh."""
-    rest = sorted(set(EVERY) - set(EVERYDAY))
+def crossed() -> list[Case]:
+    """Every strategy on every mesh, with two opposite choices of options: so with every value of every option."""
+    cases, opposite = [], list(zip(OPTIONS, reversed(OPTIONS), strict=True))[: len(OPTIONS) // 2]
+    for mesh in POWERS:
+        for strategy in strategies(mesh):
+            for style, tied, microbatches in opposite[len(cases) // 2 % len(opposite)]:
+                cases.append(Case(style, tied, strategy, microbatches, mesh))
+    return cases
 
-    def parity(case: Case) -> int:
-        options = (case.style == "llama", case.tied, case.strategy == "ddp", case.microbatches == 4)
-        return (sum(options) + POWERS.index(case.mesh)) % 2
 
-    odd = {case for case in rest if parity(case)}
-    return [case for case in rest if case not in odd], [case for case in rest if case in odd]
+CROSSED = [case for case in crossed() if case not in EVERYDAY]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [
-    *halves()[0],
+    *CROSSED,
     *(case for case in ALGORITHMS if case not in SOME),
     *(case for case in APART if case not in APART_EVERYDAY),
 ], ids=str)  # fmt: skip
-def test_half_of_all_layouts_and_every_algorithm_equals_one_device(case: Case) -> None:
+def test_every_strategy_on_every_mesh_equals_one_device(case: Case) -> None:
     check_wide(case)
-    check_fp32(case)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", halves()[1], ids=str)
-def test_the_other_half_equals_one_device(case: Case) -> None:
-    check_wide(case)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_every_layout_equals_one_device(case: Case) -> None:
+    if case not in (*EVERYDAY, *CROSSED):
+        check_wide(case)
     check_fp32(case)
 
 
@@ -288,6 +292,15 @@ def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> Non
         got, want = grads(case), grads(case._replace(strategy="ddp", microbatches=1, mesh=(1, 1, 1)))
         assert oracle.error(got, want) < 1e-10
         assert oracle.error(want, reference(model_config(case), 32, "fp64").grads[0]) > 0.1  # dropout did something
+
+
+def test_crossed_cases_hold_every_value_of_every_option() -> None:
+    """On every mesh with every strategy."""
+    for mesh in POWERS:
+        for strategy in strategies(mesh):
+            found = [case for case in crossed() if (case.mesh, case.strategy) == (mesh, strategy)]
+            for values in zip(*((case.style, case.tied, case.microbatches) for case in found), strict=True):
+                assert len(set(values)) == 2
 
 
 def test_everyday_cases_cover_every_pair_of_options() -> None:

@@ -1,7 +1,6 @@
 """The command line in processes of its own: two of four simulated devices train like one of eight; signals, errors."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import numpy as np
 import pytest
@@ -66,12 +66,9 @@ class Processes:
         self.running: list[subprocess.Popen[bytes]] = []
 
     def add(self, arguments: Sequence[str], environ: Environ) -> None:
-        clean = {
-            key: value for key, value in os.environ.items()
-            if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_")) and key not in torchrun(0, 0)
-        }  # fmt: skip
+        clean = {key: value for key, value in child.environment().items() if key not in torchrun(0, 0)}
         # Without optimisation the same program compiles in half the time.
-        clean |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        clean |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
         rank = len(self.running)
         with (self.folder / f"out{rank}").open("wb") as out, (self.folder / f"err{rank}").open("wb") as err:
             self.running.append(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -158,11 +159,18 @@ def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
     assert counts and all(dtypes[op] == dtype for op, dtype in counts)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}, *(
-    pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({}, {"data": 8}, {"fsdp": 8})
-)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("config", [GPT2, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt2", "llama"])
+CUBE, ODD = {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}
+EVERYDAY = [("ddp", CUBE, GPT2), ("zero3", CUBE, GPT2), ("zero1", ODD, GPT2), ("zero2", ODD, GPT2)]
+
+
+@pytest.mark.parametrize(("name", "sizes", "config"), [
+    *EVERYDAY,
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA))
+        if case not in EVERYDAY
+    ),
+], ids=lambda value: value.style if isinstance(value, ModelConfig) else str(value))  # fmt: skip
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     model = gpt(config, max_length=8)

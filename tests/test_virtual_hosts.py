@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import child
 import pytest
 
 from jaxdist.errors import UserError
@@ -19,10 +20,7 @@ pytestmark = pytest.mark.xdist_group("network")  # one after another: they measu
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "virtual_hosts.py")]
-# conftest.py gives the tests themselves eight devices.
-ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))} | {
-    "PYTHONPATH": str(ROOT)
-}
+ENVIRON = child.environment()  # conftest.py gives the tests themselves eight devices
 
 
 @pytest.fixture(scope="module")
