@@ -1,0 +1,17 @@
+"""GPipe: all forwards, then all backwards.
+
+Simple, and the most memory: what the first forward of a stage keeps waits for all others. The bubble is that of
+`one_f_one_b`. Huang et al. 2019 (arXiv 1811.06965, section 2).
+"""
+
+import numpy as np
+
+from jaxdist.parallel.ticks import Ticks, check_counts, in_order
+
+
+def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
+    """2 (M + S - 1) ticks, M microbatches kept at most on every stage. Raises `UserError` for M < 1 and chunks != 1."""
+    check_counts("gpipe", stages=stages, microbatches=microbatches, chunks=chunks)
+    half = microbatches + stages - 1
+    tick_T1, stage_S = np.arange(2 * half)[:, None], np.arange(stages)
+    return in_order(tick_T1 - stage_S, tick_T1 - half - (stages - 1 - stage_S), microbatches=microbatches)
