@@ -1,13 +1,14 @@
 """ZB-H1: 1F1B whose backward pass is split, so that gradients of parameters (W) fill most of the bubble.
 
 B, the gradient of the input, is all that the stage before waits for; W can wait until a stage has nothing else to do.
-With equal costs of F, B and W the bubble is a third of that of `one_f_one_b`, in the same memory: Qi et al. 2024 (arXiv
-2401.10241, section 2, ZB-H1). What is left are the S - 1 forwards before the last stage can begin: with M >= 2 S - 2 no
-schedule that ends with a flush is shorter.
+With equal costs of F, B and W the bubble is a third of that of `one_f_one_b`, and no stage keeps more microbatches than
+the first one does there; what B leaves for W comes on top. Qi et al. 2024 (arXiv 2401.10241, section 2, ZB-H1). What is
+left are the S - 1 forwards before the last stage can begin: with M >= 2 S - 2 no schedule that ends with a flush is
+shorter.
 
-Here stages keep step, and F and B are at the ticks of `one_f_one_b`. How long a tick lasts is set by two rules: the
-first stage, which never has time left over, computes W beside its B; the others make no tick longer, and work off the
-oldest of what waits whenever a tick leaves them time.
+Here stages keep step, and F and B are at the ticks of `one_f_one_b`. W follows two rules: the first stage, which has no
+time to spare once its first B is there, computes W beside B; the others make no tick longer than that stage and F and B
+make it, and work off the oldest of what waits whenever a tick leaves them time.
 """
 
 import numpy as np
@@ -19,8 +20,9 @@ _PLACES = 2  # no tick leaves a stage time for more gradients of parameters
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
-    """M + 2 S - 2 ticks, min(M, 2 S - 1) microbatches kept at most. With equal costs the total is 3 M + S - 1 times one
-    of them for M >= 2 S - 2. Raises `UserError` for M < 1 and chunks != 1."""
+    """M + 2 S - 2 ticks. A stage keeps min(M, 2 S - 1) microbatches at most; of these min(M, 2 S - 2), or 1 with S = 1,
+    have only W left. With equal costs the total is 3 M + S - 1 times one of them for M >= 2 S - 2. Raises `UserError`
+    for M < 1 and chunks != 1."""
     check_counts("zero_bubble", stages=stages, microbatches=microbatches, chunks=chunks)
     ticks = one_f_one_b.table(stages, microbatches)
     backward_TS = ticks.backward[..., 0]
