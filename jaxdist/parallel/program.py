@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import active_axes, rank
+from jaxdist.collectives import active_axes, psum, rank
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.overlap import reduced_behind
-from jaxdist.parallel.prefetch import Gather, Stack, prefetched
+from jaxdist.parallel.pipeline import on_first_stage, relay
+from jaxdist.parallel.prefetch import prefetched
 from jaxdist.parallel.remat import after, rematerialise
-from jaxdist.parallel.schedule import Program
+from jaxdist.parallel.schedule import Program, Stages
+from jaxdist.parallel.stack import Blocks, Gather, Stack
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import STACKED, only, spec_axes, spec_leaves, unit_specs
 
@@ -74,8 +76,9 @@ def make_program(
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
     head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
+    gather, block = functools.partial(use, "blocks"), functools.partial(run, "blocks", model.block)
     make_stack = _prefetched_stack if prefetch else functools.partial(_stack, gathers=again(units["blocks"]))
-    stack = make_stack(functools.partial(use, "blocks"), functools.partial(run, "blocks", model.block), remat)
+    stack, staged = make_stack(gather, block, remat), _staged_blocks(gather, block, remat)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
@@ -85,16 +88,28 @@ def make_program(
         layers = 1 + rank("pipe") * count + jnp.arange(count, dtype=jnp.int32)
         return stack(diff["blocks"], held["blocks"], h, layers, batch["keys"])
 
+    def forward(
+        diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree, layers: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        return staged.forward(diff["blocks"], held["blocks"], h, layers, batch["keys"])
+
+    def backward(diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+        return staged.backward(diff["blocks"], held["blocks"], saved, dh)
+
     def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         tied = (diff["embed"], held["embed"]) if model.tied else None
         return head_unit(diff["head"], held["head"], tied, h, batch)
 
-    def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        if idle := active_axes(("pipe", "context")):  # would be a truncated model, or the same work twice
-            raise UserError(f"mesh.{idle[0]}: the model runs as one stage on whole sequences; set {idle[0]} to 1")
-        return head(diff, held, blocks(diff, held, embed(diff, held, batch), batch), batch)
+    def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
+        if active_axes("context"):  # would be the same work twice
+            raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
+        return relay(lambda h: blocks(diff, held, h, batch), embed(diff, held, batch))
 
-    return Program(loss, embed, blocks, head)
+    def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
+
+    stages = Stages(embed, head, forward, backward, ("head", "embed") if model.tied else ("head",))
+    return Program(loss, hidden, stages)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -126,18 +141,28 @@ def _prefetched_stack(gather: Gather, block: Callable[..., jax.Array], remat: st
     return prefetched(gather, inner, last)
 
 
+def _staged_blocks(gather: Gather, block: Callable[..., jax.Array], remat: str) -> Blocks:
+    """Forward and backward pass of a pipeline's stage."""
+
+    def unit(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+        return block(params, h, _fold(keys, layer))
+
+    return Blocks(gather, rematerialise(unit, remat, gathers=True, in_scan=True, constants=False))
+
+
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
     """(params at rest, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary]. For
     sampling."""
     units, program = unit_specs(specs), make_program(model, strategy, specs, remat="none")
-    embed, blocks = program.embed, program.blocks
-    assert embed is not None and blocks is not None
+    hidden = program.hidden
+    assert hidden is not None
 
     def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
         diff, held = strategy.begin(params, specs, STACKED)
-        h = blocks(diff, held, embed(diff, held, batch), batch)
+        h = hidden(diff, held, batch)
         h = lax.dynamic_slice_in_dim(h, position, 1, axis=1)  # the head sees one position: no [b, S, vocabulary]
         tied = strategy.gather(diff["embed"], held["embed"], units["embed"]) if model.tied else None
-        return model.logits(strategy.gather(diff["head"], held["head"], units["head"]), tied, h)[:, 0]
+        params = strategy.gather(diff["head"], held["head"], units["head"])
+        return psum(on_first_stage(lambda h: model.logits(params, tied, h)[:, 0], h), "pipe")
 
     return logits

@@ -5,23 +5,38 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jaxdist.collectives import active_axes
+from jaxdist.errors import UserError
 from jaxdist.precision import accumulation_dtype
 
 PyTree = Any
 
 
+class Stages(NamedTuple):
+    """The model cut into stages, for pipelines. Trees are whole, of which each function takes its units.
+
+    embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). forward: (diff, held, h,
+    microbatch, layers) -> (h, what backward needs), the blocks of diff["blocks"], whose numbers are `layers` [K].
+    backward: (diff, held, saved, dh) -> (gradients of diff["blocks"], dh). head_units: what of diff the head reads.
+    """
+
+    embed: Callable[..., jax.Array]
+    head: Callable[..., tuple[jax.Array, jax.Array]]
+    forward: Callable[..., tuple[jax.Array, PyTree]]
+    backward: Callable[..., tuple[PyTree, jax.Array]]
+    head_units: tuple[str, ...]
+
+
 class Program(NamedTuple):
     """What a schedule may call. Gathers, remat, the scan over blocks and dropout keys are already inside.
 
-    loss: (diff, held, microbatch) -> (sum, weight). The other three are its parts, for schedules that cut the model
-    into stages: embed (diff, held, microbatch) -> h; blocks (diff, held, h, microbatch) -> h; head (diff, held, h,
-    microbatch) -> (sum, weight). They are None for a foreign loss.
+    loss: (diff, held, microbatch) -> (sum, weight), stage after stage; zeros but on the first. hidden: (diff, held,
+    microbatch) -> what the head reads, on the first stage. stages: the parts. The last two are None for a foreign loss.
     """
 
     loss: Callable[..., tuple[jax.Array, jax.Array]]
-    embed: Callable[..., jax.Array] | None = None
-    blocks: Callable[..., jax.Array] | None = None
-    head: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    hidden: Callable[..., jax.Array] | None = None
+    stages: Stages | None = None
 
 
 class Schedule(Protocol):
@@ -41,7 +56,9 @@ class Schedule(Protocol):
 def run_microbatch(
     program: Program, diff: PyTree, held: PyTree, microbatch: PyTree, *, seed: float, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
-    """(loss sum, weight sum, gradients times seed) of one microbatch, all stages at once."""
+    """(loss sum, weight sum, gradients times seed) of one microbatch, on a mesh with one stage."""
+    if active_axes("pipe"):
+        raise UserError("mesh.pipe: this schedule runs the model as one stage; take schedule='one_f_one_b', or pipe=1")
 
     def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         loss, weight = program.loss(diff, held, microbatch)

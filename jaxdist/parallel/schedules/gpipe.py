@@ -4,8 +4,13 @@ Simple, and the most memory: what the first forward of a stage keeps waits for a
 `one_f_one_b`. Huang et al. 2019 (arXiv 1811.06965, section 2).
 """
 
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxdist.parallel.pipeline import run_ticks, stages_of_mesh
+from jaxdist.parallel.schedule import Program, PyTree
 from jaxdist.parallel.ticks import Ticks, check_counts, in_order
 
 
@@ -15,3 +20,11 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
     half = microbatches + stages - 1
     tick_T1, stage_S = np.arange(2 * half)[:, None], np.arange(stages)
     return in_order(tick_T1 - stage_S, tick_T1 - half - (stages - 1 - stage_S), microbatches=microbatches)
+
+
+def gpipe(
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """A `Schedule`, over the axis `pipe`."""
+    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0])
+    return run_ticks(ticks, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)

@@ -7,8 +7,13 @@ backward in every tick in which it has both, a tick takes as long whatever F and
 2 S - 1.
 """
 
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxdist.parallel.pipeline import run_ticks, stages_of_mesh
+from jaxdist.parallel.schedule import Program, PyTree
 from jaxdist.parallel.ticks import Ticks, check_counts, in_order
 
 
@@ -18,3 +23,11 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
     check_counts("one_f_one_b", stages=stages, microbatches=microbatches, chunks=chunks)
     tick_T1, stage_S = np.arange(microbatches + 2 * stages - 2)[:, None], np.arange(stages)
     return in_order(tick_T1 - stage_S, tick_T1 - (2 * stages - 2 - stage_S), microbatches=microbatches)
+
+
+def one_f_one_b(
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """A `Schedule`, over the axis `pipe`."""
+    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0])
+    return run_ticks(ticks, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)

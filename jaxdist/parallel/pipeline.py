@@ -1,0 +1,240 @@
+"""Run the table of a pipeline: one scan over ticks. In a tick each stage computes what its row says, or nothing; then
+all stages send to their neighbours.
+
+What differs from stage to stage stands in `lax.cond`, so that a stage without work does none; sends stand outside,
+because all stages take part in them. Collectives inside (over `fsdp` and `tensor`, of a block) are among devices of one
+stage, which all take the same branch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zeros_varying_like
+from jaxdist.errors import UserError
+from jaxdist.parallel.schedule import Program, Stages
+from jaxdist.parallel.stack import at, put
+from jaxdist.parallel.ticks import Slots, Ticks, allocate
+from jaxdist.precision import accumulation_dtype
+from jaxdist.specs import STACKED
+
+PyTree = Any
+EMBED = "embed"
+Choose = Callable[..., PyTree]  # (predicate, tree if true, tree if false), both as functions of nothing
+
+
+def stages_of_mesh() -> int:
+    """The number of stages, inside the manual region."""
+    return lax.axis_size("pipe")
+
+
+def typed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree, cast to vary over what `like` varies over: both branches of a condition must."""
+    return jax.tree.map(lambda leaf, kind: to_varying(leaf, varying_axes(kind)), tree, like)
+
+
+def by_condition(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable[[], PyTree]) -> PyTree:
+    """What one of the two gives; the other is not computed."""
+    return lax.cond(jnp.asarray(predicate), yes, no)
+
+
+def by_mask(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable[[], PyTree]) -> PyTree:
+    """The same, after computing both: no collective stands in a condition."""
+    return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(), no())
+
+
+def relay(run: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
+    """h after the blocks of all stages, one stage after the other, on the first stage: for evaluation."""
+    if not active_axes("pipe"):
+        return run(h)
+    stage, h = rank("pipe"), to_varying(h, ("pipe",))
+
+    def turn(h: jax.Array, whose: jax.Array) -> tuple[jax.Array, None]:
+        h = by_condition(stage == whose, lambda: typed_like(run(h), h), lambda: h)
+        return send(h, 1), None
+
+    return lax.scan(turn, h, jnp.arange(stages_of_mesh()))[0]
+
+
+def on_first_stage(function: Callable[[jax.Array], PyTree], h: jax.Array) -> PyTree:
+    """function(h) on the first stage, zeros on the others."""
+    if not active_axes("pipe"):
+        return function(h)
+    shapes = jax.eval_shape(function, h)
+    nothing = to_varying(zeros_varying_like(shapes), ("pipe",))
+    return by_condition(rank("pipe") == 0, lambda: typed_like(function(h), nothing), lambda: nothing)
+
+
+def send(x: jax.Array, places: int) -> jax.Array:
+    """x of the stage before (1) or after (-1), in a ring."""
+    count = stages_of_mesh()
+    if count == 1:
+        return x
+    with jax.named_scope("pipeline"):
+        return lax.ppermute(x, "pipe", [(stage, (stage + places) % count) for stage in range(count)])
+
+
+class _Row(NamedTuple):
+    """What this stage does in a tick: numbers, -1 for nothing. With all ticks, [T]."""
+
+    forward: jax.Array  # of the microbatch
+    forward_chunk: jax.Array
+    forward_slot: jax.Array
+    backward: jax.Array
+    backward_chunk: jax.Array
+    backward_slot: jax.Array
+
+
+class _State(NamedTuple):
+    """What goes from tick to tick. kept: residuals, a leading dim of slots. late: gradients of the head's input, the
+    same or one place. grads: in the accumulation dtype. totals: loss sum and weight sum."""
+
+    h: jax.Array
+    dh: jax.Array
+    kept: list[jax.Array]
+    late: jax.Array
+    grads: PyTree
+    totals: tuple[jax.Array, jax.Array]
+
+
+def run_ticks(
+    ticks: Ticks, program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float,
+    reduce_dtype: Any, choose: Choose = by_condition,
+) -> tuple[jax.Array, jax.Array, PyTree]:  # fmt: skip
+    """What a `Schedule` returns: loss and weight are the last stage's, gradients those of each stage's own parameters
+    and of what it used of embedding and head."""
+    if program.stages is None:
+        raise UserError("schedule: a user's loss_fn is one stage; take schedule='accumulate'")
+    slots = allocate(ticks)
+    machine = _Machine(ticks, slots, program.stages, diff, held, microbatches, seed, reduce_dtype, choose, None)
+    start, treedef = machine.start()
+    machine = machine._replace(kept=treedef)
+
+    def tick(state: _State, row: _Row) -> tuple[_State, None]:
+        state = machine.backward(machine.forward(state, row), row)
+        return state._replace(h=send(state.h, 1), dh=send(state.dh, -1)), None
+
+    state, _ = lax.scan(tick, start, machine.rows())
+    return *state.totals, state.grads
+
+
+class _Machine(NamedTuple):
+    ticks: Ticks
+    slots: Slots
+    stages: Stages
+    diff: PyTree
+    held: PyTree
+    microbatches: PyTree
+    seed: float
+    reduce_dtype: Any
+    choose: Choose
+    kept: Any  # the structure of what a block stack keeps; not the same object for each trace, so no carry can have it
+
+    def rows(self) -> _Row:
+        """Of this stage, all ticks."""
+        residuals = self.slots.residuals
+        tables = (
+            *np.moveaxis(self.ticks.forward, -1, 0), residuals.forward,
+            *np.moveaxis(self.ticks.backward, -1, 0), residuals.backward,
+        )  # fmt: skip
+        own = (lax.dynamic_index_in_dim(jnp.asarray(table), rank("pipe"), 1, keepdims=False) for table in tables)
+        return _Row(*own)
+
+    def start(self) -> tuple[_State, Any]:
+        """(zeros, of the types that they will have; structure of what is kept)."""
+
+        def zeros(leaf: Any, *places: int) -> jax.Array:
+            return to_varying(jnp.zeros((*places, *leaf.shape), leaf.dtype), {*varying_axes(leaf), "pipe"})
+
+        batch = at(self.microbatches, 0)
+        h = zeros(jax.eval_shape(self.stages.embed, self.diff, self.held, batch))
+        _, saved = jax.eval_shape(self._run_blocks, h, batch, jnp.zeros((), jnp.int32))
+        leaves, treedef = jax.tree.flatten(saved)
+        kept = [zeros(leaf, self.slots.residuals.size) for leaf in leaves]
+        late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
+        grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
+        totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.held, h, batch))
+        return _State(h, h, kept, late, grads, totals), treedef
+
+    def forward(self, state: _State, row: _Row) -> _State:
+        """The state after the forward work of a tick: `h` is what the next stage is to get."""
+        first = (rank("pipe") == 0) & (row.forward_chunk == 0)
+        last = (rank("pipe") == self.ticks.stages - 1) & (row.forward_chunk == self.ticks.chunks - 1)
+
+        def work() -> _State:
+            batch = at(self.microbatches, row.forward)
+            embedded = lambda: typed_like(self.stages.embed(self.diff, self.held, batch), state.h)  # noqa: E731
+            h, saved = self._run_blocks(self.choose(first, embedded, lambda: state.h), batch, row.forward_chunk)
+            after = state._replace(h=h, kept=put(state.kept, row.forward_slot, jax.tree.leaves(saved)))
+            return self.choose(last, lambda: typed_like(self._run_head(after, batch, row), state), lambda: after)
+
+        return self.choose(row.forward >= 0, lambda: typed_like(work(), state), lambda: state)
+
+    def backward(self, state: _State, row: _Row) -> _State:
+        """The state after the backward work of a tick: `dh` is what the stage before is to get."""
+        first = (rank("pipe") == 0) & (row.backward_chunk == 0)
+        last = (rank("pipe") == self.ticks.stages - 1) & (row.backward_chunk == self.ticks.chunks - 1)
+
+        def work() -> _State:
+            loss = at(state.late, row.backward_slot if self.slots.late_loss else 0)
+            saved = jax.tree.unflatten(self.kept, at(state.kept, row.backward_slot))
+            diff, held = self._chunk(self.diff, row.backward_chunk), self._chunk(self.held, row.backward_chunk)
+            grads, dh = self.stages.backward(diff, held, saved, jnp.where(last, loss, state.dh))
+            after = state._replace(dh=dh, grads=self._add_blocks(state.grads, grads, row.backward_chunk))
+            return self.choose(first, lambda: typed_like(self._pull_embed(after, row), state), lambda: after)
+
+        return self.choose(row.backward >= 0, lambda: typed_like(work(), state), lambda: state)
+
+    def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
+        diff, held = self._chunk(self.diff, chunk), self._chunk(self.held, chunk)
+        count = jax.tree.leaves((diff[STACKED], held[STACKED]))[0].shape[0]
+        before = (chunk * self.ticks.stages + rank("pipe")) * count
+        return self.stages.forward(diff, held, h, batch, 1 + before + jnp.arange(count, dtype=jnp.int32))
+
+    def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
+        """With the loss of the microbatch, and its gradients with respect to the head and to what the head reads."""
+
+        def seeded(units: PyTree, h: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            loss, weight = self.stages.head({**self.diff, **units}, self.held, h, batch)
+            return loss * self.seed, (loss, weight)
+
+        units = {name: self.diff[name] for name in self.stages.head_units}
+        (grads, dh), totals = jax.grad(seeded, argnums=(0, 1), has_aux=True)(units, state.h)
+        late = put(state.late, row.forward_slot if self.slots.late_loss else 0, dh)
+        totals = jax.tree.map(jnp.add, state.totals, totals)
+        return state._replace(late=late, totals=totals, grads={**state.grads, **self._added(state.grads, grads)})
+
+    def _pull_embed(self, state: _State, row: _Row) -> _State:
+        batch = at(self.microbatches, row.backward)
+        embed = lambda unit: self.stages.embed({**self.diff, EMBED: unit}, self.held, batch)  # noqa: E731
+        (grads,) = jax.vjp(embed, self.diff[EMBED])[1](state.dh)
+        return state._replace(grads={**state.grads, **self._added(state.grads, {EMBED: grads})})
+
+    def _added(self, total: PyTree, grads: PyTree) -> PyTree:
+        """The units of `grads`, added to those of the total."""
+        wide = accumulation_dtype(self.reduce_dtype)
+        return {
+            name: jax.tree.map(lambda leaf, grad: leaf + grad.astype(wide), total[name], unit)
+            for name, unit in grads.items()
+        }
+
+    def _chunk(self, tree: PyTree, chunk: jax.Array) -> PyTree:
+        """The tree with the blocks of one chunk."""
+        if self.ticks.chunks == 1:
+            return tree
+        return {**tree, STACKED: at(self._cut(tree[STACKED]), chunk)}
+
+    def _cut(self, blocks: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.reshape(self.ticks.chunks, -1, *leaf.shape[1:]), blocks)
+
+    def _add_blocks(self, total: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
+        if self.ticks.chunks == 1:
+            return {**total, **self._added(total, {STACKED: grads})}
+        whole = self._cut(total[STACKED])
+        (sums,) = self._added({STACKED: at(whole, chunk)}, {STACKED: grads}).values()
+        blocks = jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), put(whole, chunk, sums), total[STACKED])
+        return {**total, STACKED: blocks}

@@ -1,0 +1,138 @@
+"""The stack of blocks: what a block keeps for its backward pass, and how the blocks of a stage run one after the other,
+forward and backward, as two functions.
+
+Differentiating the scan over blocks itself would keep, besides activations, a second copy of what each block reads of
+its parameters. Here a block keeps its residuals without its parameters, which the backward pass takes from where they
+rest: cast or gathered again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from optax import MaskedNode
+
+PyTree = Any
+# (diff unit, held unit, None or which leaves are wanted) -> usable unit, with MaskedNodes for what is not wanted.
+Gather = Callable[[PyTree, PyTree, PyTree | None], PyTree]
+Block = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]  # (usable unit, h, layer, keys) -> h
+# (diff, held, h, layers, keys) -> h, where leaves of diff and held, and layers, are stacked [L, ...].
+Stack = Callable[[PyTree, PyTree, jax.Array, jax.Array, PyTree], jax.Array]
+AGAIN = "rematted_computation"  # what jax.checkpoint names the forward pass that runs in the backward pass
+
+
+@jax.tree_util.register_pytree_node_class
+class Kept:
+    """A function that `jax.vjp` made, without those of its residuals that are parts of the unit: what a block keeps for
+    its backward pass, but for its parameters. They are recognised by identity."""
+
+    def __init__(self, pull: Callable[..., Any], unit: PyTree) -> None:
+        leaves, self._treedef = jax.tree.flatten(pull)
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(unit))}
+        self._places = tuple(places.get(id(leaf)) for leaf in leaves)
+        self._leaves = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
+        self._unit: Any = jax.tree.structure(unit)
+
+    @property
+    def wanted(self) -> PyTree:
+        """For each leaf of the unit, whether the backward pass reads it: not a bias, say."""
+        count = self._unit.num_leaves
+        return jax.tree.unflatten(self._unit, [place in self._places for place in range(count)])
+
+    def __call__(self, unit: PyTree, grad: jax.Array) -> tuple[PyTree, jax.Array]:
+        """(gradients of trained leaves, gradient of the block's input), given what is `wanted` of the unit anew."""
+        wanted = [place for place, read in enumerate(jax.tree.leaves(self.wanted)) if read]
+        given, rest = dict(zip(wanted, jax.tree.leaves(unit), strict=True)), iter(self._leaves)
+        leaves = [next(rest) if place is None else given[place] for place in self._places]
+        return jax.tree.unflatten(self._treedef, leaves)(grad)
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        return self._leaves, (self._treedef, self._places, self._unit)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> "Kept":
+        self = object.__new__(cls)
+        self._treedef, self._places, self._unit = aux
+        self._leaves = list(leaves)
+        return self
+
+
+def _trained(unit: PyTree, diff: PyTree) -> list[jax.Array]:
+    """Leaves of the unit that are trained: diff has a MaskedNode in place of the others."""
+    kept = jax.tree.map(lambda leaf, part: part if isinstance(part, MaskedNode) else leaf, unit, diff)
+    return jax.tree.leaves(kept)
+
+
+def _with_trained(unit: PyTree, diff: PyTree, trained: list[jax.Array]) -> PyTree:
+    """The unit with these in place of its trained leaves."""
+    given = iter(trained)
+    return jax.tree.map(lambda leaf, part: leaf if isinstance(part, MaskedNode) else next(given), unit, diff)
+
+
+def at(tree: PyTree, i: jax.Array | int) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)
+
+
+def put(tree: PyTree, i: jax.Array | int, unit: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, i, 0), tree, unit)
+
+
+class Blocks(NamedTuple):
+    """gather: of one unit; what is differentiable in it is what its backward reduces. block: with whatever
+    rematerialisation."""
+
+    gather: Gather
+    block: Block
+
+    def fetch(self, diff: PyTree, held: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
+        """(usable block i, what brings the gradients of its trained leaves back to diff)."""
+        own = at(held, i)
+
+        def trained(diff: PyTree) -> tuple[list[jax.Array], PyTree]:
+            unit = self.gather(diff, own, None)
+            return _trained(unit, diff), unit
+
+        found, reduce, unit = jax.vjp(trained, at(diff, i), has_aux=True)
+        return _with_trained(unit, diff, found), reduce
+
+    def run(
+        self, unit: PyTree, diff: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree
+    ) -> tuple[jax.Array, Kept]:
+        """The output of a block, and what it keeps; the gradients are those of the trained leaves."""
+
+        def call(trained: list[jax.Array], h: jax.Array) -> jax.Array:
+            return self.block(_with_trained(unit, diff, trained), h, layer, keys)
+
+        h, pull = jax.vjp(call, _trained(unit, diff), h)
+        return h, Kept(pull, unit)
+
+    def again(self, diff: PyTree, held: PyTree, i: jax.Array | int, wanted: PyTree) -> PyTree:
+        """What the backward pass reads of block i, gathered anew."""
+        with jax.named_scope(AGAIN):
+            return self.gather(at(diff, i), at(held, i), wanted)
+
+    def forward(
+        self, diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """(output of the last block, what `backward` needs). Shapes as of a `Stack`."""
+
+        def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
+            unit, reduce = self.fetch(diff, held, i)
+            h, kept = self.run(unit, diff, h, layers[i], keys)
+            return h, (kept, reduce)
+
+        return lax.scan(body, h, jnp.arange(len(layers)))
+
+    def backward(self, diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+        """(gradients with respect to diff, gradient of the first block's input)."""
+
+        def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+            i, (kept, reduce) = own
+            behind, dh = kept(self.again(diff, held, i, kept.wanted), dh)
+            return dh, reduce(behind)[0]
+
+        count = jax.tree.leaves((diff, held))[0].shape[0]
+        dh, grads = lax.scan(body, dh, (jnp.arange(count), saved), reverse=True)
+        return grads, dh
