@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from jaxdist import interpret
 from jaxdist.errors import UserError
+from jaxdist.interpret import CALLS
 from jaxdist.precision import accumulation_dtype
 from jaxdist.specs import is_model, path_name
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
 
 PyTree = Any
-CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 PRODUCTS = {"mul", "div", "square", "integer_pow", "pow"}  # a quotient by a constant becomes a product
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
 
@@ -220,25 +221,17 @@ def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.Grad
     """The optimizer, in which every product is rounded before anything is added to it: the same bits for shards of any
     shape."""
 
-    def evaluate(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
-        read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
-        for equation in jaxpr.eqns:
-            operands, name = [read(atom) for atom in equation.invars], equation.primitive.name
-            inner = list(jaxprs_in_params(equation.params))
-            if name in CALLS and len(inner) == 1:
-                results = evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), operands)
-            else:  # loops and conditions stay as they are: see `check_order`
-                found = equation.primitive.bind(*operands, **equation.params)
-                results = list(found) if equation.primitive.multiple_results else [found]
-            if name in PRODUCTS:
-                results = [rounded(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in results]
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+    def rounding(equation: Any, operands: Sequence[Any]) -> list[Any]:
+        # Loops and conditions stay as they are: see `check_order`.
+        results = interpret.bind(equation, operands)
+        if equation.primitive.name in PRODUCTS:
+            results = [rounded(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in results]
+        return results
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         jaxpr, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(updates, state, params)
-        results = evaluate(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves((updates, state, params)))
+        leaves = jax.tree.leaves((updates, state, params))
+        results = interpret.evaluate(jaxpr.jaxpr, jaxpr.consts, leaves, rounding)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return optax.GradientTransformation(optimizer.init, update)

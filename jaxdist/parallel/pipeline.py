@@ -87,15 +87,28 @@ class _Row(NamedTuple):
     backward: jax.Array
     backward_chunk: jax.Array
     backward_slot: jax.Array
+    cotangent_slot: jax.Array  # where backward writes
+    weights: tuple["_Weights", ...]
+
+
+class _Weights(NamedTuple):
+    """Gradients of parameters that wait for a place in a tick."""
+
+    microbatch: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    cotangent_slot: jax.Array
 
 
 class _State(NamedTuple):
-    """What goes from tick to tick. kept: residuals, a leading dim of slots. late: gradients of the head's input, the
-    same or one place. grads: in the accumulation dtype. totals: loss sum and weight sum."""
+    """What goes from tick to tick. kept: residuals, a leading dim of slots; crossing: what B leaves to W; late: gradients
+    of the head's input, one place or as many as residuals. grads: in the accumulation dtype. totals: loss sum and
+    weight sum."""
 
     h: jax.Array
     dh: jax.Array
     kept: list[jax.Array]
+    crossing: PyTree
     late: jax.Array
     grads: PyTree
     totals: tuple[jax.Array, jax.Array]
@@ -116,6 +129,8 @@ def run_ticks(
 
     def tick(state: _State, row: _Row) -> tuple[_State, None]:
         state = machine.backward(machine.forward(state, row), row)
+        for work in row.weights:
+            state = machine.weights(state, work)
         return state._replace(h=send(state.h, 1), dh=send(state.dh, -1)), None
 
     state, _ = lax.scan(tick, start, machine.rows())
@@ -136,13 +151,15 @@ class _Machine(NamedTuple):
 
     def rows(self) -> _Row:
         """Of this stage, all ticks."""
-        residuals = self.slots.residuals
-        tables = (
+        residuals, cotangents, places = self.slots.residuals, self.slots.cotangents, self.ticks.weights.shape[2]
+        of_place = lambda i: (residuals.weights[..., i], cotangents.weights[..., i])  # noqa: E731
+        weights = (_Weights(*np.moveaxis(self.ticks.weights[:, :, i], -1, 0), *of_place(i)) for i in range(places))
+        table_TS = _Row(
             *np.moveaxis(self.ticks.forward, -1, 0), residuals.forward,
-            *np.moveaxis(self.ticks.backward, -1, 0), residuals.backward,
+            *np.moveaxis(self.ticks.backward, -1, 0), residuals.backward, cotangents.backward, tuple(weights),
         )  # fmt: skip
-        own = (lax.dynamic_index_in_dim(jnp.asarray(table), rank("pipe"), 1, keepdims=False) for table in tables)
-        return _Row(*own)
+        own = lambda table: lax.dynamic_index_in_dim(jnp.asarray(table), rank("pipe"), 1, keepdims=False)  # noqa: E731
+        return jax.tree.map(own, table_TS)
 
     def start(self) -> tuple[_State, Any]:
         """(zeros, of the types that they will have; structure of what is kept)."""
@@ -155,10 +172,14 @@ class _Machine(NamedTuple):
         _, saved = jax.eval_shape(self._run_blocks, h, batch, jnp.zeros((), jnp.int32))
         leaves, treedef = jax.tree.flatten(saved)
         kept = [zeros(leaf, self.slots.residuals.size) for leaf in leaves]
+        crossing: PyTree = ()
+        if self.ticks.weights.shape[2]:
+            shapes, _ = jax.eval_shape(self.stages.backward_input, *self._chunks(jnp.zeros((), jnp.int32)), saved, h)
+            crossing = jax.tree.map(lambda leaf: zeros(leaf, self.slots.cotangents.size), shapes)
         late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
         grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
         totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.held, h, batch))
-        return _State(h, h, kept, late, grads, totals), treedef
+        return _State(h, h, kept, crossing, late, grads, totals), treedef
 
     def forward(self, state: _State, row: _Row) -> _State:
         """The state after the forward work of a tick: `h` is what the next stage is to get."""
@@ -182,15 +203,30 @@ class _Machine(NamedTuple):
         def work() -> _State:
             loss = at(state.late, row.backward_slot if self.slots.late_loss else 0)
             saved = jax.tree.unflatten(self.kept, at(state.kept, row.backward_slot))
-            diff, held = self._chunk(self.diff, row.backward_chunk), self._chunk(self.held, row.backward_chunk)
-            grads, dh = self.stages.backward(diff, held, saved, jnp.where(last, loss, state.dh))
-            after = state._replace(dh=dh, grads=self._add_blocks(state.grads, grads, row.backward_chunk))
+            parts = *self._chunks(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
+            if row.weights:
+                crossing, dh = self.stages.backward_input(*parts)
+                after = state._replace(dh=dh, crossing=put(state.crossing, row.cotangent_slot, crossing))
+            else:
+                grads, dh = self.stages.backward(*parts)
+                after = state._replace(dh=dh, grads=self._add_blocks(state.grads, grads, row.backward_chunk))
             return self.choose(first, lambda: typed_like(self._pull_embed(after, row), state), lambda: after)
 
         return self.choose(row.backward >= 0, lambda: typed_like(work(), state), lambda: state)
 
+    def weights(self, state: _State, work: _Weights) -> _State:
+        """The state with the gradients of the blocks' parameters of one microbatch."""
+
+        def add() -> _State:
+            saved = jax.tree.unflatten(self.kept, at(state.kept, work.slot))
+            crossing = at(state.crossing, work.cotangent_slot)
+            grads = self.stages.backward_weights(*self._chunks(work.chunk), saved, crossing, state.dh)
+            return state._replace(grads=self._add_blocks(state.grads, grads, work.chunk))
+
+        return self.choose(work.microbatch >= 0, lambda: typed_like(add(), state), lambda: state)
+
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
-        diff, held = self._chunk(self.diff, chunk), self._chunk(self.held, chunk)
+        diff, held = self._chunks(chunk)
         count = jax.tree.leaves((diff[STACKED], held[STACKED]))[0].shape[0]
         before = (chunk * self.ticks.stages + rank("pipe")) * count
         return self.stages.forward(diff, held, h, batch, 1 + before + jnp.arange(count, dtype=jnp.int32))
@@ -222,11 +258,12 @@ class _Machine(NamedTuple):
             for name, unit in grads.items()
         }
 
-    def _chunk(self, tree: PyTree, chunk: jax.Array) -> PyTree:
-        """The tree with the blocks of one chunk."""
+    def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree]:
+        """diff and held, with the blocks of one chunk."""
         if self.ticks.chunks == 1:
-            return tree
-        return {**tree, STACKED: at(self._cut(tree[STACKED]), chunk)}
+            return self.diff, self.held
+        diff, held = ({**tree, STACKED: at(self._cut(tree[STACKED]), chunk)} for tree in (self.diff, self.held))
+        return diff, held
 
     def _cut(self, blocks: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.reshape(self.ticks.chunks, -1, *leaf.shape[1:]), blocks)

@@ -100,6 +100,12 @@ def make_program(
         tied = (diff["embed"], held["embed"]) if model.tied else None
         return head_unit(diff["head"], held["head"], tied, h, batch)
 
+    def backward_input(diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+        return staged.backward_input(diff["blocks"], held["blocks"], saved, dh)
+
+    def backward_weights(diff: PyTree, held: PyTree, saved: PyTree, crossing: PyTree, like: jax.Array) -> PyTree:
+        return staged.backward_weights(diff["blocks"], held["blocks"], saved, crossing, like)
+
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         if active_axes("context"):  # would be the same work twice
             raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
@@ -108,7 +114,8 @@ def make_program(
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
-    stages = Stages(embed, head, forward, backward, ("head", "embed") if model.tied else ("head",))
+    head_units = ("head", "embed") if model.tied else ("head",)
+    stages = Stages(embed, head, forward, backward, backward_input, backward_weights, head_units)
     return Program(loss, hidden, stages)
 
 

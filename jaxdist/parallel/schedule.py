@@ -17,13 +17,17 @@ class Stages(NamedTuple):
 
     embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). forward: (diff, held, h,
     microbatch, layers) -> (h, what backward needs), the blocks of diff["blocks"], whose numbers are `layers` [K].
-    backward: (diff, held, saved, dh) -> (gradients of diff["blocks"], dh). head_units: what of diff the head reads.
+    backward: (diff, held, saved, dh) -> (gradients of diff["blocks"], dh); in two halves, backward_input: (diff, held,
+    saved, dh) -> (what the other half needs, dh) and backward_weights: (diff, held, saved, that, an array like dh) ->
+    gradients. head_units: what of diff the head reads.
     """
 
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
     forward: Callable[..., tuple[jax.Array, PyTree]]
     backward: Callable[..., tuple[PyTree, jax.Array]]
+    backward_input: Callable[..., tuple[PyTree, jax.Array]]
+    backward_weights: Callable[..., PyTree]
     head_units: tuple[str, ...]
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from optax import MaskedNode
 
+from jaxdist.parallel.halves import Halves, halve
+
 PyTree = Any
 # (diff unit, held unit, None or which leaves are wanted) -> usable unit, with MaskedNodes for what is not wanted.
 Gather = Callable[[PyTree, PyTree, PyTree | None], PyTree]
@@ -133,6 +135,36 @@ class Blocks(NamedTuple):
             behind, dh = kept(self.again(diff, held, i, kept.wanted), dh)
             return dh, reduce(behind)[0]
 
-        count = jax.tree.leaves((diff, held))[0].shape[0]
-        dh, grads = lax.scan(body, dh, (jnp.arange(count), saved), reverse=True)
+        dh, grads = lax.scan(body, dh, (_numbers(diff, held), saved), reverse=True)
         return grads, dh
+
+    def backward_input(self, diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+        """(what `backward_weights` needs, gradient of the first block's input)."""
+
+        def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+            i, (kept, _) = own
+            return self._halves(kept, diff, held, dh).input(self.again(diff, held, i, kept.wanted), dh)
+
+        dh, crossing = lax.scan(body, dh, (_numbers(diff, held), saved), reverse=True)
+        return crossing, dh
+
+    def backward_weights(self, diff: PyTree, held: PyTree, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
+        """Gradients with respect to diff. like: of the shape and type of the gradient of the last block's output."""
+
+        def body(_: None, own: PyTree) -> tuple[None, PyTree]:
+            i, (kept, reduce), crossing = own
+            halves = self._halves(kept, diff, held, like)
+            reads, (wanted, treedef) = iter(halves.reads), jax.tree.flatten(kept.wanted)
+            chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
+            behind = halves.weights(jax.tree.leaves(self.again(diff, held, i, chosen)), crossing)
+            return None, reduce(behind)[0]
+
+        return lax.scan(body, None, (_numbers(diff, held), saved, crossing))[1]
+
+    def _halves(self, kept: Kept, diff: PyTree, held: PyTree, grad: Any) -> Halves:
+        unit = jax.eval_shape(lambda: self.gather(at(diff, 0), at(held, 0), kept.wanted))
+        return halve(kept, unit, jax.eval_shape(lambda: grad))
+
+
+def _numbers(diff: PyTree, held: PyTree) -> jax.Array:
+    return jnp.arange(jax.tree.leaves((diff, held))[0].shape[0])

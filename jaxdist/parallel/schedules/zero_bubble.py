@@ -11,8 +11,13 @@ time to spare once its first B is there, computes W beside B; the others make no
 make it, and work off the oldest of what waits whenever a tick leaves them time.
 """
 
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxdist.parallel.pipeline import run_ticks, stages_of_mesh
+from jaxdist.parallel.schedule import Program, PyTree
 from jaxdist.parallel.schedules import one_f_one_b
 from jaxdist.parallel.ticks import Ticks, check_counts
 
@@ -39,3 +44,11 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
             del waiting[:count]
     places = int((weights[..., 0] >= 0).any(axis=(0, 1)).sum())
     return ticks._replace(weights=np.ascontiguousarray(weights[:, :, :places]))
+
+
+def zero_bubble(
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """A `Schedule`, over the axis `pipe`."""
+    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0])
+    return run_ticks(ticks, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)

@@ -1,0 +1,51 @@
+"""Run a jaxpr equation by equation, to change it or to run some of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jaxdist.collectives import to_varying, varying_axes
+from jaxdist.collectives.jaxpr import named_axes
+
+CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
+Bind = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation, under its own name. Operands may vary over more mesh axes than when it was traced."""
+    grown = {axis for operand in operands for axis in varying_axes(operand)}
+    if equation.primitive.name in ("pvary", "pcast") and equation.params.get("to", "varying") == "varying":
+        return [to_varying(operands[0], named_axes(equation))]
+    if not list(jaxprs_in_params(equation.params)) and len({varying_axes(operand) for operand in operands}) > 1:
+        operands = [to_varying(operand, grown) for operand in operands]
+    with jax.named_scope(str(equation.source_info.name_stack)):
+        found = equation.primitive.bind(*operands, **equation.params)
+    return list(found) if equation.primitive.multiple_results else [found]
+
+
+def read(known: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable or literal."""
+    return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+def evaluate(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any], bind: Bind = bind) -> list[Any]:
+    """The results of a jaxpr. What it calls is evaluated in place, so that traced again it has no calls; loops and
+    conditions are equations like others."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
+    for equation in jaxpr.eqns:
+        operands, inner = [read(known, atom) for atom in equation.invars], list(jaxprs_in_params(equation.params))
+        if equation.primitive.name in CALLS and len(inner) == 1:
+            results = evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), operands, bind)
+        else:
+            results = bind(equation, operands)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(known, atom) for atom in jaxpr.outvars]
+
+
+def inlined(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The closed jaxpr of function(*arguments) without calls in it. Arguments may be ShapeDtypeStructs."""
+    traced = jax.make_jaxpr(function)(*arguments)
+    flat = lambda *values: evaluate(traced.jaxpr, traced.consts, values)  # noqa: E731
+    return jax.make_jaxpr(flat)(*jax.tree.leaves(arguments))
