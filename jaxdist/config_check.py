@@ -20,6 +20,7 @@ from jaxdist.errors import UserError
 if TYPE_CHECKING:
     from jaxdist.config import Config, DataConfig, DevicesConfig, MeshConfig, ModelConfig
 
+ONE_STAGE = ("accumulate", "pairwise")  # schedules
 SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 
@@ -162,14 +163,31 @@ def check_layout(config: Config) -> None:
         if own_model and config.model.name == "gpt" and mesh[axis] > 1:
             raise UserError(f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
                             " allowed: 1; use data, fsdp or tensor instead")  # fmt: skip
-    if mesh["pipe"] > 1 and config.parallel.schedule == "accumulate":
-        raise UserError(f"mesh.pipe: {mesh['pipe']} is given, but parallel.schedule accumulate has one stage; allowed:"
-                        " 1; use data, fsdp or tensor instead")  # fmt: skip
-    if config.model.layers % mesh["pipe"]:
-        raise UserError(f"mesh.pipe: {mesh['pipe']} does not divide model.layers {config.model.layers}; sizes that"
-                        f" work: {_near(divisors(config.model.layers), mesh['pipe'])}")  # fmt: skip
+    _check_pipeline(config, mesh["pipe"])
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
+
+
+def _check_pipeline(config: Config, stages: int) -> None:
+    parallel, layers = config.parallel, config.model.layers
+    if stages > 1 and parallel.schedule in ONE_STAGE:
+        raise UserError(f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
+                        " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble")  # fmt: skip
+    if layers % stages:
+        raise UserError(f"mesh.pipe: {stages} does not divide model.layers {layers}; sizes that work:"
+                        f" {_near(divisors(layers), stages)}")  # fmt: skip
+    if parallel.chunks > 1 and "." not in parallel.schedule and parallel.schedule != "interleaved":
+        raise UserError(f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
+                        " chunks; allowed: 1; or parallel.schedule=interleaved")  # fmt: skip
+    if layers // stages % parallel.chunks:
+        raise UserError(f"parallel.chunks: {parallel.chunks} does not divide the {layers // stages} blocks of a stage"
+                        f" (model.layers {layers} / mesh.pipe {stages}); allowed:"
+                        f" {_near(divisors(layers // stages), parallel.chunks)}")  # fmt: skip
+    if parallel.chunks > 1 and parallel.microbatches % stages:
+        count, below = parallel.microbatches, parallel.microbatches // stages * stages
+        works = _near([n for n in (below, below + stages) if n], count)
+        raise UserError(f"parallel.microbatches: {count} is no multiple of mesh.pipe {stages}, as parallel.chunks"
+                        f" {parallel.chunks} needs; nearest that work: {works}")  # fmt: skip
 
 
 def _check_model(model: ModelConfig) -> None:

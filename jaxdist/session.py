@@ -62,7 +62,7 @@ class Run:
 def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.evaluate`) are made of: the model without dropout, in the run's layout."""
     strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
-    model = make_model(run.config, run.precision, training=False)
+    model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False)
     return model, run.mesh, specs_of_arrays(run.target.params), strategy
 
 
@@ -76,6 +76,8 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
         "precision": asdict(config.precision),
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
+        "parallel": {"chunks": config.parallel.chunks},
+        "mesh": {"pipe": config.mesh.pipe} if config.parallel.chunks > 1 else {},  # both say in what order blocks rest
     }
     return json.loads(json.dumps(whole))  # as it will come back
 
@@ -95,6 +97,7 @@ def schedule_changes(run: "Run") -> str:
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` naming the first key that differs."""
+    saved = {"parallel": {"chunks": 1}} | saved  # older versions had no other
     for section in now:
         for key, value in now[section].items():
             before = saved.get(section, {}).get(key, value)  # an older version did not know the key

@@ -34,7 +34,8 @@ class ModelDef(NamedTuple):
     shapes: ShapeDtypeStructs. embed: (params, batch, keys_B) -> h. block: (params of one, h, keys_B) -> h.
     head: (params, embed params if tied else None, h, batch) -> (loss sum, weight sum).
     logits: (params, embed params if tied else None, h) -> logits over the whole vocabulary, for sampling.
-    layers: number of blocks. tied: whether the head reads the embed unit.
+    layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage, see
+    `jaxdist.parallel.arrange`.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -46,6 +47,7 @@ class ModelDef(NamedTuple):
     logits: Callable[..., Any]
     layers: int
     tied: bool
+    chunks: int = 1
 
 
 def _pure(module: nnx.Module) -> PyTree:

@@ -47,17 +47,32 @@ def by_mask(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable
     return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(), no())
 
 
-def relay(run: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
-    """h after the blocks of all stages, one stage after the other, on the first stage: for evaluation."""
-    if not active_axes("pipe"):
-        return run(h)
-    stage, h = rank("pipe"), to_varying(h, ("pipe",))
+def virtual_stage(chunk: jax.Array | int) -> jax.Array | int:
+    """The number of a chunk of this stage."""
+    return chunk * stages_of_mesh() + rank("pipe")
 
-    def turn(h: jax.Array, whose: jax.Array) -> tuple[jax.Array, None]:
-        h = by_condition(stage == whose, lambda: typed_like(run(h), h), lambda: h)
-        return send(h, 1), None
 
-    return lax.scan(turn, h, jnp.arange(stages_of_mesh()))[0]
+def blocks_of_chunk(diff: PyTree, held: PyTree, chunk: jax.Array | int, chunks: int) -> tuple[PyTree, PyTree]:
+    """The rows of one chunk of stacked blocks."""
+    return (diff, held) if chunks == 1 else at(cut((diff, held), chunks), chunk)
+
+
+def cut(blocks: PyTree, chunks: int) -> PyTree:
+    """Stacked blocks [K, ...] as [chunks, K / chunks, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), blocks)
+
+
+def relay(run: Callable[[jax.Array, jax.Array | int], jax.Array], h: jax.Array, chunks: int) -> jax.Array:
+    """h after all blocks, one stage after the other, on the first stage: for evaluation. run: (h, chunk) -> h."""
+    if not active_axes("pipe") and chunks == 1:
+        return run(h, 0)
+    stage, count, h = rank("pipe"), stages_of_mesh(), to_varying(h, ("pipe",))
+
+    def turn(h: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+        own = lambda: typed_like(run(h, number // count), h)  # noqa: E731
+        return send(by_condition(stage == number % count, own, lambda: h), 1), None
+
+    return lax.scan(turn, h, jnp.arange(count * chunks))[0]
 
 
 def on_first_stage(function: Callable[[jax.Array], PyTree], h: jax.Array) -> PyTree:
@@ -101,9 +116,9 @@ class _Weights(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What goes from tick to tick. kept: residuals, a leading dim of slots; crossing: what B leaves to W; late: gradients
-    of the head's input, one place or as many as residuals. grads: in the accumulation dtype. totals: loss sum and
-    weight sum."""
+    """What goes from tick to tick. kept: residuals, a leading dim of slots; crossing: what B leaves to W; late: the
+    gradient of the head's input, one place or as many as residuals. grads: in the accumulation dtype. totals: loss sum
+    and weight sum."""
 
     h: jax.Array
     dh: jax.Array
@@ -151,15 +166,22 @@ class _Machine(NamedTuple):
 
     def rows(self) -> _Row:
         """Of this stage, all ticks."""
-        residuals, cotangents, places = self.slots.residuals, self.slots.cotangents, self.ticks.weights.shape[2]
-        of_place = lambda i: (residuals.weights[..., i], cotangents.weights[..., i])  # noqa: E731
-        weights = (_Weights(*np.moveaxis(self.ticks.weights[:, :, i], -1, 0), *of_place(i)) for i in range(places))
-        table_TS = _Row(
-            *np.moveaxis(self.ticks.forward, -1, 0), residuals.forward,
-            *np.moveaxis(self.ticks.backward, -1, 0), residuals.backward, cotangents.backward, tuple(weights),
-        )  # fmt: skip
-        own = lambda table: lax.dynamic_index_in_dim(jnp.asarray(table), rank("pipe"), 1, keepdims=False)  # noqa: E731
-        return jax.tree.map(own, table_TS)
+        residuals, cotangents = self.slots.residuals, self.slots.cotangents
+
+        def own(*tables_TS: np.ndarray) -> list[jax.Array]:
+            stage = rank("pipe")
+            return [lax.dynamic_index_in_dim(jnp.asarray(table), stage, 1, keepdims=False) for table in tables_TS]
+
+        def pair(table_TS2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return table_TS2[..., 0], table_TS2[..., 1]
+
+        weights = tuple(
+            _Weights(*own(*pair(self.ticks.weights[:, :, i]), residuals.weights[..., i], cotangents.weights[..., i]))
+            for i in range(self.ticks.weights.shape[2])
+        )
+        forward, backward = pair(self.ticks.forward), pair(self.ticks.backward)
+        plain = own(*forward, residuals.forward, *backward, residuals.backward, cotangents.backward)
+        return _Row._make([*plain, weights])
 
     def start(self) -> tuple[_State, Any]:
         """(zeros, of the types that they will have; structure of what is kept)."""
@@ -228,8 +250,8 @@ class _Machine(NamedTuple):
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
         diff, held = self._chunks(chunk)
         count = jax.tree.leaves((diff[STACKED], held[STACKED]))[0].shape[0]
-        before = (chunk * self.ticks.stages + rank("pipe")) * count
-        return self.stages.forward(diff, held, h, batch, 1 + before + jnp.arange(count, dtype=jnp.int32))
+        layers = 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
+        return self.stages.forward(diff, held, h, batch, layers)
 
     def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
         """With the loss of the microbatch, and its gradients with respect to the head and to what the head reads."""
@@ -260,18 +282,13 @@ class _Machine(NamedTuple):
 
     def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree]:
         """diff and held, with the blocks of one chunk."""
-        if self.ticks.chunks == 1:
-            return self.diff, self.held
-        diff, held = ({**tree, STACKED: at(self._cut(tree[STACKED]), chunk)} for tree in (self.diff, self.held))
-        return diff, held
-
-    def _cut(self, blocks: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.reshape(self.ticks.chunks, -1, *leaf.shape[1:]), blocks)
+        blocks = blocks_of_chunk(self.diff[STACKED], self.held[STACKED], chunk, self.ticks.chunks)
+        return {**self.diff, STACKED: blocks[0]}, {**self.held, STACKED: blocks[1]}
 
     def _add_blocks(self, total: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
         if self.ticks.chunks == 1:
             return {**total, **self._added(total, {STACKED: grads})}
-        whole = self._cut(total[STACKED])
+        whole = cut(total[STACKED], self.ticks.chunks)
         (sums,) = self._added({STACKED: at(whole, chunk)}, {STACKED: grads}).values()
         blocks = jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), put(whole, chunk, sums), total[STACKED])
         return {**total, STACKED: blocks}

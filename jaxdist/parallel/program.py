@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import active_axes, psum, rank
+from jaxdist.collectives import active_axes, psum
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.overlap import reduced_behind
-from jaxdist.parallel.pipeline import on_first_stage, relay
+from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay, virtual_stage
 from jaxdist.parallel.prefetch import prefetched
 from jaxdist.parallel.remat import after, rematerialise
 from jaxdist.parallel.schedule import Program, Stages
@@ -83,10 +83,11 @@ def make_program(
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
 
-    def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
-        count = jax.tree.leaves((diff["blocks"], held["blocks"]))[0].shape[0]  # of this stage
-        layers = 1 + rank("pipe") * count + jnp.arange(count, dtype=jnp.int32)
-        return stack(diff["blocks"], held["blocks"], h, layers, batch["keys"])
+    def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree, chunk: jax.Array | int) -> jax.Array:
+        own_diff, own_held = blocks_of_chunk(diff["blocks"], held["blocks"], chunk, model.chunks)
+        count = jax.tree.leaves((own_diff, own_held))[0].shape[0]
+        layers = 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
+        return stack(own_diff, own_held, h, layers, batch["keys"])
 
     def forward(
         diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree, layers: jax.Array
@@ -109,13 +110,13 @@ def make_program(
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         if active_axes("context"):  # would be the same work twice
             raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
-        return relay(lambda h: blocks(diff, held, h, batch), embed(diff, held, batch))
+        return relay(lambda h, chunk: blocks(diff, held, h, batch, chunk), embed(diff, held, batch), model.chunks)
 
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
     head_units = ("head", "embed") if model.tied else ("head",)
-    stages = Stages(embed, head, forward, backward, backward_input, backward_weights, head_units)
+    stages = Stages(embed, head, forward, backward, backward_input, backward_weights, head_units, model.chunks)
     return Program(loss, hidden, stages)
 
 

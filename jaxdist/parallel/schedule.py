@@ -13,13 +13,14 @@ PyTree = Any
 
 
 class Stages(NamedTuple):
-    """The model cut into stages, for pipelines. Trees are whole, of which each function takes its units.
+    """The model cut into stages, for pipelines. Trees are whole, of which each function takes its units; diff["blocks"]
+    and held["blocks"] may be those of one chunk.
 
     embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). forward: (diff, held, h,
     microbatch, layers) -> (h, what backward needs), the blocks of diff["blocks"], whose numbers are `layers` [K].
     backward: (diff, held, saved, dh) -> (gradients of diff["blocks"], dh); in two halves, backward_input: (diff, held,
     saved, dh) -> (what the other half needs, dh) and backward_weights: (diff, held, saved, that, an array like dh) ->
-    gradients. head_units: what of diff the head reads.
+    gradients. head_units: what of diff the head reads. chunks: of the blocks of a stage.
     """
 
     embed: Callable[..., jax.Array]
@@ -29,6 +30,7 @@ class Stages(NamedTuple):
     backward_input: Callable[..., tuple[PyTree, jax.Array]]
     backward_weights: Callable[..., PyTree]
     head_units: tuple[str, ...]
+    chunks: int
 
 
 class Program(NamedTuple):

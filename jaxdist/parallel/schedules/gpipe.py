@@ -26,5 +26,6 @@ def gpipe(
     program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """A `Schedule`, over the axis `pipe`."""
-    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0])
+    chunks = program.stages.chunks if program.stages else 1
+    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], chunks)
     return run_ticks(ticks, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)

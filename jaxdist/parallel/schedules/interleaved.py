@@ -4,8 +4,13 @@ A microbatch goes round the ring of stages v times, so v times as much is sent. 
 then the same through the next. Narayanan et al. 2021 (arXiv 2104.04473, section 2.2.2).
 """
 
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxdist.parallel.pipeline import run_ticks, stages_of_mesh
+from jaxdist.parallel.schedule import Program, PyTree
 from jaxdist.parallel.ticks import Ticks, check_counts, ticks_of
 
 
@@ -26,3 +31,12 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
     forward = pairs(tick_T1 - stage_S, reverse=False)
     backward = pairs(tick_T1 - (around - 1) - (stages - 1 - stage_S), reverse=True)
     return ticks_of(forward, backward, microbatches=microbatches, chunks=chunks)
+
+
+def interleaved(
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """A `Schedule`, over the axis `pipe`, for a model that `jaxdist.parallel.arrange` has cut into chunks."""
+    chunks = program.stages.chunks if program.stages else 1
+    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], chunks)
+    return run_ticks(ticks, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)
