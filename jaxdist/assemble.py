@@ -51,6 +51,6 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
         model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
         microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
         grad_sync=sync, freeze=config.optimizer.freeze, reshard_after_forward=parallel.reshard_after_forward,
-        prefetch=parallel.prefetch, seed=config.train.seed,
+        prefetch=parallel.prefetch, pipeline_cond=parallel.pipeline_cond, seed=config.train.seed,
     )  # fmt: skip
     return Parts(model, precision, optimizer, state_target(model, optimizer, mesh, **layout), step, layout)

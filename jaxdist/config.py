@@ -100,6 +100,7 @@ class ParallelConfig:
     prefetch: int = setting(
         0, "1: gather each block while the one before it computes, reduce it while the next does", at_least=0, at_most=1
     )
+    pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
 
 

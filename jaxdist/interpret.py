@@ -1,13 +1,11 @@
 """Run a jaxpr equation by equation, to change it or to run some of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
-
-from jaxdist.collectives import to_varying, varying_axes
-from jaxdist.collectives.jaxpr import named_axes
 
 CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
@@ -15,14 +13,23 @@ Bind = Callable[[Any, Sequence[Any]], list[Any]]
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation, under its own name. Operands may vary over more mesh axes than when it was traced."""
-    grown = {axis for operand in operands for axis in varying_axes(operand)}
     if equation.primitive.name in ("pvary", "pcast") and equation.params.get("to", "varying") == "varying":
-        return [to_varying(operands[0], named_axes(equation))]
-    if not list(jaxprs_in_params(equation.params)) and len({varying_axes(operand) for operand in operands}) > 1:
-        operands = [to_varying(operand, grown) for operand in operands]
+        return [_vary(operands[0], equation.params["axes"])]
+    if not list(jaxprs_in_params(equation.params)):
+        grown = {axis for operand in operands for axis in _axes(operand)}
+        operands = [_vary(operand, grown) for operand in operands]
     with jax.named_scope(str(equation.source_info.name_stack)):
         found = equation.primitive.bind(*operands, **equation.params)
     return list(found) if equation.primitive.multiple_results else [found]
+
+
+def _axes(x: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: Any, axes: Iterable[str]) -> Any:
+    missing = tuple(axis for axis in axes if axis not in _axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def read(known: dict[Any, Any], atom: Any) -> Any:

@@ -44,7 +44,7 @@ def make_gradients(
     trained: those of the gradients."""
     precision, sync = options.precision, options.sync
     program, region_of = program_and_region(
-        model, strategy, specs, mesh, remat=remat, prefetch=options.prefetch, isolated=sync.deterministic
+        model, strategy, specs, mesh, options, remat=remat
     )
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
@@ -105,18 +105,18 @@ def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
     grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True,
-    prefetch: int = 0, seed: int = 0, return_grads: bool = False,
+    prefetch: int = 0, pipeline_cond: bool = True, seed: int = 0, return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. freeze: patterns ("embed.*") of
-    parameters that are not trained. reshard_after_forward: as in FSDP. prefetch: see `parallel.prefetch`. Raises
-    `UserError` on what does not fit.
+    parameters that are not trained. reshard_after_forward: as in FSDP. prefetch, pipeline_cond: see
+    `StrategyOptions`. Raises `UserError` on what does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
     check_sync(grad_sync, policy.reduce)
-    options = StrategyOptions(policy, grad_sync, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
+    options = StrategyOptions(policy, grad_sync, 0, reshard_after_forward, prefetch, pipeline_cond)
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
     placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)

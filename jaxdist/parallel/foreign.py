@@ -20,7 +20,7 @@ from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import make_program, regathers
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
-from jaxdist.parallel.strategy import Strategy
+from jaxdist.parallel.strategy import Strategy, StrategyOptions
 from jaxdist.precision import accumulation_dtype
 from jaxdist.specs import spec_leaves
 
@@ -82,13 +82,17 @@ def foreign_program(
 
 
 def program_and_region(
-    model: ModelDef | ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: str, prefetch: int,
-    isolated: bool,
+    model: ModelDef | ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StrategyOptions, *,
+    remat: str,
 ) -> tuple[Program, Callable[..., Any]]:  # fmt: skip
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     if isinstance(model, ModelDef):
-        return make_program(model, strategy, specs, remat=remat, prefetch=prefetch, isolated=isolated), jax.shard_map
-    if prefetch:
+        program = make_program(
+            model, strategy, specs, remat=remat, prefetch=options.prefetch, isolated=options.sync.deterministic,
+            conditions=options.pipeline_cond,
+        )  # fmt: skip
+        return program, jax.shard_map
+    if options.prefetch:
         raise UserError("prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
                         "model from jaxdist.nn layers")  # fmt: skip
     return foreign_program(model, strategy, specs, mesh, remat=remat), unchecked_region

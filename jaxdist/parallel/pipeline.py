@@ -72,7 +72,7 @@ def relay(run: Callable[[jax.Array, jax.Array | int], jax.Array], h: jax.Array, 
         own = lambda: typed_like(run(h, number // count), h)  # noqa: E731
         return send(by_condition(stage == number % count, own, lambda: h), 1), None
 
-    return lax.scan(turn, h, jnp.arange(count * chunks))[0]
+    return lax.scan(turn, h, jnp.arange(count * chunks, dtype=jnp.int32))[0]
 
 
 def on_first_stage(function: Callable[[jax.Array], PyTree], h: jax.Array) -> PyTree:
@@ -115,6 +115,32 @@ class _Weights(NamedTuple):
     cotangent_slot: jax.Array
 
 
+class _Packing(NamedTuple):
+    """How what is kept goes into buffers: as a list of arrays, of which random keys are plain integers. The structure
+    is not the same object from trace to trace, so that no carry can have it."""
+
+    treedef: Any
+    keys: list[bool]
+
+    def pack(self, saved: PyTree) -> list[jax.Array]:
+        """The arrays of what is kept."""
+        leaves = zip(jax.tree.leaves(saved), self.keys, strict=True)
+        return [jax.random.key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
+
+    def unpack(self, arrays: list[jax.Array]) -> PyTree:
+        """The inverse of `pack`."""
+        leaves = zip(arrays, self.keys, strict=True)
+        return jax.tree.unflatten(
+            self.treedef, [jax.random.wrap_key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
+        )
+
+
+def packing_of(saved: PyTree) -> _Packing:
+    """For trees like this one."""
+    leaves, treedef = jax.tree.flatten(saved)
+    return _Packing(treedef, [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves])
+
+
 class _State(NamedTuple):
     """What goes from tick to tick. kept: residuals, a leading dim of slots; crossing: what B leaves to W; late: the
     gradient of the head's input, one place or as many as residuals. grads: in the accumulation dtype. totals: loss sum
@@ -130,17 +156,20 @@ class _State(NamedTuple):
 
 
 def run_ticks(
-    ticks: Ticks, program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float,
-    reduce_dtype: Any, choose: Choose = by_condition,
+    table: Callable[[int, int, int], Ticks], program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *,
+    seed: float, reduce_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, PyTree]:  # fmt: skip
-    """What a `Schedule` returns: loss and weight are the last stage's, gradients those of each stage's own parameters
-    and of what it used of embedding and head."""
+    """Run the table for this mesh and these microbatches. What a `Schedule` returns: loss and weight are the last
+    stage's, gradients those of each stage's own parameters and of what it used of embedding and head."""
     if program.stages is None:
-        raise UserError("schedule: a user's loss_fn is one stage; take schedule='accumulate'")
-    slots = allocate(ticks)
-    machine = _Machine(ticks, slots, program.stages, diff, held, microbatches, seed, reduce_dtype, choose, None)
-    start, treedef = machine.start()
-    machine = machine._replace(kept=treedef)
+        raise UserError("schedule: pipelines run models of jaxdist.nn layers, without prefetch; take"
+                        " schedule='accumulate' for a loss_fn, prefetch=0 for a model")  # fmt: skip
+    stages = program.stages
+    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)
+    choose = by_condition if stages.conditions else by_mask
+    machine = _Machine(ticks, allocate(ticks), stages, diff, held, microbatches, seed, reduce_dtype, choose, None)
+    start, packing = machine.start()
+    machine = machine._replace(packing=packing)
 
     def tick(state: _State, row: _Row) -> tuple[_State, None]:
         state = machine.backward(machine.forward(state, row), row)
@@ -162,7 +191,7 @@ class _Machine(NamedTuple):
     seed: float
     reduce_dtype: Any
     choose: Choose
-    kept: Any  # the structure of what a block stack keeps; not the same object for each trace, so no carry can have it
+    packing: Any
 
     def rows(self) -> _Row:
         """Of this stage, all ticks."""
@@ -183,8 +212,8 @@ class _Machine(NamedTuple):
         plain = own(*forward, residuals.forward, *backward, residuals.backward, cotangents.backward)
         return _Row._make([*plain, weights])
 
-    def start(self) -> tuple[_State, Any]:
-        """(zeros, of the types that they will have; structure of what is kept)."""
+    def start(self) -> tuple[_State, _Packing]:
+        """(zeros, of the types that they will have; how what is kept goes into them)."""
 
         def zeros(leaf: Any, *places: int) -> jax.Array:
             return to_varying(jnp.zeros((*places, *leaf.shape), leaf.dtype), {*varying_axes(leaf), "pipe"})
@@ -192,16 +221,17 @@ class _Machine(NamedTuple):
         batch = at(self.microbatches, 0)
         h = zeros(jax.eval_shape(self.stages.embed, self.diff, self.held, batch))
         _, saved = jax.eval_shape(self._run_blocks, h, batch, jnp.zeros((), jnp.int32))
-        leaves, treedef = jax.tree.flatten(saved)
-        kept = [zeros(leaf, self.slots.residuals.size) for leaf in leaves]
+        packing = packing_of(saved)
+        kept = [zeros(leaf, self.slots.residuals.size) for leaf in jax.eval_shape(packing.pack, saved)]
         crossing: PyTree = ()
         if self.ticks.weights.shape[2]:
-            shapes, _ = jax.eval_shape(self.stages.backward_input, *self._chunks(jnp.zeros((), jnp.int32)), saved, h)
+            blocks = self._chunks(jnp.zeros((), jnp.int32))
+            shapes, _ = jax.eval_shape(self.stages.blocks.backward_input, *blocks, saved, h)
             crossing = jax.tree.map(lambda leaf: zeros(leaf, self.slots.cotangents.size), shapes)
         late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
         grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
         totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.held, h, batch))
-        return _State(h, h, kept, crossing, late, grads, totals), treedef
+        return _State(h, h, kept, crossing, late, grads, totals), packing
 
     def forward(self, state: _State, row: _Row) -> _State:
         """The state after the forward work of a tick: `h` is what the next stage is to get."""
@@ -212,7 +242,7 @@ class _Machine(NamedTuple):
             batch = at(self.microbatches, row.forward)
             embedded = lambda: typed_like(self.stages.embed(self.diff, self.held, batch), state.h)  # noqa: E731
             h, saved = self._run_blocks(self.choose(first, embedded, lambda: state.h), batch, row.forward_chunk)
-            after = state._replace(h=h, kept=put(state.kept, row.forward_slot, jax.tree.leaves(saved)))
+            after = state._replace(h=h, kept=put(state.kept, row.forward_slot, self.packing.pack(saved)))
             return self.choose(last, lambda: typed_like(self._run_head(after, batch, row), state), lambda: after)
 
         return self.choose(row.forward >= 0, lambda: typed_like(work(), state), lambda: state)
@@ -224,13 +254,13 @@ class _Machine(NamedTuple):
 
         def work() -> _State:
             loss = at(state.late, row.backward_slot if self.slots.late_loss else 0)
-            saved = jax.tree.unflatten(self.kept, at(state.kept, row.backward_slot))
+            saved = self.packing.unpack(at(state.kept, row.backward_slot))
             parts = *self._chunks(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
             if row.weights:
-                crossing, dh = self.stages.backward_input(*parts)
+                crossing, dh = self.stages.blocks.backward_input(*parts)
                 after = state._replace(dh=dh, crossing=put(state.crossing, row.cotangent_slot, crossing))
             else:
-                grads, dh = self.stages.backward(*parts)
+                grads, dh = self.stages.blocks.backward(*parts)
                 after = state._replace(dh=dh, grads=self._add_blocks(state.grads, grads, row.backward_chunk))
             return self.choose(first, lambda: typed_like(self._pull_embed(after, row), state), lambda: after)
 
@@ -240,18 +270,18 @@ class _Machine(NamedTuple):
         """The state with the gradients of the blocks' parameters of one microbatch."""
 
         def add() -> _State:
-            saved = jax.tree.unflatten(self.kept, at(state.kept, work.slot))
+            saved = self.packing.unpack(at(state.kept, work.slot))
             crossing = at(state.crossing, work.cotangent_slot)
-            grads = self.stages.backward_weights(*self._chunks(work.chunk), saved, crossing, state.dh)
+            grads = self.stages.blocks.backward_weights(*self._chunks(work.chunk), saved, crossing, state.dh)
             return state._replace(grads=self._add_blocks(state.grads, grads, work.chunk))
 
         return self.choose(work.microbatch >= 0, lambda: typed_like(add(), state), lambda: state)
 
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
         diff, held = self._chunks(chunk)
-        count = jax.tree.leaves((diff[STACKED], held[STACKED]))[0].shape[0]
+        count = jax.tree.leaves((diff, held))[0].shape[0]
         layers = 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
-        return self.stages.forward(diff, held, h, batch, layers)
+        return self.stages.blocks.forward(diff, held, h, layers, batch["keys"])
 
     def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
         """With the loss of the microbatch, and its gradients with respect to the head and to what the head reads."""
@@ -281,9 +311,8 @@ class _Machine(NamedTuple):
         }
 
     def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree]:
-        """diff and held, with the blocks of one chunk."""
-        blocks = blocks_of_chunk(self.diff[STACKED], self.held[STACKED], chunk, self.ticks.chunks)
-        return {**self.diff, STACKED: blocks[0]}, {**self.held, STACKED: blocks[1]}
+        """The blocks of one chunk, of diff and held."""
+        return blocks_of_chunk(self.diff[STACKED], self.held[STACKED], chunk, self.ticks.chunks)
 
     def _add_blocks(self, total: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
         if self.ticks.chunks == 1:

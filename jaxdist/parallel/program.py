@@ -40,28 +40,35 @@ def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: fence(function(*fence(arguments)))
 
 
+def _use(
+    strategy: Strategy, specs: PyTree, units: PyTree, name: str, diff: PyTree, held: PyTree,
+    wanted: PyTree | None = None,
+) -> PyTree:  # fmt: skip
+    """A unit, usable; or what is wanted of it."""
+    with jax.named_scope(name):
+        if wanted is not None:
+            return strategy.gather(only(wanted, diff), only(wanted, held), only(wanted, units[name]))
+        if name == STACKED and (reduce_block := strategy.reduce_block) is not None:
+            diff = reduced_behind(diff, lambda grads: reduce_block(grads, specs[STACKED]))
+        return strategy.gather(diff, held, units[name])
+
+
+def _run(isolated: bool, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    with jax.named_scope(name):
+        return (isolate(function) if isolated else function)(*arguments)
+
+
 def make_program(
-    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str, isolated: bool = False, prefetch: int = 0
-) -> Program:
+    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str, isolated: bool = False, prefetch: int = 0,
+    conditions: bool = True,
+) -> Program:  # fmt: skip
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
     Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`. prefetch:
-    1 runs the blocks as `prefetched` does.
+    1 runs the blocks as `prefetched` does. conditions: see `Stages`.
     """
-    fenced = isolate if isolated else lambda function: function
     units = unit_specs(specs)
-
-    def use(name: str, diff: PyTree, held: PyTree, wanted: PyTree | None = None) -> PyTree:
-        with jax.named_scope(name):
-            if wanted is not None:
-                return strategy.gather(only(wanted, diff), only(wanted, held), only(wanted, units[name]))
-            if name == STACKED and (reduce_block := strategy.reduce_block) is not None:
-                diff = reduced_behind(diff, lambda grads: reduce_block(grads, specs[STACKED]))
-            return strategy.gather(diff, held, units[name])
-
-    def run(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        with jax.named_scope(name):
-            return fenced(function)(*arguments)
+    use, run = functools.partial(_use, strategy, specs, units), functools.partial(_run, isolated)
 
     def again(specs: PyTree) -> bool:  # isolated: what is kept must not depend on the layout either
         return isolated or regathers(strategy, specs)
@@ -78,7 +85,7 @@ def make_program(
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
     gather, block = functools.partial(use, "blocks"), functools.partial(run, "blocks", model.block)
     make_stack = _prefetched_stack if prefetch else functools.partial(_stack, gathers=again(units["blocks"]))
-    stack, staged = make_stack(gather, block, remat), _staged_blocks(gather, block, remat)
+    stack = make_stack(gather, block, remat)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
@@ -89,23 +96,9 @@ def make_program(
         layers = 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
         return stack(own_diff, own_held, h, layers, batch["keys"])
 
-    def forward(
-        diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree, layers: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
-        return staged.forward(diff["blocks"], held["blocks"], h, layers, batch["keys"])
-
-    def backward(diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
-        return staged.backward(diff["blocks"], held["blocks"], saved, dh)
-
     def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         tied = (diff["embed"], held["embed"]) if model.tied else None
         return head_unit(diff["head"], held["head"], tied, h, batch)
-
-    def backward_input(diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
-        return staged.backward_input(diff["blocks"], held["blocks"], saved, dh)
-
-    def backward_weights(diff: PyTree, held: PyTree, saved: PyTree, crossing: PyTree, like: jax.Array) -> PyTree:
-        return staged.backward_weights(diff["blocks"], held["blocks"], saved, crossing, like)
 
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         if active_axes("context"):  # would be the same work twice
@@ -116,8 +109,8 @@ def make_program(
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
     head_units = ("head", "embed") if model.tied else ("head",)
-    stages = Stages(embed, head, forward, backward, backward_input, backward_weights, head_units, model.chunks)
-    return Program(loss, hidden, stages)
+    stages = Stages(embed, head, _staged_blocks(gather, block, remat), head_units, model.chunks, conditions)
+    return Program(loss, hidden, None if prefetch else stages)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))

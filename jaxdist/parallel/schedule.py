@@ -7,30 +7,27 @@ import jax
 
 from jaxdist.collectives import active_axes
 from jaxdist.errors import UserError
+from jaxdist.parallel.stack import Blocks
 from jaxdist.precision import accumulation_dtype
 
 PyTree = Any
 
 
 class Stages(NamedTuple):
-    """The model cut into stages, for pipelines. Trees are whole, of which each function takes its units; diff["blocks"]
-    and held["blocks"] may be those of one chunk.
+    """The model cut into stages, for pipelines.
 
-    embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). forward: (diff, held, h,
-    microbatch, layers) -> (h, what backward needs), the blocks of diff["blocks"], whose numbers are `layers` [K].
-    backward: (diff, held, saved, dh) -> (gradients of diff["blocks"], dh); in two halves, backward_input: (diff, held,
-    saved, dh) -> (what the other half needs, dh) and backward_weights: (diff, held, saved, that, an array like dh) ->
-    gradients. head_units: what of diff the head reads. chunks: of the blocks of a stage.
+    embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). Both are given whole
+    trees, and take their units. blocks: runs the blocks of a stage, or of a chunk, forward and backward. head_units:
+    what of diff the head reads. chunks: of the blocks of a stage. conditions: whether a stage leaves out what is not
+    its work, instead of computing and discarding it.
     """
 
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
-    forward: Callable[..., tuple[jax.Array, PyTree]]
-    backward: Callable[..., tuple[PyTree, jax.Array]]
-    backward_input: Callable[..., tuple[PyTree, jax.Array]]
-    backward_weights: Callable[..., PyTree]
+    blocks: Blocks
     head_units: tuple[str, ...]
     chunks: int
+    conditions: bool
 
 
 class Program(NamedTuple):

@@ -74,10 +74,12 @@ def _with_trained(unit: PyTree, diff: PyTree, trained: list[jax.Array]) -> PyTre
 
 
 def at(tree: PyTree, i: jax.Array | int) -> PyTree:
+    """Row i of every leaf."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)
 
 
 def put(tree: PyTree, i: jax.Array | int, unit: PyTree) -> PyTree:
+    """The tree with `unit` as row i of its leaves."""
     return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, i, 0), tree, unit)
 
 

@@ -53,13 +53,16 @@ class Strategy(NamedTuple):
 class StrategyOptions(NamedTuple):
     """What every strategy is made from. min_shard_bytes: parameters smaller than this, counted for one block, stay
     whole. reshard_after_forward: zero3 gathers again for the backward pass instead of keeping what it gathered.
-    prefetch: 1 communicates for one block while another computes, see `prefetch`."""
+    prefetch: 1 communicates for one block while another computes, see `prefetch`. pipeline_cond: whether a pipeline's
+    stage leaves out what is not its work, by conditions; or computes and discards it: no collective is in a condition.
+    """
 
     precision: Precision
     sync: GradSync = GradSync()
     min_shard_bytes: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 0
+    pipeline_cond: bool = True
 
     @property
     def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.parallel.pipeline import run_ticks, stages_of_mesh
+from jaxdist.parallel.pipeline import run_ticks
 from jaxdist.parallel.schedule import Program, PyTree
 from jaxdist.parallel.ticks import Ticks, check_counts, ticks_of
 
@@ -37,6 +37,4 @@ def interleaved(
     program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """A `Schedule`, over the axis `pipe`, for a model that `jaxdist.parallel.arrange` has cut into chunks."""
-    chunks = program.stages.chunks if program.stages else 1
-    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], chunks)
-    return run_ticks(ticks, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)
+    return run_ticks(table, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)
