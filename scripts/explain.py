@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")
+    parser.add_argument("--timeline", metavar="FILE", type=Path, help="a picture: the stages of a pipeline in time")
     parser.add_argument("--rows", type=int, default=24, help="collectives, and activations, that are printed; 0: all")
     parser.add_argument("--parameters", action="store_true", help="also print how every parameter rests")
     parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
@@ -29,12 +30,12 @@ def main() -> int:
     try:
         config = load_config(arguments.config, arguments.overrides, planned=True)
         import jax  # not before the configuration holds
-
         jax.config.update("jax_platforms", "cpu")
         if arguments.compile:
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-        from jaxdist.plan import budget, explain, show
+        from jaxdist.plan import budget, explain, pipeline, show
 
+        ticks = None if arguments.timeline is None else pipeline.ticks_of(config)
         found = explain.explain(config, compiled=arguments.compile, devices_per_host=arguments.devices_per_host)
         print(show.to_text(found, rows=arguments.rows, parameters=arguments.parameters,
                            activations=arguments.activations))  # fmt: skip
@@ -42,11 +43,11 @@ def main() -> int:
             arguments.json.write_text(json.dumps(explain.to_json(found), indent=1) + "\n")
         if arguments.plot is not None:
             show.draw(found, arguments.plot)
+        if ticks is not None:
+            print("", pipeline.show(config, ticks, arguments.timeline), sep="\n")
         if arguments.write_budget is not None:
             arguments.write_budget.write_text(json.dumps(budget.budget_of(found.ledger), indent=1) + "\n")
-        over = []
-        if arguments.budget is not None:
-            over = budget.over_budget(found.ledger, budget.read_budget(arguments.budget))
+        over = budget.over_budget(found.ledger, budget.read_budget(arguments.budget)) if arguments.budget else []
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -92,6 +92,7 @@ def test_readme_shows_what_is_printed() -> None:
     (["mesh.data=-1"], "mesh.data: -1, but nothing says how many devices"),
     (["mesh.dta=2"], "mesh.dta: unknown key"),
     (["--budget", "nowhere.json"], "--budget nowhere.json: not a budget"),
+    (["--timeline", "nowhere.png"], "parallel.schedule: 'accumulate' is no pipeline and has no timeline; these have"),
 ])  # fmt: skip
 def test_explain_refuses_in_one_line(arguments: list[str], message: str) -> None:
     command = [sys.executable, "scripts/explain.py", "--config", "configs/quickstart.yaml", *arguments]

@@ -24,6 +24,8 @@ from jaxdist.specs import STACKED
 
 PyTree = Any
 EMBED = "embed"
+# Scopes, by which the ledger tells the work of a tick apart, and its sends.
+FORWARD, BACKWARD, TO_NEXT, TO_BEFORE = "pipeline_forward", "pipeline_backward", "pipeline.next", "pipeline.before"
 Choose = Callable[..., PyTree]  # (predicate, tree if true, tree if false), both as functions of nothing
 
 
@@ -89,7 +91,7 @@ def send(x: jax.Array, places: int) -> jax.Array:
     count = stages_of_mesh()
     if count == 1:
         return x
-    with jax.named_scope("pipeline"):
+    with jax.named_scope(TO_NEXT if places > 0 else TO_BEFORE):
         return lax.ppermute(x, "pipe", [(stage, (stage + places) % count) for stage in range(count)])
 
 
@@ -172,9 +174,12 @@ def run_ticks(
     machine = machine._replace(packing=packing)
 
     def tick(state: _State, row: _Row) -> tuple[_State, None]:
-        state = machine.backward(machine.forward(state, row), row)
-        for work in row.weights:
-            state = machine.weights(state, work)
+        with jax.named_scope(FORWARD):
+            state = machine.forward(state, row)
+        with jax.named_scope(BACKWARD):
+            state = machine.backward(state, row)
+            for work in row.weights:
+                state = machine.weights(state, work)
         return state._replace(h=send(state.h, 1), dh=send(state.dh, -1)), None
 
     state, _ = lax.scan(tick, start, machine.rows())

@@ -3,7 +3,7 @@
 Whatever strategy, schedule and remat mode a step is made of, it is one jaxpr, with a forward pass, a backward pass, and
 arrays that the first makes and the second reads. Those a device holds from one to the other, for one microbatch at a
 time. What a block needs beside them while it runs (workspace, and with remat what is recomputed) is not among them:
-only a compiler knows that.
+only a compiler knows that. Not for pipelines, where both passes, of several microbatches, stand in one loop.
 """
 
 import math

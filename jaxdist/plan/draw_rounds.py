@@ -95,7 +95,8 @@ def draw(rounds: Sequence[Round], n: int, *, whole: int, title: str, inner: int 
         for rank, column in enumerate(columns):
             text = f"sends {share(sent(rounds, n)[rank], whole)}\nreceives {share(received(rounds, n)[rank], whole)}"
             axes.text(column, y + 0.08, text, ha="center", va="top", fontsize=8, linespacing=1.3, color=MUTED)
-        return _svg(figure, rounds, title, whole)
+        data = {"N": whole, "rounds": [[[m.source, m.target, m.nbytes] for m in messages] for messages in rounds]}
+        return svg_text(figure, title=title, data=data)
 
 
 def _frame(axes: Axes, columns: Sequence[float], height: float, title: str, inner: int | None) -> None:
@@ -119,8 +120,8 @@ def _arrow(axes: Axes, columns: Sequence[float], y: float, arrow: Arrow) -> None
     axes.annotate("", (columns[target], y), (columns[source], y), arrowprops=style)
 
 
-def _svg(figure: Figure, rounds: Sequence[Round], title: str, whole: int) -> str:
-    data = {"N": whole, "rounds": [[[m.source, m.target, m.nbytes] for m in messages] for messages in rounds]}
+def svg_text(figure: Figure, *, title: str, data: dict[str, Any]) -> str:
+    """The figure as a small SVG file that is the same every time, with `data` in it: see `data_of`."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     buffer = io.StringIO()
     text: dict[str, Any] = {**metadata, "Title": title, "Description": json.dumps(data, separators=(",", ":"))}
@@ -131,7 +132,8 @@ def _svg(figure: Figure, rounds: Sequence[Round], title: str, whole: int) -> str
 
 
 def data_of(svg: str) -> dict[str, Any]:
-    """What `draw` wrote into the file: {"N": bytes, "rounds": [[[source, target, bytes], ...], ...]}."""
+    """What is written into a picture besides its lines; by `draw`: {"N": bytes, "rounds": [[[source, target, bytes],
+    ...], ...]}."""
     description = next(ElementTree.fromstring(svg).iter(_DC)).text
     data: dict[str, Any] = json.loads(description or "{}")
     return data

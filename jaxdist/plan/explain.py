@@ -17,6 +17,7 @@ from jaxdist.parallel.strategy import StrategyOptions, get_strategy
 from jaxdist.plan.activations import KINDS, Kept, kept_activations
 from jaxdist.plan.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.ledger import Ledger, ledger
+from jaxdist.plan.pipeline import table_of
 from jaxdist.plan.sharding import Row, sharding_rows
 from jaxdist.specs import BATCH_SPEC, STACKED, bytes_per_device, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
@@ -25,14 +26,15 @@ PyTree = Any
 
 
 class Explanation(NamedTuple):
-    """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch. added: the
-    compiler's own collectives, compiled: the others beside the ledger, by op (None: not compiled)."""
+    """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch (None: a
+    pipeline, whose buffers are not told apart). added: the compiler's own collectives, compiled: the others beside the
+    ledger, by op (None: not compiled)."""
 
     mesh: dict[str, int]
     ledger: Ledger
     parameters: list[Row]
     memory: dict[str, int]
-    activations: list[Kept]
+    activations: list[Kept] | None
     added: list[Compiled] | None
     compiled: dict[str, Comparison] | None
 
@@ -49,11 +51,12 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     }
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
-    kept = kept_activations(parts.step, parts.target, batch)
+    pipeline = table_of(config.parallel.schedule) is not None
+    kept = None if pipeline else kept_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target, mesh) | memory_of_a_step(config, parts, mesh)
-    memory |= {
+    memory |= {} if kept is None else {
         f"{kind}, kept for backward": sum(each.bytes_per_device for each in kept if each.kind == kind) for kind in KINDS
-    }
+    }  # fmt: skip
     added, compared = None, None
     if compiled:
         program = parts.step.lower(parts.target, batch).compile()
@@ -109,11 +112,12 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
          "bytes_per_device": row.bytes_per_device}
         for row in explanation.parameters
     ]  # fmt: skip
+    activations = explanation.activations
     return {
         "mesh": explanation.mesh, "wire_bytes": explanation.ledger.wire_bytes,
         "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
-        "memory": explanation.memory, "activations": [each._asdict() for each in explanation.activations],
-        "parameters": parameters,
+        "memory": explanation.memory, "parameters": parameters,
+        "activations": None if activations is None else [each._asdict() for each in activations],
         "added": None if explanation.added is None else [each._asdict() for each in explanation.added],
         "compiled": None if explanation.compiled is None else {
             op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()

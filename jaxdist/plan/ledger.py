@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxdist.collectives.jaxpr import moving_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.pipeline import BACKWARD, FORWARD, TO_BEFORE, TO_NEXT
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 from jaxdist.step import TrainStep
@@ -32,9 +33,16 @@ OPS = {
     "all_to_all": "all_to_all",
 }  # fmt: skip
 INSIDE, BETWEEN = "inside a host", "between hosts"
+# A pipeline's sends: (phase, purpose) by scope.
+SENDS = {
+    TO_NEXT: ("forward", "activations to the next stage"), TO_BEFORE: ("backward", "gradients to the stage before"),
+}  # fmt: skip
 # What a name stack is made of beside names that somebody gave: transformations, primitives, einsums.
 _WRAPPER = re.compile(r"\b\w+\(|\)")
-_NOISE = re.compile(r"^(rematted_computation|checkpoint|while|body|cond|branch_\d+_fun|closed_call|shard_map|.*->.*)?$")
+_NOISE = re.compile(
+    r"^(rematted_computation|checkpoint|while|body|cond|branch_\d+_fun|closed_call|shard_map|.*->.*"
+    rf"|{FORWARD}|{BACKWARD})?$"
+)
 
 
 class Collective(NamedTuple):
@@ -164,6 +172,8 @@ class _Reader:
     def meaning(self, op: str, stack: str) -> tuple[str, str]:
         """(phase, purpose) from the names on the way to an equation."""
         phase, name = phase_of(stack), scope_of(stack)
+        if name in SENDS:
+            return SENDS[name]
         if name in self.parameters:
             return phase, f"{'gradient of ' if op == 'reduce_scatter' else ''}{name}"
         if phase == "once a step":
@@ -175,11 +185,15 @@ class _Reader:
 
 def phase_of(stack: str) -> str:
     """"forward", "backward", "recompute" or "once a step", from a name stack."""
+    scopes = stack.split("/")
     if "rematted_computation" in stack:
         return "recompute"
+    if "jvp" in stack and "transpose(" in stack:
+        return "backward"
     if "jvp" in stack:
-        return "backward" if "transpose(" in stack else "forward"
-    return "once a step"
+        return "recompute" if BACKWARD in scopes else "forward"
+    # Pipelines: the embedding of F is not differentiated where it stands, the halves of a backward pass are no more.
+    return "forward" if FORWARD in scopes else "backward" if BACKWARD in scopes else "once a step"
 
 
 def scope_of(stack: str) -> str:

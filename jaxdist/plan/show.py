@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from jaxdist.plan.explain import Explanation
-from jaxdist.plan.ledger import Collective
+from jaxdist.plan.ledger import SENDS, Collective
 from jaxdist.plan.sharding import aligned, rows_as_text
 
 
@@ -20,6 +20,8 @@ def amount(nbytes: float) -> str:
 
 def pytorch_term(each: Collective) -> str:
     """What this is called where the user comes from."""
+    if (each.phase, each.purpose) in SENDS.values():
+        return "point to point"
     if "tensor" in each.axes:
         return "Megatron tensor parallel"
     if each.purpose == "loss_and_weight":
@@ -36,7 +38,7 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     """The report: collectives (the `rows` largest; 0: all), totals by axes, memory of a device. parameters: also how
     each rests. activations: also what is kept for the backward pass, the `rows` largest."""
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
-    rows = rows or max(len(collectives), len(explanation.activations))
+    rows = rows or max(len(collectives), len(explanation.activations or ()))
     lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
     for each in collectives[:rows]:
         what = each.purpose + (" (in a branch)" if each.conditional else "")
@@ -58,7 +60,9 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     text += ["", "Memory of a device:"]
     held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
     text += aligned(held, right=(1, 2))
-    if explanation.added is None:
+    if explanation.activations is None:
+        text.append("Activations are not told apart for pipelines yet: --compile gives the temporary memory.")
+    elif explanation.added is None:
         text.append("What a block needs beside these while it runs is not in the program: --compile measures it.")
     text += _activations(explanation, rows) if activations else []
     text += ["", rows_as_text(explanation.parameters)] if parameters else []
@@ -81,7 +85,9 @@ def _compiled(explanation: Explanation) -> list[str]:
 
 
 def _activations(explanation: Explanation, rows: int) -> list[str]:
-    """The largest arrays that autodiff keeps, equal ones in one line."""
+    """The largest arrays that autodiff keeps, equal ones in one line; nothing where they are not known."""
+    if explanation.activations is None:
+        return []
     counted = Counter(explanation.activations)
     kept = sorted(counted.items(), key=lambda item: -item[0].bytes_per_device * item[1])
     lines = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]

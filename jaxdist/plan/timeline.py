@@ -122,10 +122,13 @@ def to_text(ticks: Ticks) -> str:
 
 def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL) -> None:
     """A picture, PNG or SVG by the ending of `path`: a row a stage, time to the right, a bar for each piece of work and
-    its microbatch in it, later chunks paler, hatched where a stage waits. name: of the schedule, for the title."""
+    its microbatch in it, later chunks paler, hatched where a stage waits. name: of the schedule, for the title. An SVG
+    holds the table too, see `data_of` in `draw_rounds`: a picture can be compared with a program."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    from jaxdist.plan.draw_rounds import svg_text
 
     line = simulate(ticks, costs)
     shortest = min(work.end - work.start for work in line.work if work.end > work.start)
@@ -137,12 +140,20 @@ def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL) -> None:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(height, 0))
-        _title(axes, line, ticks, name)
+        title = _title(line, ticks, name)
+        axes.text(0.14, 0.22, title, va="center", fontsize=11)
         _waits(axes, line, ticks, inches)
         _bars(axes, line, ticks, inches)
         _legend(axes, ticks, costs, height)
-        undated: Any = {"Date": None} if path.suffix == ".svg" else None  # the same file twice
-        figure.savefig(path, dpi=160, facecolor="white", metadata=undated)
+        if path.suffix == ".svg":
+            path.write_text(svg_text(figure, title=title, data=data(ticks, name)), encoding="utf-8")
+        else:
+            figure.savefig(path, dpi=160, facecolor="white")
+
+
+def data(ticks: Ticks, name: str) -> dict[str, Any]:
+    """What an SVG of the table holds: the schedule's name, and the fields of `Ticks` as numbers and lists."""
+    return {"schedule": name, **{key: np.asarray(value).tolist() for key, value in ticks._asdict().items()}}
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> str:
@@ -169,10 +180,9 @@ def _rectangle(axes: "Axes", left: float, top: float, width: float, **style: Any
     axes.add_patch(Rectangle((left, top), width, style.pop("height", _BAR), **style))
 
 
-def _title(axes: "Axes", line: Timeline, ticks: Ticks, name: str) -> None:
+def _title(line: Timeline, ticks: Ticks, name: str) -> str:
     chunks = f", chunks {ticks.chunks}" if ticks.chunks > 1 else ""
-    text = f"{name}: stages {ticks.stages}, microbatches {ticks.microbatches}{chunks}; bubble {line.bubble:.1%}"
-    axes.text(0.14, 0.22, text, va="center", fontsize=11)
+    return f"{name}: stages {ticks.stages}, microbatches {ticks.microbatches}{chunks}; bubble {line.bubble:.1%}"
 
 
 def _waits(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:

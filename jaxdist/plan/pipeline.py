@@ -1,0 +1,69 @@
+"""The pipeline of a configuration, before it runs: its table, in words and as a picture."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxdist import registry
+from jaxdist.config import Config
+from jaxdist.errors import UserError
+from jaxdist.parallel.ticks import Ticks, allocate
+from jaxdist.plan.timeline import draw, simulate, to_text
+
+SCHEDULES = "jaxdist.parallel.schedules"
+WIDEST = 40  # ticks: more do not fit beside each other on a terminal
+
+
+def table_of(schedule: str) -> Callable[..., Ticks] | None:
+    """The function table(stages, microbatches, chunks) beside a schedule, which is a name or a dotted path. None: the
+    schedule is no pipeline's."""
+    found: Callable[..., Ticks] | None = getattr(importlib.import_module(_module(schedule)), "table", None)
+    return found
+
+
+def _module(schedule: str) -> str:
+    return schedule.rpartition(".")[0] or f"{SCHEDULES}.{schedule}"
+
+
+def ticks_of(config: Config) -> Ticks:
+    """The table that a configuration runs, with a stage for each place on the mesh axis pipe. Raises `UserError` where
+    there is none, or none for these counts."""
+    parallel, stages = config.parallel, config.mesh.pipe
+    table = table_of(parallel.schedule)
+    if table is None:
+        known = ", ".join(name for name in registry.names(SCHEDULES) if table_of(name) is not None)
+        raise UserError(f"parallel.schedule: {parallel.schedule!r} is no pipeline and has no timeline; these have one:"
+                        f" {known}")  # fmt: skip
+    if stages < 2:
+        raise UserError(f"mesh.pipe: {stages} is one stage, whose timeline shows nothing; give it 2 or more, with"
+                        f" parallel.schedule {parallel.schedule}")  # fmt: skip
+    return table(stages, parallel.microbatches, parallel.chunks)
+
+
+def described(ticks: Ticks, *, name: str) -> str:
+    """The table in a few lines: ticks, bubble, what is kept, what is sent; drawn as text if it is narrow. name: of the
+    schedule."""
+    line, split, done = simulate(ticks), ticks.weights.shape[2] > 0, ticks.microbatches * ticks.chunks
+    chunks, kept, times = "", "microbatches", "once"
+    if ticks.chunks > 1:
+        chunks, kept, times = f", {ticks.chunks} chunks a stage", "chunks of microbatches", f"{ticks.chunks} times"
+    costs = "and F, B and W cost the same" if split else "whatever F and B cost"
+    most, first, last = int(line.most_live.max()), line.most_live[0], line.most_live[-1]
+    late = f"; and what up to {allocate(ticks).cotangents.size} B leave for W" if split else ""
+    text = [
+        f"Timeline of {name}: {ticks.stages} stages, {ticks.microbatches} microbatches{chunks}",
+        f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}; the ledger counts what is in a branch"
+        f" in all {ticks.length}",
+        f"bubble {100 * line.bubble:.1f} %, if all stages are equally fast, {costs}",
+        f"a stage keeps up to {most} {kept}, the first {first}, the last {last}{late}",
+        f"a microbatch crosses each boundary {times} forward and {times} back; every stage sends one array each way in"
+        f" every tick: {2 * ticks.length}",
+    ]
+    return "\n".join([*text, *(["", to_text(ticks)] if ticks.length <= WIDEST else [])])
+
+
+def show(config: Config, ticks: Ticks, path: Path) -> str:
+    """Draw the table of a configuration to `path`, PNG or SVG; returns it `described`."""
+    name = config.parallel.schedule
+    draw(ticks, path, name=name)
+    return described(ticks, name=name)
