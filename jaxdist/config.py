@@ -95,7 +95,9 @@ class ParallelConfig:
     schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     chunks: int = setting(1, "interleaved: parts of a stage's blocks, from as many places of the model", at_least=1)
-    min_shard_bytes: int = setting(32768, "parameters smaller than this, per block, are kept whole by zero", at_least=0)
+    min_shard_bytes: int = setting(
+        32768, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
+    )
     reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
     prefetch: int = setting(
         0, "1: gather each block while the one before it computes, reduce it while the next does", at_least=0, at_most=1

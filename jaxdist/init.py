@@ -47,7 +47,7 @@ def state_target(
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     optimizer = only_trained(optimizer, freeze)
-    placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], min_shard_bytes=min_shard_bytes))
+    placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], grad_sync, min_shard_bytes=min_shard_bytes))
     placed = placing.place(shapes, specs, mesh)
     if rules and isinstance(source, ModelDef):
         raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they rest")

@@ -56,6 +56,29 @@ def without_idle(spec: P, mesh: AnyMesh) -> P:
     return from_entries(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec)
 
 
+def split_over(spec: P, shape: jax.ShapeDtypeStruct, *, axis: str, mesh: AnyMesh, min_bytes: int) -> P:
+    """The spec with `axis` on one more dim of a leaf that has at least `min_bytes`, where one is divisible.
+
+    The largest dim that no axis splits yet; where there is none, the largest that can be split further, as
+    ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then is the first) is never split, and
+    their bytes are those of one.
+    """
+    n = mesh.shape[axis]
+    entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
+    stack_dim = dim_of(spec, "pipe")
+    blocks = 1 if stack_dim is None else shape.shape[stack_dim]
+    if n == 1 or math.prod(shape.shape) * shape.dtype.itemsize < min_bytes * blocks:
+        return P(*spec)
+    parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
+    local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
+    fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0 and size > 0]
+    best = max(fits, key=lambda dim: (parts[dim] == 1, local[dim]), default=None)
+    if best is None:
+        return P(*spec)
+    entries[best] = (*entries[best], axis)
+    return from_entries(entries)
+
+
 def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
     """`jax.tree.map` with the spec tree first. A PartitionSpec is a leaf."""
     return jax.tree.map(function, specs, *trees, is_leaf=lambda node: isinstance(node, P))

@@ -6,7 +6,6 @@ transpose to a reduce-scatter in the compute dtype, and sum gradients in bf16.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +18,10 @@ from jaxdist import registry
 from jaxdist.collectives import all_gather, reduce_scatter, to_varying, varying_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
+from jaxdist.parallel.spread import spreading
 from jaxdist.parallel.sync import GradSync, finish, reduce_late
 from jaxdist.precision import Precision
-from jaxdist.specs import dim_of, entry_axes, from_entries, map_named, map_specs, unit_specs
+from jaxdist.specs import dim_of, map_named, map_specs, split_over, unit_specs
 
 PyTree = Any
 
@@ -76,15 +76,16 @@ class StrategyOptions(NamedTuple):
 
 
 def get_strategy(name: str, options: StrategyOptions) -> Strategy:
-    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path. Raises `UserError` for options that
-    exclude each other."""
+    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path, `spreading` over pipelines. Raises
+    `UserError` for options that exclude each other."""
     if options.prefetch not in (0, 1):
         raise UserError(f"prefetch={options.prefetch}: allowed: 0, 1")
     if options.prefetch and not options.reshard_after_forward:
         raise UserError("prefetch=1: gathers again for the backward pass; leave out reshard_after_forward=False")
     if options.prefetch and options.sync.deterministic:
         raise UserError("prefetch=1: changes the order of work; leave it out with deterministic")
-    return registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")(options)
+    strategy = registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")(options)
+    return spreading(strategy, options)
 
 
 def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
@@ -93,29 +94,9 @@ def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Add `fsdp` to one dim of every parameter that is large enough and divisible; the others stay whole.
-
-    The largest dim that no axis splits yet; where there is none, the largest dim that `fsdp` can split further, as
-    ("tensor", "fsdp"). The dim of stacked blocks (`pipe`) is never split: a unit is one block.
-    """
-    n = mesh.shape["fsdp"]
-
-    def add_fsdp(spec: P, shape: jax.ShapeDtypeStruct) -> P:
-        entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
-        stack_dim = dim_of(spec, "pipe")
-        blocks = 1 if stack_dim is None else shape.shape[stack_dim]
-        if n == 1 or math.prod(shape.shape) * shape.dtype.itemsize < min_shard_bytes * blocks:
-            return P(*spec)
-        parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
-        local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
-        fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0 and size > 0]
-        best = max(fits, key=lambda dim: (parts[dim] == 1, local[dim]), default=None)
-        if best is None:
-            return P(*spec)
-        entries[best] = (*entries[best], "fsdp")
-        return from_entries(entries)
-
-    return map_specs(add_fsdp, specs, shapes)
+    """Add `fsdp` to one dim of every parameter that is large enough and divisible; the others stay whole."""
+    split = functools.partial(split_over, axis="fsdp", mesh=mesh, min_bytes=min_shard_bytes)
+    return map_specs(split, specs, shapes)
 
 
 def hold_nothing(tree: PyTree) -> PyTree:

@@ -94,10 +94,11 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         trained = leave_out(diff, config.optimizer.freeze)
         sizes["gradients"] = sum(nbytes(leaf, least=4) for leaf in jax.tree.leaves(trained))
 
-        def kept(_: P, rest: jax.Array, copy: Any) -> Any:  # what is held as it rests is no copy
-            return () if isinstance(copy, tuple) or copy.shape == rest.shape else copy
+        def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # what is used as it rests is no copy
+            used = leaf if isinstance(copy, tuple) else copy
+            return () if used.shape == rest.shape else used
 
-        copies = map_specs(kept, specs, params, held)
+        copies = map_specs(kept, specs, params, diff, held)
         sizes["gathered copies, the whole step"] = sum(map(nbytes, jax.tree.leaves(copies)))
         return jax.numpy.zeros(())
 
