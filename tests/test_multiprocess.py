@@ -370,6 +370,29 @@ def trained_words(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+def test_a_pipeline_across_two_processes_has_the_losses_of_one(
+    make_folder: Callable[[], Path], schedule: str
+) -> None:
+    """Each process is a stage of 4 devices."""
+    options = ["mesh.pipe=2", "mesh.tensor=1", f"parallel.schedule={schedule}", "parallel.microbatches=2"]
+    found = []
+    for count in (1, 2):
+        job, port = Processes(make_folder()), free_port()
+        try:
+            for rank in range(count):
+                devices = f"devices.simulated={8 // count}"
+                job.add([*SCRIPT, "--run-dir", "run", *options, devices], torchrun(port, rank) if count > 1 else {})
+            assert job.wait(240) == [0] * count, job.logs()
+        finally:
+            job.kill()
+        records = read_metrics(job.folder / "run" / "metrics.jsonl")
+        found.append([record[key] for record in records for key in ("loss", "eval/loss") if key in record])
+    assert len(found[0]) == 10
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_same_bits_in_one_process_and_in_two(make_folder: Callable[[], Path]) -> None:
     """As users compile: with the compiler's default optimisation. One device, then 2 processes with 2 devices each."""
     ddp, zero3 = ("parallel.strategy=ddp", "mesh.data=4"), ("parallel.strategy=zero3", "mesh.fsdp=2", "mesh.data=2")

@@ -162,6 +162,7 @@ def test_resume_after_a_crash_gives_the_same_bits(
         ("data.path=OTHER", "data.sha256"),
         ("optimizer.name=sgd", "optimizer.name"),
         ("precision=bf16", "precision.policy"),
+        ("parallel.chunks=2 parallel.schedule=interleaved", "parallel.chunks"),
     ],
 )
 def test_resume_refuses_another_experiment(
@@ -170,7 +171,7 @@ def test_resume_refuses_another_experiment(
     (tmp_path / "other.py").write_text(text(7))
     before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
     with pytest.raises(UserError, match=f"^{key}: ") as error:
-        train(configure(override.replace("OTHER", str(tmp_path))), finished)
+        train(configure(*override.replace("OTHER", str(tmp_path)).split()), finished)
     assert "\n" not in str(error.value)
     assert {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
 
