@@ -21,6 +21,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.arrange import arrange, order_of_blocks
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
+from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
@@ -196,6 +197,25 @@ def test_memory_of_gpipe_grows_with_microbatches() -> None:
 def test_every_schedule_of_several_stages_is_tested() -> None:
     assert {*SCHEDULES, "accumulate", "pairwise"} == set(registry.names("jaxdist.parallel.schedules"))
     assert {case.schedule for case in EVERYDAY} == set(SCHEDULES)
+
+
+def test_sums_by_hand_inside_stages_are_refused() -> None:
+    """They would hang; not with `pipeline_cond=False`, nor where a strategy sums at the end."""
+    mesh, model, tx = make_mesh(pipe=2, fsdp=2), model_of(EVERYDAY[0], "fp32"), layouts.optimizer()
+
+    def trace(strategy: str, *, pipeline_cond: bool = True) -> None:
+        step = make_train_step(
+            model, tx, mesh, strategy=strategy, schedule="gpipe", microbatches=2, grad_sync=GradSync("ring"),
+            pipeline_cond=pipeline_cond,
+        )  # fmt: skip
+        step.lower(state_target(model, tx, mesh, strategy=strategy), layouts.make_batch(32, 0))
+
+    for strategy in ("zero2", "zero3"):
+        with pytest.raises(UserError, match="grad_sync.algorithm='ring': .*'native' only") as error:
+            trace(strategy)
+        assert "\n" not in str(error.value)
+    trace("zero1")
+    trace("zero3", pipeline_cond=False)
 
 
 @pytest.mark.parametrize(("options", "message"), [

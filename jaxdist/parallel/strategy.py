@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
-from jaxdist.collectives import all_gather, reduce_scatter, to_varying, varying_axes
+from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_varying, varying_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.spread import spreading
@@ -144,11 +144,22 @@ def _connect_forward(
     return value, None
 
 
+def _check_conditions(options: StrategyOptions) -> None:
+    """Raise `UserError` where gradients would be summed by ppermutes in conditions that not all stages take: each waits
+    for all devices of the mesh, for ever."""
+    if options.pipeline_cond and options.sync.algorithm != "native" and active_axes("pipe"):
+        raise UserError(
+            f"grad_sync.algorithm={options.sync.algorithm!r}: this strategy sums over fsdp inside a pipeline's stages, "
+            "by 'native' only; take that, or strategy zero1 or ddp, or pipeline_cond=False"
+        )
+
+
 def _connect_backward(
     dim: int | None, options: StrategyOptions, _: None, grad: jax.Array
 ) -> tuple[None, jax.Array]:
     grad = grad.astype(options.precision.reduce)
     if dim is not None:
+        _check_conditions(options)
         grad = reduce_scatter(grad, "fsdp", dim=dim, **options.sync.reduction)
     return None, grad.astype(options.precision.param)
 
