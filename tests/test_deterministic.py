@@ -136,7 +136,7 @@ def test_same_bits_in_bf16(case: Case) -> None:
     check_same(case, "bf16", "llama")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("precision", "style"), [("fp32", "llama"), ("bf16", "gpt2")])
 def test_same_bits_in_every_layout(precision: str, style: str) -> None:
     for case in (*EVERYDAY, *SLOW):
