@@ -43,9 +43,7 @@ def make_gradients(
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
     trained: those of the gradients."""
     precision, sync = options.precision, options.sync
-    program, region_of = program_and_region(
-        model, strategy, specs, mesh, options, remat=remat
-    )
+    program, region_of = program_and_region(model, strategy, specs, mesh, options, remat=remat)
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
@@ -116,7 +114,9 @@ def make_train_step(
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
     check_sync(grad_sync, policy.reduce)
-    options = StrategyOptions(policy, grad_sync, 0, reshard_after_forward, prefetch, pipeline_cond)
+    options = StrategyOptions(
+        policy, grad_sync, reshard_after_forward=reshard_after_forward, prefetch=prefetch, pipeline_cond=pipeline_cond
+    )
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
     placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)

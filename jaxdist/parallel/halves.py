@@ -62,7 +62,7 @@ def halve(pull: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]], unit: P
         if any(atom in late for atom in _variables(equation.invars)):
             late.update(equation.outvars)
     first, _ = _needed(equations, outputs[-1:], set())
-    made = {variable for equation in first for variable in equation.outvars} | {invars[-1]}
+    made = {invars[-1], *_made_by(first)}
     second, reads = _needed(equations, outputs[:-1], made & late)
     crossing = [variable for variable in (invars[-1], *_made_by(first)) if variable in reads & made & late]
     return Halves(

@@ -59,6 +59,12 @@ def blocks_of_chunk(diff: PyTree, held: PyTree, chunk: jax.Array | int, chunks: 
     return (diff, held) if chunks == 1 else at(cut((diff, held), chunks), chunk)
 
 
+def layers_of_chunk(blocks: PyTree, chunk: jax.Array | int) -> jax.Array:
+    """The numbers, from 1, of a chunk's blocks."""
+    count = jax.tree.leaves(blocks)[0].shape[0]
+    return 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
+
+
 def cut(blocks: PyTree, chunks: int) -> PyTree:
     """Stacked blocks [K, ...] as [chunks, K / chunks, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), blocks)
@@ -284,9 +290,7 @@ class _Machine(NamedTuple):
 
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
         diff, held = self._chunks(chunk)
-        count = jax.tree.leaves((diff, held))[0].shape[0]
-        layers = 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
-        return self.stages.blocks.forward(diff, held, h, layers, batch["keys"])
+        return self.stages.blocks.forward(diff, held, h, layers_of_chunk((diff, held), chunk), batch["keys"])
 
     def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
         """With the loss of the microbatch, and its gradients with respect to the head and to what the head reads."""
@@ -299,18 +303,18 @@ class _Machine(NamedTuple):
         (grads, dh), totals = jax.grad(seeded, argnums=(0, 1), has_aux=True)(units, state.h)
         late = put(state.late, row.forward_slot if self.slots.late_loss else 0, dh)
         totals = jax.tree.map(jnp.add, state.totals, totals)
-        return state._replace(late=late, totals=totals, grads={**state.grads, **self._added(state.grads, grads)})
+        return state._replace(late=late, totals=totals, grads=self._added(state.grads, grads))
 
     def _pull_embed(self, state: _State, row: _Row) -> _State:
         batch = at(self.microbatches, row.backward)
         embed = lambda unit: self.stages.embed({**self.diff, EMBED: unit}, self.held, batch)  # noqa: E731
         (grads,) = jax.vjp(embed, self.diff[EMBED])[1](state.dh)
-        return state._replace(grads={**state.grads, **self._added(state.grads, {EMBED: grads})})
+        return state._replace(grads=self._added(state.grads, {EMBED: grads}))
 
     def _added(self, total: PyTree, grads: PyTree) -> PyTree:
-        """The units of `grads`, added to those of the total."""
+        """The total, with the units of `grads` added."""
         wide = accumulation_dtype(self.reduce_dtype)
-        return {
+        return total | {
             name: jax.tree.map(lambda leaf, grad: leaf + grad.astype(wide), total[name], unit)
             for name, unit in grads.items()
         }
@@ -321,7 +325,7 @@ class _Machine(NamedTuple):
 
     def _add_blocks(self, total: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
         if self.ticks.chunks == 1:
-            return {**total, **self._added(total, {STACKED: grads})}
+            return self._added(total, {STACKED: grads})
         whole = cut(total[STACKED], self.ticks.chunks)
         (sums,) = self._added({STACKED: at(whole, chunk)}, {STACKED: grads}).values()
         blocks = jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), put(whole, chunk, sums), total[STACKED])

@@ -12,7 +12,7 @@ from jaxdist.collectives import active_axes, psum
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.overlap import reduced_behind
-from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay, virtual_stage
+from jaxdist.parallel.pipeline import blocks_of_chunk, layers_of_chunk, on_first_stage, relay
 from jaxdist.parallel.prefetch import prefetched
 from jaxdist.parallel.remat import after, rematerialise
 from jaxdist.parallel.schedule import Program, Stages
@@ -92,9 +92,7 @@ def make_program(
 
     def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree, chunk: jax.Array | int) -> jax.Array:
         own_diff, own_held = blocks_of_chunk(diff["blocks"], held["blocks"], chunk, model.chunks)
-        count = jax.tree.leaves((own_diff, own_held))[0].shape[0]
-        layers = 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
-        return stack(own_diff, own_held, h, layers, batch["keys"])
+        return stack(own_diff, own_held, h, layers_of_chunk((own_diff, own_held), chunk), batch["keys"])
 
     def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         tied = (diff["embed"], held["embed"]) if model.tied else None
