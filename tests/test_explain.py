@@ -245,7 +245,8 @@ def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
 
 
 def collective(op: str, **fields: Any) -> Collective:
-    usual = Collective(op, ("data",), 8, "bfloat16", 80, 40, 3, 0.0, INSIDE, "", "forward", "")
+    calls = fields.pop("calls", 3)
+    usual = Collective(op, ("data",), 8, "bfloat16", 80, 40, calls, 0.0, INSIDE, "", "forward", "", (calls,), calls)
     return usual._replace(**fields)
 
 

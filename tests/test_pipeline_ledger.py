@@ -10,17 +10,19 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist import make_mesh, make_train_step, registry, state_target
+from jaxdist.collectives import psum, to_varying
 from jaxdist.config import Config, ModelConfig, load_config
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.parallel.arrange import arrange
 from jaxdist.parallel.ticks import Ticks
 from jaxdist.plan.explain import explain, to_json
 from jaxdist.plan.hlo import compare, compiled_collectives
-from jaxdist.plan.ledger import BETWEEN, INSIDE, Ledger, ledger
+from jaxdist.plan.ledger import BETWEEN, INSIDE, Ledger, collectives_of, hosts_of, ledger
 from jaxdist.plan.pipeline import SCHEDULES, described, show, ticks_of
 from jaxdist.plan.show import pytorch_term, to_text
 from jaxdist.specs import BATCH_SPEC
@@ -33,13 +35,13 @@ LOSS = 2 * 4  # bytes: loss and weight, together
 TO_NEXT, TO_BEFORE = ("forward", "activations to the next stage"), ("backward", "gradients to the stage before")
 
 
-def model(*, tied: bool = False) -> Any:
-    config = ModelConfig(style="llama", layers=LAYERS, width=WIDTH, heads=4, vocab=VOCAB, mlp_width=64, tied=tied)
+def model(*, tied: bool = False, layers: int = LAYERS) -> Any:
+    config = ModelConfig(style="llama", layers=layers, width=WIDTH, heads=4, vocab=VOCAB, mlp_width=64, tied=tied)
     return gpt(config, max_length=LENGTH)
 
 
-def batch() -> dict[str, jax.ShapeDtypeStruct]:
-    grid = (ROWS, LENGTH)
+def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
+    grid = (rows, LENGTH)
     return {"inputs": jax.ShapeDtypeStruct(grid, np.int32), "targets": jax.ShapeDtypeStruct(grid, np.int32),
             "weights": jax.ShapeDtypeStruct(grid, np.float32)}  # fmt: skip
 
@@ -67,8 +69,9 @@ def unit_bytes(definition: Any, *names: str) -> int:
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 6), (4, 2), (4, 8)])
 @pytest.mark.parametrize("schedule", NAMES)
 def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:
-    """And once a step embedding and head are gathered from the stages and their gradients scattered, and the loss is
-    summed; nothing else."""
+    """But for the last stage, which sends nothing on, and the first, which sends nothing back. And once a step
+    embedding and head are gathered from the stages and their gradients scattered, and the loss is summed; nothing else.
+    """
     found = ledger_of(schedule, pipe=stages, microbatches=microbatches, tied=tied)
     ticks = table(schedule, stages, microbatches).length
     h = ROWS // microbatches * LENGTH * WIDTH * 4
@@ -77,11 +80,13 @@ def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, mi
     for each in sends:
         assert (each.axes, each.group_size, each.conditional) == (("pipe",), stages, False)
         assert (each.bytes_per_call, each.calls, each.wire_bytes) == (h, ticks, ticks * h)
+        some = (ticks,) * (stages - 1)
+        assert each.stages == ((*some, 0) if each.phase == "forward" else (0, *some))
         assert each.source.startswith("jaxdist/parallel/pipeline.py:") and pytorch_term(each) == "point to point"
     others, spread = (stages - 1) / stages, unit_bytes(model(tied=tied), "embed", "head")
     assert found.total("op") == pytest.approx({
-        "ppermute": 2 * ticks * h, "all_gather": others * spread, "reduce_scatter": others * spread,
-        "psum": 2 * others * LOSS,
+        "ppermute": (1 if stages == 2 else 2) * ticks * h, "all_gather": others * spread,
+        "reduce_scatter": others * spread, "psum": 2 * others * LOSS,
     }, rel=1e-12)  # fmt: skip
 
 
@@ -104,15 +109,55 @@ def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
     once = [each for each in found.collectives if each.phase == "once a step"]
     spread = {"embed.tokens.table", "head.norm.scale"}
     assert {each.purpose for each in once} == spread | {f"gradient of {name}" for name in spread} | {"loss_and_weight"}
-    assert {each.calls for each in once} == {1}
+    assert {each.stages for each in once} == {(1, 1)}
     ticks = table(schedule, 2, 4).length
-    assert all(each.calls % ticks == 0 for each in found.collectives if each.phase != "once a step")
+    assert all(each.at_most % ticks == 0 for each in found.collectives if each.phase != "once a step")
     purposes = {(each.phase, each.purpose) for each in found.collectives}
     assert {("forward", "activations of embed"), ("recompute", "activations of embed"),
             ("forward", "activations of blocks.mlp"), ("forward", "blocks.mlp.up.kernel"),
             ("recompute", "blocks.mlp.up.kernel"), ("backward", "gradient of blocks.mlp.up.kernel"),
             ("backward", "gradients of activations of blocks.mlp")} <= purposes  # fmt: skip
     assert not any("pipeline" in each.purpose for each in found.collectives)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "chunks"),
+                         [(name, 4, 6, 1) for name in NAMES] + [("interleaved", 2, 4, 2)])  # fmt: skip
+def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
+    schedule: str, stages: int, microbatches: int, chunks: int
+) -> None:
+    """Collectives of a block: once a microbatch and block on every stage; of embedding and head on one stage."""
+    sizes = {"pipe": stages, "fsdp": 2, "tensor": 2}
+    mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
+    definition = arrange(model(layers=8), stages=stages, chunks=chunks)
+    step = make_train_step(definition, tx, mesh, strategy="zero3", schedule=schedule, microbatches=microbatches)
+    rows = batch(microbatches * 2)
+    found = ledger(step, state_target(definition, tx, mesh, strategy="zero3"), rows)
+    inside = [each for each in found.collectives if each.phase != "once a step" and each.op != "ppermute"]
+    assert len(inside) > 20 and not any(each.conditional for each in inside)
+    for each in inside:
+        unit = each.purpose.rpartition(" ")[2].partition(".")[0]
+        if unit == "blocks":
+            assert each.stages == (8 // stages * microbatches,) * stages, each
+        else:
+            first, last = (microbatches * (unit == wanted) for wanted in ("embed", "head"))
+            assert each.stages == (first, *[0] * (stages - 2), last), each
+        assert each.calls == max(each.stages) < each.at_most
+
+
+def test_what_depends_on_data_counts_as_the_branch_that_sends_most() -> None:
+    mesh = make_mesh(data=2)
+
+    def summed(x: jax.Array, times: int) -> jax.Array:
+        for _ in range(times):
+            x = to_varying(psum(x, "data"), ("data",))
+        return x
+
+    def body(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0] > 0, lambda: summed(x, 1), lambda: summed(x, 2))
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    [each] = collectives_of(jax.make_jaxpr(f)(np.zeros(8, np.float32)), mesh, hosts_of(mesh, 8), set())
+    assert (each.calls, each.stages, each.at_most, each.conditional) == (2, (2,), 2, True)
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -151,8 +196,8 @@ def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert (ticks.stages, ticks.microbatches, ticks.chunks, ticks.length) == (4, 8, 1, 14)
     text = show(config, ticks, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
-    for part in ("one_f_one_b: 4 stages, 8 microbatches\n14 ticks", "bubble 27.3 %", "stage 3  F ", "every tick: 28",
-                 "up to 7 microbatches, the first 7, the last 1", "once forward and once back"):  # fmt: skip
+    for part in ("one_f_one_b: 4 stages, 8 microbatches\n14 ticks", "bubble 27.3 %", "stage 3  F ", "one a tick",
+                 "up to 7 microbatches, the first 7, the last 1", "once forward and once back: 8 of the"):  # fmt: skip
         assert part in text
     large = replace(config, mesh=replace(config.mesh, pipe=512))  # no device is needed
     assert ticks_of(large).length == 8 + 2 * 512 - 2 and "stage 3" not in described(ticks_of(large), name="a")
@@ -169,7 +214,7 @@ def test_a_microbatch_goes_round_once_a_chunk() -> None:
 def test_chunks_and_split_backward_passes_are_described() -> None:
     text = described(MODULES["interleaved"].table(4, 8, 2), name="interleaved")
     for part in ("8 microbatches, 2 chunks a stage", "F in 16 of them and B in 16", "bubble 15.8 %, if all stages are",
-                 "up to 11 chunks of microbatches", "2 times forward and 2 times back", "every tick: 52"):  # fmt: skip
+                 "up to 11 chunks of microbatches", "2 times forward and 2 times back: 16 of the 26"):  # fmt: skip
         assert part in text
     text = described(MODULES["zero_bubble"].table(4, 8), name="zero_bubble")
     assert "bubble 11.1 %" in text and "F, B and W cost the same" in text and "what up to 6 B leave for W" in text

@@ -78,7 +78,7 @@ def relay(run: Callable[[jax.Array, jax.Array | int], jax.Array], h: jax.Array, 
 
     def turn(h: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         own = lambda: typed_like(run(h, number // count), h)  # noqa: E731
-        return send(by_condition(stage == number % count, own, lambda: h), 1), None
+        return send(by_condition(stage == number % count, own, lambda: h), 1, ring=True), None
 
     return lax.scan(turn, h, jnp.arange(count * chunks, dtype=jnp.int32))[0]
 
@@ -92,13 +92,14 @@ def on_first_stage(function: Callable[[jax.Array], PyTree], h: jax.Array) -> PyT
     return by_condition(rank("pipe") == 0, lambda: typed_like(function(h), nothing), lambda: nothing)
 
 
-def send(x: jax.Array, places: int) -> jax.Array:
-    """x of the stage before (1) or after (-1), in a ring."""
+def send(x: jax.Array, places: int, *, ring: bool) -> jax.Array:
+    """x of the stage before (1) or after (-1); on the stage without one zeros, unless stages form a ring."""
     count = stages_of_mesh()
     if count == 1:
         return x
     with jax.named_scope(TO_NEXT if places > 0 else TO_BEFORE):
-        return lax.ppermute(x, "pipe", [(stage, (stage + places) % count) for stage in range(count)])
+        pairs = [(stage, (stage + places) % count) for stage in range(count)]
+        return lax.ppermute(x, "pipe", [pair for pair in pairs if ring or pair[1] - pair[0] == places])
 
 
 class _Row(NamedTuple):
@@ -186,7 +187,8 @@ def run_ticks(
             state = machine.backward(state, row)
             for work in row.weights:
                 state = machine.weights(state, work)
-        return state._replace(h=send(state.h, 1), dh=send(state.dh, -1)), None
+        ring = ticks.chunks > 1  # from the last stage on to the first one's next chunk
+        return state._replace(h=send(state.h, 1, ring=ring), dh=send(state.dh, -1, ring=ring)), None
 
     state, _ = lax.scan(tick, start, machine.rows())
     return *state.totals, state.grads

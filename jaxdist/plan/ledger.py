@@ -20,6 +20,7 @@ from jaxdist.collectives.jaxpr import moving_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.pipeline import BACKWARD, FORWARD, TO_BEFORE, TO_NEXT
+from jaxdist.plan.taken import AXIS, Scope, outermost
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 from jaxdist.step import TrainStep
@@ -52,8 +53,9 @@ class Collective(NamedTuple):
     input on one device. calls: a step, loops multiplied out. wire_bytes: what one device sends in a step, by the
     bandwidth-optimal algorithm of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the
     slowest that it crosses. phase: forward, backward, recompute (forward again, in the backward pass) or once a step.
-    purpose: which parameter, gradient or activation. conditional: in a branch that not every device or step may take;
-    counted as taken.
+    purpose: which parameter, gradient or activation. stages: calls of each stage of a pipeline, of which `calls` and
+    `wire_bytes` are the most. at_most: calls of a device that took every branch. conditional: in a branch that depends
+    on data; counted as taken.
     """
 
     op: str
@@ -68,6 +70,8 @@ class Collective(NamedTuple):
     source: str
     phase: str
     purpose: str
+    stages: tuple[int, ...] = ()
+    at_most: int = 0
     conditional: bool = False
 
 
@@ -79,15 +83,24 @@ class Ledger(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in a step."""
-        return sum(each.wire_bytes for each in self.collectives)
+        """Bytes that one device sends in a step, on the stage that sends most."""
+        return sum(self.total("op").values())
 
     def total(self, key: str) -> dict[Any, float]:
-        """Wire bytes by a field of `Collective`, largest first: total("axes"), total("purpose")."""
+        """Wire bytes of that device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
         totals: Counter[Any] = Counter()
+        stage = self.busiest
         for each in self.collectives:
-            totals[getattr(each, key)] += each.wire_bytes  # type: ignore[assignment]
+            sent = each.wire_bytes * each.stages[stage] / each.calls
+            if sent:
+                totals[getattr(each, key)] += sent  # type: ignore[assignment]
         return dict(totals.most_common())
+
+    @property
+    def busiest(self) -> int:
+        """The stage whose devices send most."""
+        sent = [np.multiply(each.stages, each.wire_bytes / each.calls) for each in self.collectives]
+        return int(np.argmax(np.sum(sent, axis=0))) if sent else 0
 
 
 def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_host: int = 8) -> Ledger:
@@ -100,12 +113,24 @@ def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_hos
     mesh = state.step.sharding.mesh
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
     names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
-    reader = _Reader(mesh, hosts_of(mesh, devices_per_host), names)
-    found: Counter[Collective] = Counter()
-    for each in reader.read(jaxpr, 1, "", False):
-        found[each._replace(calls=1, wire_bytes=each.wire_bytes / each.calls)] += each.calls
-    merged = (each._replace(calls=n, wire_bytes=each.wire_bytes * n) for each, n in found.items())
-    return Ledger(tuple(merged), {str(axis): int(size) for axis, size in mesh.shape.items()})
+    found = collectives_of(jaxpr, mesh, hosts_of(mesh, devices_per_host), names)
+    return Ledger(found, {str(axis): int(size) for axis, size in mesh.shape.items()})
+
+
+def collectives_of(jaxpr: Any, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> tuple[Collective, ...]:
+    """The collectives of a jaxpr, in program order, equal ones together. hosts: of the devices, in the mesh's shape.
+    parameters: their names."""
+    found: dict[Collective, tuple[np.ndarray, int]] = {}
+    for each in _Reader(mesh, hosts, parameters).read(jaxpr, outermost(jaxpr, mesh.shape), ""):
+        key = each._replace(stages=(), at_most=0)
+        stages, at_most = found.get(key, (0, 0))
+        found[key] = stages + np.asarray(each.stages), at_most + each.at_most
+    merged = []
+    for each, (stages, at_most) in found.items():
+        calls = int(stages.max())
+        merged.append(each._replace(calls=calls, wire_bytes=each.wire_bytes * calls, stages=tuple(stages.tolist()),
+                                    at_most=at_most))  # fmt: skip
+    return tuple(merged)
 
 
 def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
@@ -129,38 +154,57 @@ class _Reader:
     def __init__(self, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> None:
         self.mesh, self.hosts, self.parameters = mesh, hosts, parameters
 
-    def read(self, jaxpr: Any, times: int, stack: str, conditional: bool) -> Iterator[Collective]:
+    def read(self, jaxpr: Any, scope: Scope, stack: str) -> Iterator[Collective]:
+        """The collectives of a jaxpr, as of one call each."""
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            name, params = equation.primitive.name, equation.params
-            inner = f"{stack}/{equation.source_info.name_stack}"
+            name, inner = equation.primitive.name, f"{stack}/{equation.source_info.name_stack}"
             axes = moving_axes(equation)
             if axes and name not in OPS:
                 raise UserError(f"ledger: {name} over {', '.join(axes)} is not known; it is in {source_of(equation)}")
             if axes:
-                yield self.collective(equation, axes, times, inner, conditional)
+                yield self.collective(equation, axes, scope, inner)
                 continue
-            subs = list(jaxprs_in_params(params))
-            if name == "while" and any(True for sub in subs for _ in self.read(sub, 1, inner, True)):
+            subs = list(jaxprs_in_params(equation.params))
+            if name == "while" and any(True for sub in subs for _ in self.read(sub, scope.inside(sub), inner)):
                 raise UserError(f"ledger: a loop in {source_of(equation)} communicates, and its length is not in the "
                                 "program; use lax.scan, or fori_loop with fixed bounds")  # fmt: skip
-            if name == "cond":
-                # The branch that sends most: which one runs is not in the program.
-                branches = [list(self.read(sub, times, inner, True)) for sub in subs]
-                yield from max(branches, key=lambda found: sum(each.wire_bytes for each in found), default=[])
-                continue
-            for sub in subs:
-                yield from self.read(sub, times * params["length"] if name == "scan" else times, inner, conditional)
+            if name == "scan":
+                yield from self.read(subs[0], scope.turns(equation), inner)
+            elif name == "cond":
+                yield from self.condition(equation, scope, inner)
+            elif subs:
+                for sub in subs:
+                    called = scope.inside(sub, equation)
+                    yield from self.read(sub, called, inner)
+                    scope.returned(equation, sub, called)
+            else:
+                scope.follow(equation)
 
-    def collective(self, equation: Any, axes: tuple[str, ...], times: int, stack: str, conditional: bool) -> Collective:
+    def condition(self, equation: Any, scope: Scope, stack: str) -> Iterator[Collective]:
+        """Of all branches, as often as they are taken; where that depends on data, of the one that sends most."""
+        bodies = equation.params["branches"]
+        inside = scope.branches(equation)
+        found = [list(self.read(body, branch, stack)) for body, branch in zip(bodies, inside, strict=True)]
+        if scope.read(equation.invars[0]) is None:
+            yield from max(found, key=lambda some: sum(each.wire_bytes * max(each.stages) for each in some), default=[])
+        else:
+            yield from (each for some in found for each in some if any(each.stages))
+
+    def collective(self, equation: Any, axes: tuple[str, ...], scope: Scope, stack: str) -> Collective:
         op = OPS[equation.primitive.name]
         groups = equation.params.get("axis_index_groups")
         n = len(groups[0]) if groups else math.prod(self.mesh.shape[axis] for axis in axes)
         nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
         count = sum(math.prod(x.aval.shape) for x in equation.invars)
         phase, purpose = self.meaning(op, stack)
+        stages = scope.calls
+        if axes == (AXIS,) and op == "ppermute":  # a stage that sends to nobody
+            senders = [source for source, _ in equation.params["perm"]]
+            stages = np.where(np.isin(np.arange(len(stages)), senders), stages, 0)
         return Collective(
-            op, axes, n, str(equation.invars[0].aval.dtype), nbytes, count, times, wire_bytes(op, nbytes, n) * times,
-            self.link(axes), source_of(equation), phase, purpose, conditional,
+            op, axes, n, str(equation.invars[0].aval.dtype), nbytes, count, 1, wire_bytes(op, nbytes, n),
+            self.link(axes), source_of(equation), phase, purpose, tuple(stages.tolist()), scope.at_most,
+            not scope.certain,
         )  # fmt: skip
 
     def link(self, axes: tuple[str, ...]) -> str:

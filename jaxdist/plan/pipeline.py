@@ -52,12 +52,11 @@ def described(ticks: Ticks, *, name: str) -> str:
     late = f"; and what up to {allocate(ticks).cotangents.size} B leave for W" if split else ""
     text = [
         f"Timeline of {name}: {ticks.stages} stages, {ticks.microbatches} microbatches{chunks}",
-        f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}; the ledger counts what is in a branch"
-        f" in all {ticks.length}",
+        f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}",
         f"bubble {100 * line.bubble:.1f} %, if all stages are equally fast, {costs}",
         f"a stage keeps up to {most} {kept}, the first {first}, the last {last}{late}",
-        f"a microbatch crosses each boundary {times} forward and {times} back; every stage sends one array each way in"
-        f" every tick: {2 * ticks.length}",
+        f"a microbatch crosses each boundary {times} forward and {times} back: {done} of the {ticks.length} sends each"
+        " way, one a tick; the others carry nothing",
     ]
     return "\n".join([*text, *(["", to_text(ticks)] if ticks.length <= WIDEST else [])])
 

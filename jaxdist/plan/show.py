@@ -41,7 +41,7 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     rows = rows or max(len(collectives), len(explanation.activations or ()))
     lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
     for each in collectives[:rows]:
-        what = each.purpose + (" (in a branch)" if each.conditional else "")
+        what = each.purpose + (" (in a branch)" if each.conditional else _on_stages(each.stages))
         lines.append((each.op, "+".join(each.axes), str(each.group_size), each.dtype, amount(each.bytes_per_call),
                       str(each.calls), amount(each.wire_bytes), each.link, each.phase, what, pytorch_term(each),
                       each.source))  # fmt: skip
@@ -67,6 +67,16 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     text += _activations(explanation, rows) if activations else []
     text += ["", rows_as_text(explanation.parameters)] if parameters else []
     return "\n".join(text)
+
+
+def _on_stages(calls: tuple[int, ...]) -> str:
+    """Which stages of a pipeline make a call, where not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
+    found = [stage for stage, count in enumerate(calls) if count]
+    if len(found) in (0, len(calls)):
+        return ""
+    together = len(found) > 2 and found[-1] - found[0] == len(found) - 1
+    numbers = f"{found[0]}-{found[-1]}" if together else ", ".join(map(str, found))
+    return f" ({'stage' if len(found) == 1 else 'stages'} {numbers})"
 
 
 def _compiled(explanation: Explanation) -> list[str]:
