@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxdist import collectives as collectives
+    from jaxdist.compiled import TrainStep as TrainStep
     from jaxdist.config import Config as Config
     from jaxdist.config import load_config as load_config
     from jaxdist.errors import UserError as UserError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from jaxdist.precision import Precision as Precision
     from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
     from jaxdist.state import TrainState as TrainState
-    from jaxdist.step import TrainStep as TrainStep
     from jaxdist.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
@@ -42,7 +42,7 @@ _HOME = {
     "Strategy": "jaxdist.parallel.strategy",
     "StrategyOptions": "jaxdist.parallel.strategy",
     "TrainState": "jaxdist.state",
-    "TrainStep": "jaxdist.step",
+    "TrainStep": "jaxdist.compiled",
     "UserError": "jaxdist.errors",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.ledger",

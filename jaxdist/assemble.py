@@ -1,25 +1,33 @@
 """From a configuration to what trains: model, optimizer, layout of the state, step. Nothing is allocated."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import optax
+from jax.sharding import Mesh
 
 from jaxdist import registry
-from jaxdist.config import Config
+from jaxdist.compiled import TrainStep
+from jaxdist.config import Config, PrecisionConfig
+from jaxdist.forensics import make_diagnosis
+from jaxdist.guard import ScaleRule
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.optim import make_optimizer
-from jaxdist.parallel.arrange import arrange
+from jaxdist.parallel.arrange import arrange, order_of_blocks
 from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import Precision, make_precision
 from jaxdist.state import TrainState
-from jaxdist.step import TrainStep, make_train_step
+from jaxdist.step import make_train_step
 
 
 class Parts(NamedTuple):
-    """target: the state as ShapeDtypeStructs with shardings. layout: what `init_state` must be told to fill it."""
+    """target: the state as ShapeDtypeStructs with shardings. layout: what `init_state` must be told to fill it.
+    max_skips: steps in a row that may be skipped. diagnosis: makes what looks into a failed step, given a mesh of
+    devices."""
 
     model: ModelDef
     precision: Precision
@@ -27,6 +35,17 @@ class Parts(NamedTuple):
     target: TrainState
     step: TrainStep
     layout: dict[str, Any]
+    max_skips: int
+    diagnosis: Callable[[Mesh], Any]
+
+
+def precision_of(config: PrecisionConfig) -> Precision:
+    """The precision policy of this configuration."""
+    chosen, given = make_precision(config.policy, config.reduce_dtype), config.loss_scale
+    mode = given.mode or ("none" if chosen.scale_rule is None else "dynamic")
+    moves = (given.growth_factor, given.backoff_factor) if mode == "dynamic" else (1.0, 1.0)
+    rule = ScaleRule(given.init_scale, *moves, given.growth_interval)
+    return chosen._replace(loss_scale=1.0 if mode == "none" else rule)
 
 
 def make_model(config: Config, precision: Precision, *, stages: int, training: bool) -> ModelDef:
@@ -40,17 +59,24 @@ def make_model(config: Config, precision: Precision, *, stages: int, training: b
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be one without devices."""
     parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
-    precision = make_precision(config.precision.policy, config.precision.reduce_dtype)
-    model = make_model(config, precision, stages=mesh.shape["pipe"], training=True)
+    precision = precision_of(config.precision)
+    stages, chunks = mesh.shape["pipe"], parallel.chunks
+    model = make_model(config, precision, stages=stages, training=True)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
         "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,
         "freeze": config.optimizer.freeze,
     }  # fmt: skip
-    step = make_train_step(
-        model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,
-        microbatches=parallel.microbatches, precision=precision, remat=config.memory.remat,
-        grad_sync=sync, freeze=config.optimizer.freeze, reshard_after_forward=parallel.reshard_after_forward,
-        prefetch=parallel.prefetch, pipeline_cond=parallel.pipeline_cond, seed=config.train.seed,
-    )  # fmt: skip
-    return Parts(model, precision, optimizer, state_target(model, optimizer, mesh, **layout), step, layout)
+    skips = config.train.on_nonfinite == "skip" or precision.scale_rule is not None
+    max_skips = config.precision.max_consecutive_skips if skips else 0
+    options: dict[str, Any] = {
+        "strategy": parallel.strategy, "schedule": parallel.schedule, "microbatches": parallel.microbatches,
+        "precision": precision, "remat": config.memory.remat, "grad_sync": sync, "freeze": config.optimizer.freeze,
+        "reshard_after_forward": parallel.reshard_after_forward, "prefetch": parallel.prefetch,
+        "pipeline_cond": parallel.pipeline_cond, "max_skips": max_skips, "seed": config.train.seed,
+    }  # fmt: skip
+    step = make_train_step(model, optimizer, mesh, **options)
+    numbers = order_of_blocks(model.layers, stages=stages, chunks=chunks).tolist() if chunks > 1 else None
+    diagnosis = functools.partial(make_diagnosis, model, numbers=numbers, **options)
+    target = state_target(model, optimizer, mesh, **layout)
+    return Parts(model, precision, optimizer, target, step, layout, max_skips, diagnosis)

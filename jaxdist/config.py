@@ -13,7 +13,8 @@ from jaxdist.config_check import check_config, check_layout, known_devices, reso
 from jaxdist.config_load import read, section, setting, to_text
 
 __all__ = [
-    "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "MemoryConfig", "MeshConfig",
+    "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "LossScaleConfig", "MemoryConfig",
+    "MeshConfig",
     "ModelConfig", "ObserveConfig", "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "TrainConfig",
     "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model", "to_yaml",
 ]  # fmt: skip
@@ -107,12 +108,31 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class LossScaleConfig:
+    """The loss scale of half precision, by the names of torch.amp.GradScaler. `loss_scale: dynamic` is short for
+    `loss_scale: {mode: dynamic}`."""
+
+    mode: str | None = setting(
+        None, "dynamic: moves with overflows; fixed: stays; none: no scaling; null: by policy",
+        choices=("none", "fixed", "dynamic"),
+    )  # fmt: skip
+    init_scale: float = setting(65536.0, "scale of the first step, or of all (fixed)", above=0)
+    growth_factor: float = setting(2.0, "dynamic: multiplies the scale after growth_interval good steps", at_least=1)
+    backoff_factor: float = setting(0.5, "dynamic: multiplies the scale after an overflow", above=0, at_most=1)
+    growth_interval: int = setting(2000, "dynamic: good steps in a row before the scale grows", at_least=1)
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Types of parameters, computation and reduction. `precision: bf16` is short for `precision: {policy: bf16}`."""
 
     policy: str = setting("fp32", "types of parameters and computation", choices=("fp32", "bf16", "fp64"))
     reduce_dtype: str | None = setting(
         None, "type in which gradients are summed; null: by policy", choices=("float32", "bfloat16", "float64")
+    )
+    loss_scale: LossScaleConfig = section(LossScaleConfig, "scaling of the loss", shorthand="mode")
+    max_consecutive_skips: int = setting(
+        10, "steps in a row that may be skipped as not finite; one more ends the run", at_least=0
     )
 
 
@@ -149,6 +169,13 @@ class TrainConfig:
     seed: int = setting(0, "seed of initialisation, data order and dropout", at_least=0)
     eval_every: int = setting(50, "steps between evaluations; 0: never", at_least=0)
     eval_batches: int = setting(8, "batches of one evaluation", at_least=1)
+    on_nonfinite: str = setting(
+        "stop", "a loss or gradient that is not finite: stop; skip the step; rollback: go on from the last checkpoint, "
+        "past the batches since", choices=("stop", "skip", "rollback"),
+    )  # fmt: skip
+    loss_spike: float = setting(
+        0.0, "a loss above this many times the median of the last 64 counts as not finite; 0: off", at_least=0
+    )
     sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("import ", "what the sampled text begins with")
 

@@ -137,6 +137,10 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     if config.precision.reduce_dtype == "float64" and config.precision.policy != "fp64":
         raise UserError(f"precision.reduce_dtype: 'float64' needs precision.policy fp64, not {config.precision.policy};"
                         " allowed: float32, bfloat16")  # fmt: skip
+    if config.train.loss_spike and (config.train.on_nonfinite == "skip" or config.train.loss_spike <= 1):
+        raise UserError(f"train.loss_spike: {config.train.loss_spike:g} with train.on_nonfinite"
+                        f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
+                        " when its step has been taken")  # fmt: skip
     rest = _rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")

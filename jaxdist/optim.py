@@ -185,6 +185,11 @@ def ordered_sum(x: jax.Array) -> jax.Array:
     return x
 
 
+def global_norm(tree: PyTree) -> jax.Array:
+    """optax.tree.norm, in at least fp32: squares of half-precision gradients overflow."""
+    return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree))
+
+
 def ordered_norm(tree: PyTree) -> jax.Array:
     """The global norm, as optax.tree.norm, with the same bits in every layout."""
 

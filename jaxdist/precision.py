@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.errors import UserError
+from jaxdist.guard import ScaleRule
 
 
 class Precision(NamedTuple):
@@ -14,11 +15,22 @@ class Precision(NamedTuple):
 
     param: parameters and optimizer state at rest (the master copy). compute: what layers receive and multiply in;
     layers take their dtype from their arrays. reduce: gradients while they are summed over microbatches and devices.
+    loss_scale: "dynamic", a `ScaleRule`, or a fixed number.
     """
 
     param: Any
     compute: Any
     reduce: Any
+    loss_scale: float | str | ScaleRule = 1.0
+
+    @property
+    def scale_rule(self) -> ScaleRule | None:
+        """How the loss is scaled; None: not at all."""
+        if isinstance(self.loss_scale, ScaleRule):
+            return self.loss_scale
+        if self.loss_scale == "dynamic":
+            return ScaleRule()
+        return None if self.loss_scale == 1 else ScaleRule(float(self.loss_scale), 1.0, 1.0)
 
 
 POLICIES = {
@@ -37,7 +49,7 @@ def make_precision(policy: str, reduce_dtype: str | None = None) -> Precision:
         raise UserError(f"precision.policy: {policy!r} is not known; allowed: {', '.join(POLICIES)}")
     chosen = POLICIES[policy]
     chosen = chosen if reduce_dtype is None else chosen._replace(reduce=np.dtype(jnp.dtype(reduce_dtype)))
-    if any(jnp.dtype(dtype).itemsize == 8 for dtype in chosen) and not jax.config.read("jax_enable_x64"):
+    if any(jnp.dtype(dtype).itemsize == 8 for dtype in chosen[:3]) and not jax.config.read("jax_enable_x64"):
         raise UserError(f"precision: {policy}, reduce_dtype {reduce_dtype}: 64-bit types need jax_enable_x64")
     return chosen
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxdist import registry
 from jaxdist.assemble import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
@@ -29,14 +30,16 @@ from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.precision import Precision
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
 from jaxdist.state import TrainState, specs_of_arrays
-from jaxdist.step import TrainStep
 
 PyTree = Any
+MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
 
 
 @dataclass
 class Run:
-    """Everything a run is made of. Only `state` changes."""
+    """Everything a run is made of. Only `state` changes, and by a rollback the fields that follow it: first_step, the
+    step that the loop starts after; passed, the batches that were passed over so far; rollbacks, how many to which
+    step."""
 
     config: Config
     folder: Path
@@ -48,6 +51,10 @@ class Run:
     step: TrainStep
     state: TrainState
     first_step: int
+    passed: int
+    rollbacks: dict[int, int]
+    max_skips: int
+    diagnosis: Callable[[Mesh], Any]
     checkpoints: Checkpoints
     console: Console
     metrics: MetricsWriter | None  # None on processes other than 0
@@ -73,7 +80,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     whole = {
         "model": asdict(resolve_model(config.model)),
         "data": {**data, "sha256": source.info["sha256"]},
-        "precision": asdict(config.precision),
+        "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
         "parallel": {"chunks": config.parallel.chunks},
@@ -164,9 +171,10 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
         (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         write_environment(folder / "env.json", {**run_environment(mesh), "data": source.info})
     baselines = ngram_baselines(source) if lead else {}
+    passed = checkpoints.meta(first_step).get("batches_passed", 0) if first_step else 0
     return Run(
         config, folder, mesh, source, parts.precision, parts.model, parts.target, parts.step, state, first_step,
-        checkpoints, console, metrics, baselines,
+        passed, {}, parts.max_skips, parts.diagnosis, checkpoints, console, metrics, baselines,
     )  # fmt: skip
 
 

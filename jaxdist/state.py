@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
+from jaxdist.guard import ScaleRule, choose, fresh_guard, is_held, next_guard
 from jaxdist.mesh import AnyMesh
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
@@ -17,13 +18,27 @@ PyTree = Any
 
 
 class TrainState(NamedTuple):
-    """step: int32, optimizer steps taken. params: in the policy's param dtype. opt_state: optax's, laid out like
-    params. residual: what lossy gradient sums carry to the next step (`parallel.sync`), mostly ()."""
+    """step: int32, batches seen. params: in the policy's param dtype. opt_state: optax's, laid out like params.
+    residual: what lossy gradient sums carry to the next step (`parallel.sync`), mostly (). guard: the loss scale, and
+    how many steps were skipped because they were not finite (`jaxdist.guard`)."""
 
     step: Any
     params: PyTree
     opt_state: PyTree
     residual: PyTree = ()
+    guard: Any = ()
+
+
+def advanced(
+    old: TrainState, new: TrainState, finite: jax.Array, *, rule: ScaleRule | None, max_skips: int
+) -> TrainState:
+    """The state after a step that would make `new` of `old`. One that is not finite leaves parameters, optimizer state
+    (and with it the optimizer's count of steps) and residual as they were; after more than `max_skips` of them in a row
+    nothing changes any more, the guard and the number of the step neither."""
+    held = is_held(old.guard, max_skips)
+    moved = (new.step, next_guard(old.guard, finite, rule))
+    step, guard = choose(held, (old.step, old.guard), moved)
+    return choose(finite & ~held, new, old)._replace(step=step, guard=guard)
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
@@ -47,7 +62,7 @@ def fresh_state(params: PyTree, optimizer: optax.GradientTransformation, residua
     """Step 0. Pure: for use under `jit` with explicit `out_shardings`, without which ZeRO is silently lost. residual:
     the shapes of one that is all zeros."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), residual)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zeros)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zeros, fresh_guard())
 
 
 def abstract_state(
@@ -57,7 +72,8 @@ def abstract_state(
     """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for. residual: its
     shapes and specs."""
     state = jax.eval_shape(lambda params: fresh_state(params, optimizer, residual[0]), shapes)
-    layout = TrainState(P(), specs, optimizer_specs(optimizer, shapes, specs), residual[1])
+    guard = jax.tree.map(lambda _: P(), state.guard)
+    layout = TrainState(P(), specs, optimizer_specs(optimizer, shapes, specs), residual[1], guard)
     return map_specs(
         lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         layout,
@@ -77,6 +93,8 @@ def specs_of_arrays(tree: PyTree) -> PyTree:
 
 def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
     """Raise `UserError` for a state of another mesh, or with parameters not in the policy's param dtype."""
+    if not state.guard:
+        raise UserError("state: has no guard; make it with init_state, or add guard=jaxdist.guard.fresh_guard()")
     if state.step.sharding.mesh != mesh:
         raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):

@@ -16,24 +16,24 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
-from jaxdist.errors import UserError
+from jaxdist.compiled import Metrics, TrainStep
+from jaxdist.guard import is_finite, scale_of, told
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.nn import ModelDef
-from jaxdist.optim import apply_updates, leave_out, only_trained, ordered_norm, with_rounded_products
+from jaxdist.optim import apply_updates, global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.foreign import ForeignLoss, program_and_region
 from jaxdist.parallel.freeze import freezing
-from jaxdist.parallel.microbatch import check_batch, check_global, sample_keys, split_microbatches
+from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
 from jaxdist.parallel.overlap import overlapping
 from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import STACKED, batch_spec
-from jaxdist.state import TrainState, check_state, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()
-Metrics = dict[str, jax.Array]
 
 
 def make_gradients(
@@ -48,69 +48,45 @@ def make_gradients(
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
         loss_seed = 2.0 ** -math.ceil(math.log2(max(leaf.size for leaf in jax.tree.leaves(batch))))
+        scale = scale_of(state.guard, precision.scale_rule)
 
-        def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array) -> tuple[Any, ...]:
+        def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array, scale: Any) -> tuple[Any, ...]:
+            factor = loss_seed if precision.scale_rule is None else loss_seed * scale
             keys = sample_keys(seed, step, jax.tree.leaves(batch)[0].shape[0])
             batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
             diff, held = strategy.begin(params, specs, STACKED if isinstance(model, ModelDef) else None)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
-            loss, weight, grads = schedule(program, diff, held, parts, seed=loss_seed, reduce_dtype=precision.reduce)
+            loss, weight, grads = schedule(program, diff, held, parts, seed=factor, reduce_dtype=precision.reduce)
             grads, residual = strategy.reduce(grads, residual, specs)
             return *sum_totals(jnp.stack([loss, weight]), sync), stack(trained, grads), residual
 
         run = region_of(
-            region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P()),
+            region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P(), P()),
             out_specs=(P(), P(), stacked_specs(trained, mesh), lost),
         )  # fmt: skip
-        loss, weight, grads, residual = run(state.params, state.residual, batch, state.step)
+        loss, weight, grads, residual = run(state.params, state.residual, batch, state.step, scale)
         grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
-        grads = divide(grads, weight * loss_seed, precision.param, deterministic=sync.deterministic)
+        grads = divide(grads, weight * loss_seed * scale, precision.param, deterministic=sync.deterministic)
         return loss, weight, grads, residual
 
     return gradients
-
-
-class TrainStep:
-    """`state, metrics = step(state, batch)`. The state is donated: its buffers become the new state's.
-
-    The layout is the state's own (see `init_state`); the first call, or `lower`, compiles for it. metrics: "loss" (mean
-    over the weights of the global batch), "weight", "grad_norm" (before clipping), and "grads" if asked for.
-    """
-
-    def __init__(self, build: Callable[[TrainState], Any]) -> None:
-        self._build, self._jitted, self._layout = build, None, None
-
-    def jitted(self, state: TrainState) -> Any:
-        """The `jax.jit` function for this layout; `state` may be made of ShapeDtypeStructs with shardings."""
-        layout = shardings_of(state)
-        if self._jitted is None:
-            self._jitted, self._layout = self._build(state), layout
-        elif layout != self._layout:
-            raise UserError("state: laid out differently from the one this step was compiled for; make another step")
-        return self._jitted
-
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        check_global(batch)
-        return self.jitted(state)(state, batch)
-
-    def lower(self, state: TrainState, batch: PyTree) -> Any:
-        """`jax.stages.Lowered` for arrays or ShapeDtypeStructs, to compile ahead of time."""
-        return self.jitted(state).lower(state, batch)
 
 
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
     schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
     grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True,
-    prefetch: int = 0, pipeline_cond: bool = True, seed: int = 0, return_grads: bool = False,
+    prefetch: int = 0, pipeline_cond: bool = True, max_skips: int = 10, seed: int = 0,
+    return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. freeze: patterns ("embed.*") of
-    parameters that are not trained. reshard_after_forward: as in FSDP. prefetch, pipeline_cond: see
-    `StrategyOptions`. Raises `UserError` on what does not fit.
+    parameters that are not trained. reshard_after_forward: as in FSDP. prefetch, pipeline_cond: see `StrategyOptions`.
+    A step that is not finite changes nothing but the guard; after more than max_skips of them in a row nothing changes
+    any more. Raises `UserError` on what does not fit.
     """
     policy = make_precision(precision) if isinstance(precision, str) else precision
     check_sync(grad_sync, policy.reduce)
@@ -125,8 +101,8 @@ def make_train_step(
 
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
-        check_update(optimizer, *state[1:], sync=grad_sync)
-        norm = ordered_norm if grad_sync.deterministic else optax.tree.norm
+        check_update(optimizer, state.params, state.opt_state, state.residual, sync=grad_sync)
+        norm = ordered_norm if grad_sync.deterministic else global_norm
         specs = specs_of_arrays(state.params)
         gradients = make_gradients(
             model, mesh, specs, specs_of_arrays(state.residual), placing, run_schedule, microbatches=microbatches,
@@ -139,11 +115,15 @@ def make_train_step(
             with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             metrics = {"loss": jnp.where(weight > 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
-            metrics |= {"grads": grads} if return_grads else {}
-            return TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual), metrics
+            new = TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual, state.guard)
+            finite = is_finite(metrics["loss"], metrics["grad_norm"])
+            state = advanced(state, new, finite, rule=policy.scale_rule, max_skips=max_skips)
+            metrics |= told(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})
+            return state, metrics
 
         layout = shardings_of(state)
-        outputs = dict.fromkeys(("loss", "weight", "grad_norm"), NamedSharding(mesh, P()))
+        names = ("loss", "weight", "grad_norm", *told(state.guard, policy.scale_rule))
+        outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))
 

@@ -20,6 +20,7 @@ from jaxdist.config import Config, to_yaml
 from jaxdist.data import Loader, prefetch
 from jaxdist.errors import UserError
 from jaxdist.evaluate import make_eval_step, make_sampler
+from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, told, write_down
 from jaxdist.mesh import batch_shards, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
@@ -70,10 +71,6 @@ class Clock:
         return self._tokens / (now - before)
 
 
-class NonFinite(Exception):
-    """The loss or the gradient is not finite: nothing after it is worth keeping."""
-
-
 class Recorder:
     """Takes finished steps to console and metrics.jsonl."""
 
@@ -82,6 +79,7 @@ class Recorder:
         self._late = LateMetrics()
         self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
         self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
+        self._spikes = Spikes(run.config.train.loss_spike)
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it."""
@@ -98,18 +96,32 @@ class Recorder:
         if finished is None:
             return
         step, values = finished
-        loss = values.pop("loss")
-        metrics = {"loss": loss, **values, "lr": float(self._rates[step - 1]), "tokens_per_s": self._clock.rate()}
+        loss, norm = values.pop("loss"), values["grad_norm"]
+        skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
+        rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
+        metrics = {"loss": loss, **values, "lr": float(rate), "tokens_per_s": self._clock.rate()}
+        metrics |= {"skipped": skipped} if in_a_row else {}
         self._run.console.step(step, metrics)
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._run.console.evaluation(step, evaluation)
         if self._run.metrics is not None:
             self._run.metrics.write(step, metrics | evaluation)
-        # A gradient can overflow while its loss is finite: the parameters it makes must not be saved.
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(metrics[name]):
-                raise NonFinite(f"{name} of step {step} is {metrics[name]}; try a lower optimizer.lr, or fp32")
+        if is_bad(loss, norm):
+            self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
+        else:
+            self._spikes.check(step, loss)
+
+    def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None) -> None:
+        """Say that a step was skipped, or raise `NonFinite`."""
+        limit = self._run.max_skips
+        if 0 < in_a_row <= limit:
+            self._run.console.line(told(step, loss, norm, scale))
+            return
+        name, value = ("loss", loss) if not math.isfinite(loss) else ("grad_norm", norm)
+        row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""
+        text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr, or fp32"
+        raise NonFinite(step, text, guarded=in_a_row > 0)
 
 
 class Evaluator:
@@ -139,16 +151,32 @@ def due(step: int, every: int, last: int) -> bool:
 
 def loop(run: Run) -> tuple[int, bool]:
     """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
-    config, last = run.config, run.config.train.steps
+    config = run.config
     loader = Loader(
         run.source.train, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
         sharding=run.sharding,
     )  # fmt: skip
+    while True:
+        try:
+            return steps(run, loader)
+        except NonFinite as error:
+            run.console.line(f"step {error.step}: {error}")
+            finding = look_into(run, error, loader)
+            why = roll_back(run, error) if config.train.on_nonfinite == "rollback" else "stopped"
+            write_down(run, error, finding, action=why or "rolled back")
+            if why:
+                raise
+
+
+def steps(run: Run, loader: Loader) -> tuple[int, bool]:
+    """`loop`, to the first step that the run cannot take: raises `NonFinite`."""
+    config, last = run.config, run.config.train.steps
     evaluate = Evaluator(run) if config.train.eval_every else None
-    meta = identity(config, run.source) | {"schedule": schedule_keys(config)}
+    meta = identity(config, run.source) | {"schedule": schedule_keys(config), "batches_passed": run.passed}
     recorder = Recorder(run)
     step, stopped = run.first_step, False
-    with StopSignal() as stop, closing(prefetch(loader.batch, step, last)) as batches:
+    batches = prefetch(lambda i: loader.batch(i + run.passed), step, last)
+    with StopSignal() as stop, closing(batches):
         for batch in batches:
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 run.state, metrics = run.step(run.state, batch)
@@ -161,7 +189,10 @@ def loop(run: Run) -> tuple[int, bool]:
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
                 recorder.catch_up(functools.partial(evaluate, run.state.params) if evaluate and evaluating else None)
             if saving:
-                run.checkpoints.save(step, run.state, meta)
+                try:
+                    run.checkpoints.save(step, run.state, meta)
+                except FloatingPointError as error:
+                    raise NonFinite(step, str(error), guarded=False) from error
             if stopped:
                 break
     return step, not stopped

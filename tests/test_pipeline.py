@@ -12,6 +12,7 @@ import test_layouts as layouts
 from jax.sharding import NamedSharding
 
 from jaxdist import registry
+from jaxdist.compiled import TrainStep
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.evaluate import make_eval_step
@@ -25,7 +26,7 @@ from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
-from jaxdist.step import TrainStep, make_train_step
+from jaxdist.step import make_train_step
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
 

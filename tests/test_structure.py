@@ -21,14 +21,14 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "precision", "interpret"},
+     "precision", "interpret", "guard"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
-    {"step", "init", "assemble", "evaluate", "checkpoint"},
+    {"step", "compiled", "forensics", "init", "assemble", "evaluate", "checkpoint"},
     {"plan"},
     {"runtime", "observe"},
-    {"train", "session"},
+    {"train", "incidents", "session"},
 )
 FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe"}
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, load_config, resolve_model
 from jaxdist.data import Loader
 from jaxdist.errors import UserError
@@ -24,7 +25,7 @@ from jaxdist.observe import read_metrics
 from jaxdist.optim import make_optimizer
 from jaxdist.runtime.stop import StopSignal
 from jaxdist.specs import BATCH_SPEC, path_name
-from jaxdist.step import TrainStep, make_train_step
+from jaxdist.step import make_train_step
 from jaxdist.train import Recorder, train
 
 pytestmark = pytest.mark.xdist_group("runs")  # runs and commands are shared by the tests of this file

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import UserError
+from jaxdist.guard import tree_is_finite
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 
@@ -36,6 +37,7 @@ class Checkpoints:
         # Handlers given up front: without them a manager that has not saved yet cannot tell what a checkpoint holds.
         standard = ocp.StandardCheckpointHandler
         handlers = {"state": standard(), "residual": standard(), "meta": ocp.JsonCheckpointHandler()}
+        self._is_finite = jax.jit(tree_is_finite)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
@@ -43,7 +45,12 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated."""
+        """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated.
+
+        Raises FloatingPointError, and writes nothing, where parameters or optimizer state are not finite.
+        """
+        if not self._is_finite((state.params, state.opt_state)):
+            raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         items = {"state": ocp.args.StandardSave(_lasting(state)), "meta": ocp.args.JsonSave(meta)}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.StandardSave(state.residual)

@@ -126,6 +126,12 @@ class MetricsWriter:
         if torn or unfinished or len(kept) < len(parsed):
             replace_file(self.path, b"".join(kept))
 
+    def rewind(self, step: int) -> None:
+        """Go on after an earlier step: drop the lines of later ones."""
+        self.close()
+        self._truncate(step)
+        self._file = self.path.open("ab")
+
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers."""
         self._file.write(_encode(step, metrics))

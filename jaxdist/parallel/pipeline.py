@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zeros_varying_like
 from jaxdist.errors import UserError
-from jaxdist.parallel.schedule import Program, Stages
+from jaxdist.parallel.schedule import Program, Seed, Stages, seeded_loss
 from jaxdist.parallel.stack import at, put
 from jaxdist.parallel.ticks import Slots, Ticks, allocate
 from jaxdist.precision import accumulation_dtype
@@ -166,7 +166,7 @@ class _State(NamedTuple):
 
 def run_ticks(
     table: Callable[[int, int, int], Ticks], program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *,
-    seed: float, reduce_dtype: Any,
+    seed: Seed, reduce_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, PyTree]:  # fmt: skip
     """Run the table for this mesh and these microbatches. What a `Schedule` returns: loss and weight are the last
     stage's, gradients those of each stage's own parameters and of what it used of embedding and head."""
@@ -201,7 +201,7 @@ class _Machine(NamedTuple):
     diff: PyTree
     held: PyTree
     microbatches: PyTree
-    seed: float
+    seed: Seed
     reduce_dtype: Any
     choose: Choose
     packing: Any
@@ -299,7 +299,7 @@ class _Machine(NamedTuple):
 
         def seeded(units: PyTree, h: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             loss, weight = self.stages.head({**self.diff, **units}, self.held, h, batch)
-            return loss * self.seed, (loss, weight)
+            return seeded_loss(loss, self.seed), (loss, weight)
 
         units = {name: self.diff[name] for name in self.stages.head_units}
         (grads, dh), totals = jax.grad(seeded, argnums=(0, 1), has_aux=True)(units, state.h)

@@ -11,6 +11,7 @@ from jaxdist.parallel.stack import Blocks
 from jaxdist.precision import accumulation_dtype
 
 PyTree = Any
+Seed = float | jax.Array
 
 
 class Stages(NamedTuple):
@@ -45,19 +46,26 @@ class Program(NamedTuple):
 class Schedule(Protocol):
     """Run all microbatches, inside the manual region.
 
-    microbatches: leaves [M, b, ...]. seed: the static power of two that the loss is multiplied by before
-    differentiation; the caller multiplies gradients by 1 / (seed * global weight) afterwards, which is exact for ragged
-    batches because only a power of two has touched them. reduce_dtype: of the accumulated gradients, used at no less
-    than fp32. Returns this device's (loss sum, weight sum, gradients with respect to diff times seed).
+    microbatches: leaves [M, b, ...]. seed: the power of two that the loss is multiplied by before differentiation,
+    static, or an array where the loss is scaled; the caller multiplies gradients by 1 / (seed * global weight)
+    afterwards, which is exact for ragged batches because only a power of two has touched them. reduce_dtype: of the
+    accumulated gradients, used at no less than fp32. Returns this device's (loss sum, weight sum, gradients with
+    respect to diff times seed).
     """
 
     def __call__(
-        self, program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+        self, program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
     ) -> tuple[jax.Array, jax.Array, PyTree]: ...
 
 
+def seeded_loss(loss: jax.Array, seed: Seed) -> jax.Array:
+    """What is differentiated: loss * seed, in at least fp32."""
+    wide = loss.astype(accumulation_dtype(loss.dtype))
+    return wide * (seed if isinstance(seed, float) else seed.astype(wide.dtype))
+
+
 def run_microbatch(
-    program: Program, diff: PyTree, held: PyTree, microbatch: PyTree, *, seed: float, reduce_dtype: Any
+    program: Program, diff: PyTree, held: PyTree, microbatch: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """(loss sum, weight sum, gradients times seed) of one microbatch, on a mesh with one stage."""
     if active_axes("pipe"):
@@ -65,7 +73,7 @@ def run_microbatch(
 
     def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         loss, weight = program.loss(diff, held, microbatch)
-        return loss * seed, (loss, weight)
+        return seeded_loss(loss, seed), (loss, weight)
 
     wide = accumulation_dtype(reduce_dtype)
     grads, (loss, weight) = jax.grad(seeded, has_aux=True)(diff)

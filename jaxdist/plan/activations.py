@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
+from jaxdist.compiled import TrainStep
 from jaxdist.plan.ledger import phase_of, scope_of, source_of
 from jaxdist.specs import is_model
 from jaxdist.state import TrainState
-from jaxdist.step import TrainStep
 
 PyTree = Any
 ACTIVATIONS, COPIES, CONSTANTS = KINDS = ("activations", "copies of parameters", "constants")
@@ -61,6 +61,7 @@ def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[
         params=jax.tree.map(lambda _: _Value(object(), parameters=True), state.params),
         opt_state=jax.tree.map(lambda _: _Value(object()), state.opt_state),
         residual=jax.tree.map(lambda _: _Value(object()), state.residual),
+        guard=jax.tree.map(lambda _: _Value(object()), state.guard),
     ), jax.tree.map(lambda _: _Value(object(), batch=True), batch)  # fmt: skip
     reader = _Reader("input of a block" if is_model(state.params) else "carry of a loop")
     reader.values(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")

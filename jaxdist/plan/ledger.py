@@ -17,13 +17,13 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxdist.collectives.jaxpr import moving_axes
+from jaxdist.compiled import TrainStep
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.pipeline import BACKWARD, FORWARD, TO_BEFORE, TO_NEXT
 from jaxdist.plan.taken import AXIS, Scope, outermost
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
-from jaxdist.step import TrainStep
 
 PyTree = Any
 PACKAGE = Path(__file__).parents[1]

@@ -8,11 +8,11 @@ from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.parallel.remat import after
-from jaxdist.parallel.schedule import Program, PyTree, run_microbatch
+from jaxdist.parallel.schedule import Program, PyTree, Seed, run_microbatch
 
 
 def accumulate(
-    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """A `Schedule`. Memory: one microbatch's activations and one copy of the gradients."""
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxdist.parallel.pipeline import run_ticks
-from jaxdist.parallel.schedule import Program, PyTree
+from jaxdist.parallel.schedule import Program, PyTree, Seed
 from jaxdist.parallel.ticks import Ticks, check_counts, in_order
 
 
@@ -23,7 +23,7 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
 
 
 def gpipe(
-    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """A `Schedule`, over the axis `pipe`."""
     return run_ticks(table, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)

@@ -12,11 +12,11 @@ from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.errors import UserError
-from jaxdist.parallel.schedule import Program, PyTree, run_microbatch
+from jaxdist.parallel.schedule import Program, PyTree, Seed, run_microbatch
 
 
 def pairwise(
-    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: float, reduce_dtype: Any
+    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """A `Schedule`. The number of microbatches M must be a power of two. Memory: one microbatch's activations and
     log2(M) + 1 copies of the gradients."""

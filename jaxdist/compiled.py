@@ -1,0 +1,40 @@
+"""A train step as an object that is called: compiled once, for the layout of its state."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxdist.errors import UserError
+from jaxdist.parallel.microbatch import check_global
+from jaxdist.state import TrainState, shardings_of
+
+PyTree = Any
+Metrics = dict[str, Any]
+
+
+class TrainStep:
+    """`state, metrics = step(state, batch)`. The state is donated: its buffers become the new state's.
+
+    The layout is the state's own (see `init_state`); the first call, or `lower`, compiles for it. metrics: "loss" (mean
+    over the weights of the global batch), "weight", "grad_norm" (before clipping), what the guard tells ("skipped",
+    "skipped_in_a_row", "loss_scale": see `jaxdist.guard`), and "grads" if asked for.
+    """
+
+    def __init__(self, build: Callable[[TrainState], Any]) -> None:
+        self._build, self._jitted, self._layout = build, None, None
+
+    def jitted(self, state: TrainState) -> Any:
+        """The `jax.jit` function for this layout; `state` may be made of ShapeDtypeStructs with shardings."""
+        layout = shardings_of(state)
+        if self._jitted is None:
+            self._jitted, self._layout = self._build(state), layout
+        elif layout != self._layout:
+            raise UserError("state: laid out differently from the one this step was compiled for; make another step")
+        return self._jitted
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        check_global(batch)
+        return self.jitted(state)(state, batch)
+
+    def lower(self, state: TrainState, batch: PyTree) -> Any:
+        """`jax.stages.Lowered` for arrays or ShapeDtypeStructs, to compile ahead of time."""
+        return self.jitted(state).lower(state, batch)

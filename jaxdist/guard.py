@@ -1,0 +1,86 @@
+"""The guard of a training state: a step whose loss or gradients are not finite changes nothing; and the loss scale.
+
+Half precision loses small gradients. The loss is multiplied by a scale before differentiation and gradients are divided
+by it afterwards; a scale that is too large overflows, the step is skipped, and the scale shrinks. The rule is that of
+`torch.amp.GradScaler` (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). What is finite is judged on sums over
+all devices, so that all of them do the same.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+class ScaleRule(NamedTuple):
+    """How the loss scale moves, by GradScaler's names. initial: init_scale. After an overflow the scale is multiplied
+    by backoff_factor, after growth_interval good steps in a row by growth_factor; with 1 and 1 it is fixed."""
+
+    initial: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+class Guard(NamedTuple):
+    """Four numbers of a `TrainState`. scale: fp32, of the loss; 0 before the first step of a run that scales it, and
+    always in one that does not. good_steps: int32, in a row since the scale last moved. skipped: int32, steps that
+    changed nothing. in_a_row: int32, how many of them the last steps were."""
+
+    scale: Any
+    good_steps: Any
+    skipped: Any
+    in_a_row: Any
+
+
+def fresh_guard() -> Guard:
+    """That of a new state."""
+    none = jnp.zeros((), jnp.int32)
+    return Guard(jnp.zeros((), jnp.float32), none, none, none)
+
+
+def scale_of(guard: Guard, rule: ScaleRule | None) -> jax.Array | float:
+    """What the loss of the next step is multiplied by; 1.0, not an array, without a rule."""
+    return 1.0 if rule is None else jnp.where(guard.scale > 0, guard.scale, jnp.float32(rule.initial))
+
+
+def is_finite(*values: jax.Array) -> jax.Array:
+    """Whether all of these numbers are; of whole gradients or losses: bool []."""
+    return functools.reduce(jnp.logical_and, map(jnp.isfinite, values))
+
+
+def tree_is_finite(tree: PyTree) -> jax.Array:
+    """Whether all numbers in a tree of arrays are."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in floats], jnp.ones((), bool))
+
+
+def is_held(guard: Guard, max_skips: int) -> jax.Array:
+    """Whether the state is held: more than this many steps in a row were not finite, and nothing changes any more."""
+    return guard.in_a_row > max_skips
+
+
+def next_guard(guard: Guard, finite: jax.Array, rule: ScaleRule | None) -> Guard:
+    """The guard after a step."""
+    skipped, in_a_row = guard.skipped + (~finite).astype(jnp.int32), jnp.where(finite, 0, guard.in_a_row + 1)
+    if rule is None:
+        return guard._replace(skipped=skipped, in_a_row=in_a_row)
+    scale, good_steps = scale_of(guard, rule), jnp.where(finite, guard.good_steps + 1, 0)
+    grows = good_steps == rule.growth_interval
+    grown = jnp.where(jnp.isfinite(scale * rule.growth_factor), scale * rule.growth_factor, scale)
+    scale = jnp.where(finite, jnp.where(grows, grown, scale), scale * rule.backoff_factor)
+    return Guard(scale, jnp.where(grows, 0, good_steps), skipped, in_a_row)
+
+
+def told(guard: Guard, rule: ScaleRule | None) -> dict[str, jax.Array]:
+    """What a step says of it: "skipped" so far, "skipped_in_a_row", and "loss_scale" of the next step."""
+    counts = {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+    return counts if rule is None else counts | {"loss_scale": guard.scale}
+
+
+def choose(yes: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """One of two trees of arrays, as if by copying it: not one bit of the other gets in."""
+    return jax.tree.map(lambda a, b: jnp.where(yes, a, b), new, old)

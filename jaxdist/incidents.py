@@ -1,0 +1,90 @@
+"""Steps that are not finite, in a training run: what is said, what is written down, and how the run goes on."""
+
+import json
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+import jax
+
+from jaxdist.data import Loader
+from jaxdist.forensics import Finding
+from jaxdist.session import Run
+
+SAME = 3  # rollbacks to one checkpoint; the next ends the run
+_FEWEST, _RECENT = 16, 64  # losses that a spike is judged by
+
+
+class NonFinite(Exception):
+    """A step that the run cannot take. step: its number, from 1. guarded: whether the state is still as it was before
+    the step, so that the step can be looked into."""
+
+    def __init__(self, step: int, text: str, *, guarded: bool) -> None:
+        super().__init__(text)
+        self.step, self.guarded = step, guarded
+
+
+class Spikes:
+    """Judges losses by the median of those before. factor: 0 for never."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor, self._losses = factor, deque[float](maxlen=_RECENT)
+
+    def check(self, step: int, loss: float) -> None:
+        """Raise `NonFinite` if this loss is too large."""
+        if self._factor and len(self._losses) >= _FEWEST:
+            usual = statistics.median(self._losses)
+            if loss > self._factor * usual:
+                times = f"{loss / usual:.3g} times the median of the last {len(self._losses)}"
+                raise NonFinite(step, f"loss of step {step} is {loss:.4g}, {times}, more than train.loss_spike",
+                                guarded=False)  # fmt: skip
+        self._losses.append(loss)
+
+
+def told(step: int, loss: float, norm: float, scale: float | None) -> str:
+    """One line of a skipped step."""
+    after = "" if scale is None else f"; loss scale now {scale:g}"
+    return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
+
+
+def look_into(run: Run, error: NonFinite, loader: Loader) -> Finding | None:
+    """Run the failing step again and say on the console where it went wrong. Consumes the run's state."""
+    if not error.guarded:
+        return None
+    run.console.line(f"looking into step {error.step} ...")
+    finding = run.diagnosis(run.mesh)(run.state, loader.batch(error.step - 1 + run.passed))
+    run.console.line(f"found: {finding or 'nothing: run again, all of it is finite'}")
+    return finding
+
+
+def roll_back(run: Run, error: NonFinite) -> str:
+    """Take the run back to its newest checkpoint, past the batches since. Returns "", or why that cannot be."""
+    run.checkpoints.wait()
+    latest = run.checkpoints.latest()
+    if latest is None:
+        return "there is no checkpoint yet to go back to; set checkpoint.every lower"
+    run.rollbacks[latest] = run.rollbacks.get(latest, 0) + 1
+    if run.rollbacks[latest] > SAME:
+        return f"{SAME} times from the checkpoint of step {latest} on; try a lower optimizer.lr"
+    run.state, run.first_step = run.checkpoints.restore(latest, run.target), latest
+    run.passed += error.step - latest
+    if run.metrics is not None:
+        run.metrics.rewind(latest)
+    run.console.line(f"rolled back to step {latest}; the batches of steps {latest + 1} to {error.step} are passed over")
+    return ""
+
+
+def write_down(run: Run, error: NonFinite, finding: Finding | None, action: str) -> None:
+    """A line in incidents.jsonl."""
+    if jax.process_index() != 0:
+        return
+    record: dict[str, Any] = {"step": error.step, "what": str(error), "action": action, "batches_passed": run.passed}
+    record["found"] = None if finding is None else finding._asdict()
+    with (run.folder / "incidents.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def is_bad(loss: float, norm: float) -> bool:
+    """Whether a step was not finite, as the host sees it."""
+    return not (math.isfinite(loss) and math.isfinite(norm))
