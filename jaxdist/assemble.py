@@ -34,7 +34,7 @@ def make_model(config: Config, precision: Precision, *, stages: int, training: b
     options = config.model if training else replace(config.model, dropout=0.0)
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
     model = build(options, max_length=config.data.seq_len, param_dtype=precision.param)
-    return arrange(model, stages=stages, chunks=config.parallel.chunks) if config.parallel.chunks > 1 else model
+    return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
