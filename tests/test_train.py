@@ -180,7 +180,7 @@ def test_uneven_stages_run_and_resume(configure: Configure, tmp_path: Path, monk
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-def test_sizes_of_stages_are_part_of_a_run(configure: Configure, finished: Path) -> None:
+def test_sizes_of_stages_are_part_of_a_run(configure: Configure, tmp_path: Path) -> None:
     """Unless they are equal. Checkpoints of versions that knew no sizes have equal ones."""
     layers, pipe = "model.layers=4", ("mesh.pipe=2", "mesh.tensor=1", "parallel.schedule=gpipe")
     source = registry.load("jaxdist.data.sources", "text", key="data.source")(configure().data)
@@ -189,13 +189,13 @@ def test_sizes_of_stages_are_part_of_a_run(configure: Configure, finished: Path)
         for overrides in ((), (*pipe, "parallel.stages=[2,2]"), (*pipe, "parallel.stages=[1,3]"))
     )
     assert plain == equal
-    check_identity(uneven, uneven, finished)
+    check_identity(uneven, uneven, tmp_path)
     for older in ({}, {"parallel": {"chunks": 1}}):
         saved = {name: section for name, section in plain.items() if name != "parallel"} | older
-        check_identity(saved, plain, finished)
+        check_identity(saved, plain, tmp_path)
         for before in (saved, plain):
             with pytest.raises(UserError, match=r"^parallel\.stages: \[1, 3\], but the run .* started with \[\]"):
-                check_identity(before, uneven, finished)
+                check_identity(before, uneven, tmp_path)
 
 
 @pytest.mark.parametrize(
