@@ -53,7 +53,7 @@ def make_model(config: Config, precision: Precision, *, stages: int, training: b
     options = config.model if training else replace(config.model, dropout=0.0)
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
     model = build(options, max_length=config.data.seq_len, param_dtype=precision.param)
-    return arrange(model, stages=stages, chunks=config.parallel.chunks) if config.parallel.chunks > 1 else model
+    return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
@@ -76,7 +76,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
         "pipeline_cond": parallel.pipeline_cond, "max_skips": max_skips, "seed": config.train.seed,
     }  # fmt: skip
     step = make_train_step(model, optimizer, mesh, **options)
-    numbers = order_of_blocks(model.layers, stages=stages, chunks=chunks).tolist() if chunks > 1 else None
+    numbers = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=parallel.stages).tolist()
     diagnosis = functools.partial(make_diagnosis, model, numbers=numbers, **options)
     target = state_target(model, optimizer, mesh, **layout)
     return Parts(model, precision, optimizer, target, step, layout, max_skips, diagnosis)

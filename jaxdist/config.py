@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model
+from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model, uneven
 from jaxdist.config_load import read, section, setting, to_text
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig", "ObserveConfig", "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "TrainConfig",
     "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model", "to_yaml",
+    "uneven",
 ]  # fmt: skip
 
 
@@ -96,6 +97,10 @@ class ParallelConfig:
     schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     chunks: int = setting(1, "interleaved: parts of a stage's blocks, from as many places of the model", at_least=1)
+    stages: tuple[int, ...] = setting(
+        (), "blocks of each stage, [7, 8, 8, 7]; with chunks of each chunk, in the model's order; []: equally many",
+        at_least=1,
+    )  # fmt: skip
     min_shard_bytes: int = setting(
         32768, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
     )

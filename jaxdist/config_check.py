@@ -180,21 +180,56 @@ def _check_pipeline(config: Config, stages: int) -> None:
     if parallel.prefetch and "." not in parallel.schedule and parallel.schedule not in ONE_STAGE:
         raise UserError(f"parallel.prefetch: 1 is for one stage, parallel.schedule {parallel.schedule} has several;"
                         " allowed: 0")  # fmt: skip
-    if layers % stages:
-        raise UserError(f"mesh.pipe: {stages} does not divide model.layers {layers}; sizes that work:"
-                        f" {_near(divisors(layers), stages)}")  # fmt: skip
     if parallel.chunks > 1 and "." not in parallel.schedule and parallel.schedule != "interleaved":
         raise UserError(f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
                         " chunks; allowed: 1; or parallel.schedule=interleaved")  # fmt: skip
-    if layers // stages % parallel.chunks:
-        raise UserError(f"parallel.chunks: {parallel.chunks} does not divide the {layers // stages} blocks of a stage"
-                        f" (model.layers {layers} / mesh.pipe {stages}); allowed:"
-                        f" {_near(divisors(layers // stages), parallel.chunks)}")  # fmt: skip
+    if not parallel.stages or config.mesh.pipe != -1:
+        check_stages(parallel.stages, layers=layers, stages=stages, chunks=parallel.chunks)
+    if uneven(parallel.stages) and config.optimizer.name == "adafactor":  # empty rows would change its means
+        raise UserError(f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages"
+                        f" {show(parallel.stages)} adds rows of zeros; allowed: adamw, sgd, lion, muon, or stages with"
+                        " equally many blocks")  # fmt: skip
     if parallel.chunks > 1 and parallel.microbatches % stages:
         count, below = parallel.microbatches, parallel.microbatches // stages * stages
         works = _near([n for n in (below, below + stages) if n], count)
         raise UserError(f"parallel.microbatches: {count} is no multiple of mesh.pipe {stages}, as parallel.chunks"
                         f" {parallel.chunks} needs; nearest that work: {works}")  # fmt: skip
+
+
+def uneven(blocks: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of stages, `parallel.stages`, or nothing if they are equal: then all is as without."""
+    return tuple(blocks) if len(set(blocks)) > 1 else ()
+
+
+def check_stages(blocks: Sequence[int], *, layers: int, stages: int, chunks: int) -> None:
+    """Raise `UserError` unless `layers` blocks can be cut into `stages` stages of `chunks` chunks: into parts of these
+    sizes (`parallel.stages`), or, if there are none, of equal sizes."""
+    parts = stages * chunks
+    sizes = _even_sizes(layers, parts)
+    instead = f"; or parallel.stages={sizes}" if sizes else ""
+    if blocks and (len(blocks) != parts or sum(blocks) != layers or min(blocks) < 1):
+        of = f"mesh.pipe {stages}" + (f" x parallel.chunks {chunks}" if chunks > 1 else "")
+        example = f", such as {sizes}" if sizes else ""
+        raise UserError(f"parallel.stages: {show(tuple(blocks))} has {len(blocks)} sizes, {sum(blocks)} blocks in all;"
+                        f" allowed: {parts} sizes ({of}), 1 and more, {layers} in all (model.layers)"
+                        f"{example}")  # fmt: skip
+    if not blocks and layers % stages:
+        raise UserError(f"mesh.pipe: {stages} does not divide model.layers {layers}; sizes that work:"
+                        f" {_near(divisors(layers), stages)}{instead}")  # fmt: skip
+    if not blocks and layers % parts:
+        raise UserError(f"parallel.chunks: {chunks} does not divide the {layers // stages} blocks of a stage"
+                        f" (model.layers {layers} / mesh.pipe {stages}); allowed:"
+                        f" {_near(divisors(layers // stages), chunks)}{instead}")  # fmt: skip
+
+
+def _even_sizes(layers: int, parts: int) -> str:
+    """ "[7,8,8,7]": sizes as even as possible, the smaller ones at the ends, where embedding and head are. Nothing
+    where there are fewer blocks than parts, or more parts than fit into a message."""
+    if not parts <= min(layers, 64):
+        return ""
+    few, more = divmod(layers, parts)
+    larger = sorted(range(parts), key=lambda part: abs(2 * part + 1 - parts))[:more]
+    return f"[{','.join(str(few + (part in larger)) for part in range(parts))}]"  # a shell takes it without quotes
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -46,10 +46,11 @@ def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section: `kind` is bool, int, float, str, tuple (of texts) or the dataclass of a nested section."""
+    """One key of a section: `kind` is bool, int, float, str, tuple[str, ...], tuple[int, ...] or the dataclass of a
+    nested section."""
 
     name: str
-    kind: type
+    kind: Any
     optional: bool
     rule: Rule
     shorthand: str | None
@@ -68,7 +69,6 @@ def keys(cls: type) -> dict[str, Key]:
         kinds = [hints[each.name]]
         if isinstance(kinds[0], types.UnionType):
             kinds = [kind for kind in typing.get_args(kinds[0]) if kind is not type(None)]
-        kinds = [typing.get_origin(kind) or kind for kind in kinds]  # tuple[str, ...] -> tuple
         optional = type(None) in typing.get_args(hints[each.name])
         default = None if each.default is MISSING else each.default
         found[each.name] = Key(

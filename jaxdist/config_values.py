@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import typing
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from jaxdist import registry
 from jaxdist.errors import UserError
 
 LARGEST_INT = 2**31 - 1  # every integer here may end up as an int32 on a device
-_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a section",
-          tuple: "a list of texts"}  # fmt: skip
+_NAMES: dict[Any, str] = {
+    bool: "a boolean", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a section",
+    tuple[str, ...]: "a list of texts", tuple[int, ...]: "a list of integers",
+}  # fmt: skip
 _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
     "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "ep": "expert", "cp": "context", "sp": "context",
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
@@ -41,7 +44,7 @@ class Rule:
     below: float | None = None
     also: int | None = None  # one value outside the range
 
-    def allowed(self, kind: type, optional: bool) -> str:
+    def allowed(self, kind: Any, optional: bool) -> str:
         """The allowed values in words, for messages and for the reference."""
         if self.choices:
             text = "one of " + ", ".join(self.choices)
@@ -83,7 +86,7 @@ def show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, tuple):
-        return "[" + ", ".join(value) + "]"
+        return "[" + ", ".join(map(str, value)) + "]"
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "a mapping"
     if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print integers of thousands of digits
@@ -92,15 +95,20 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:60] + "..."
 
 
-def check_value(value: Any, kind: type, optional: bool, rule: Rule, key: str) -> Any:
+def is_list(kind: Any) -> bool:
+    """Whether it is the type of a list: tuple[int, ...] or tuple[str, ...]."""
+    return typing.get_origin(kind) is tuple
+
+
+def check_value(value: Any, kind: Any, optional: bool, rule: Rule, key: str) -> Any:
     """The value in the type of its key (an int becomes a float where a float is wanted). Raises `UserError`."""
     allowed = rule.allowed(kind, optional)
     if value is None and optional:
         return None
     if value is None:
         raise UserError(f"{key}: nothing (null) is given; allowed: {allowed}; write a value or remove the key")
-    if kind is tuple:
-        return _check_list(value, rule, key)
+    if is_list(kind):
+        return _check_list(value, kind, rule, key)
     if kind is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
     if kind is float and type(value) is int:
@@ -119,12 +127,14 @@ def check_value(value: Any, kind: type, optional: bool, rule: Rule, key: str) ->
     return value
 
 
-def _check_list(value: Any, rule: Rule, key: str) -> tuple[str, ...]:
-    """A tuple of texts. The rule's choices are those of each."""
+def _check_list(value: Any, kind: Any, rule: Rule, key: str) -> tuple[Any, ...]:
+    """A tuple. The rule's choices and range are those of each item."""
+    item = typing.get_args(kind)[0]
     if not isinstance(value, (list, tuple)):
-        hint = f"; write ['{value}']" if isinstance(value, str) else ""
-        raise UserError(f"{key}: {show(value)} is given where a list belongs; allowed: {_NAMES[tuple]}{hint}")
-    return tuple(check_value(each, str, False, rule, f"{key}[{i}]") for i, each in enumerate(value))
+        hint = f"; write [{value!r}]" if isinstance(value, item) else ""
+        allowed = rule.allowed(kind, False)
+        raise UserError(f"{key}: {show(value)} is given where a list belongs; allowed: {allowed}{hint}")
+    return tuple(check_value(each, item, False, rule, f"{key}[{i}]") for i, each in enumerate(value))
 
 
 def _mistyped(value: Any) -> str:

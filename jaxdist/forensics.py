@@ -132,8 +132,8 @@ def make_diagnosis(
     """(state, batch) -> what was not finite first in the step that `state` has just skipped, run again with the same
     batch; None if all is finite. Consumes the state, of which it needs the parameters. Compiles when first called.
 
-    microbatches, options: as given to `make_train_step`. numbers: the block that each row of the stack is, where blocks
-    are arranged for a pipeline.
+    microbatches, options: as given to `make_train_step`. numbers: the block that each row of the stack is, -1 for none,
+    where blocks are arranged for a pipeline (`order_of_blocks`).
     """
     watched, numbers = probed(model, mesh.size), numbers or range(model.layers)
     precision = options.get("precision", "fp32")
@@ -205,7 +205,7 @@ def _microbatch(batch: PyTree, mesh: Mesh, *, number: int, of: int, times: int) 
 def _first(flags: dict[str, np.ndarray], model: ModelDef, numbers: Sequence[int], mesh: Mesh) -> Finding | None:
     """The first that is not finite: parameters, then activations in order, then gradients in the order of the backward
     pass. microbatch is left out."""
-    row_of = {block: row for row, block in enumerate(numbers)}
+    row_of = {block: row for row, block in enumerate(numbers) if block >= 0}
     order = [("embed", 0, None), *((STACKED, row_of[block], block) for block in sorted(row_of)), ("head", 0, None)]
 
     def finding(kind: str, place: int, seen_N: Any) -> Finding:

@@ -18,7 +18,7 @@ from jaxdist import registry
 from jaxdist.assemble import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.compiled import TrainStep
-from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml
+from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml, uneven
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
@@ -83,7 +83,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
-        "parallel": {"chunks": config.parallel.chunks},
+        "parallel": {"chunks": config.parallel.chunks, "stages": uneven(config.parallel.stages)},
         "mesh": {"pipe": config.mesh.pipe} if config.parallel.chunks > 1 else {},  # both say in what order blocks rest
     }
     return json.loads(json.dumps(whole))  # as it will come back
@@ -104,7 +104,7 @@ def schedule_changes(run: "Run") -> str:
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` naming the first key that differs."""
-    saved = {"parallel": {"chunks": 1}} | saved  # older versions had no other
+    saved = saved | {"parallel": {"chunks": 1, "stages": []} | saved.get("parallel", {})}  # older versions had no other
     for section in now:
         for key, value in now[section].items():
             before = saved.get(section, {}).get(key, value)  # an older version did not know the key
@@ -211,7 +211,6 @@ def describe(run: Run) -> dict[str, str]:
     model, parallel = resolve_model(config.model), config.parallel
     sync = GradSync(**asdict(parallel.grad_sync))
     schedule, microbatches = order_of_work(sync, run.mesh, parallel.schedule, parallel.microbatches)
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.model.shapes))
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     device = run.mesh.devices.flat[0]
     kind = "simulated CPU" if device.platform == "cpu" else device.device_kind
@@ -221,7 +220,7 @@ def describe(run: Run) -> dict[str, str]:
     rows = {
         "run": str(run.folder),
         "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "
-        f"{count:,} parameters",
+        f"{run.model.parameters:,} parameters",
         "data": f"{info['name']}: {info['train']:,} {info['unit']} to train on in {info['files']} files, "
         f"{info['held_out']:,} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
         "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "

@@ -2,7 +2,7 @@
 
 from jaxdist.config import Config
 from jaxdist.config_load import all_keys, keys
-from jaxdist.config_values import show
+from jaxdist.config_values import is_list, show
 
 HEAD = """# Configuration reference
 
@@ -22,7 +22,7 @@ def reference() -> str:
         lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
         for dotted, key in all_keys(section.kind, f"{name}."):
             if not key.nested:
-                kind = "list" if key.kind is tuple else key.kind.__name__
+                kind = "list" if is_list(key.kind) else key.kind.__name__
                 kind += " or null" if key.optional else ""
                 allowed = key.rule.allowed(key.kind, key.optional)
                 lines.append(f"| `{dotted}` | {kind} | `{show(key.default)}` | {allowed} | {key.rule.doc} |")

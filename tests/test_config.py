@@ -21,6 +21,7 @@ from jaxdist.config import (
     resolve_mesh,
     resolve_model,
     to_yaml,
+    uneven,
 )
 from jaxdist.config_load import all_keys, parse_yaml
 from jaxdist.config_values import check_value, nearest
@@ -130,6 +131,16 @@ def test_lists_of_texts(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("optimizer: {freeze: [embed.*, '*.bias']}\n")
     assert load_config(tmp_path / "list.yaml", ["optimizer.freeze=[head.*]"]).optimizer.freeze == ("head.*",)
     assert load_config(tmp_path / "list.yaml", ["optimizer.freeze=[]"]).optimizer.freeze == ()
+
+
+def test_lists_of_integers(tmp_path: Path) -> None:
+    text = "mesh: {pipe: 2}\nparallel: {schedule: gpipe, stages: [1, 3]}\n"
+    config = load(tmp_path, text, "optimizer.name=sgd", CPU)
+    assert config.parallel.stages == uneven(config.parallel.stages) == (1, 3)
+    assert load(tmp_path, to_yaml(config)) == config
+    even = load(tmp_path, text, "parallel.stages=[2,2]", "optimizer.name=adafactor", CPU)  # nothing is empty
+    assert even.parallel.stages == (2, 2) and uneven(even.parallel.stages) == uneven(()) == ()
+    check_layout(replace(config, mesh=MeshConfig(pipe=-1)))  # a size that is not known yet is not judged
 
 
 def test_round_trip(tmp_path: Path) -> None:

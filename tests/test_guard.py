@@ -142,7 +142,7 @@ def test_skipped_steps_are_as_if_they_were_not() -> None:
 
 def test_after_too_many_skips_the_state_is_held() -> None:
     bad = math.inf
-    one, state = params_after("fp32", [1.0], max_skips=1)
+    one, _ = params_after("fp32", [1.0], max_skips=1)
     more, held = params_after("fp32", [1.0, bad, bad, 1.0, 1.0], max_skips=1)
     for a, b in zip(one, more, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -220,6 +220,21 @@ def test_chunks_and_split_backward_passes_are_described() -> None:
     assert "bubble 11.1 %" in text and "F, B and W cost the same" in text and "what up to 6 B leave for W" in text
 
 
+def test_uneven_stages_are_described(tmp_path: Path) -> None:
+    """The state to the byte, with the rows that hold no block; equal sizes as without."""
+    uneven = configured("parallel.schedule=gpipe", "model.layers=6", "parallel.stages=[1,2,2,1]")
+    text = show(uneven, ticks_of(uneven), tmp_path / "a.svg")
+    assert "if a stage takes the time of its blocks, 1, 2, 2, 1, and B costs two F" in text
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "stages 4 (1 + 2 + 2 + 1 blocks)" in drawn
+    found, full = explain(uneven), explain(configured("parallel.schedule=gpipe", "model.layers=8"))
+    assert found.memory == full.memory and (found.empty_rows, full.empty_rows) == (2, 0)
+    note = "parallel.stages: 2 rows of every parameter of the blocks hold no block"
+    assert note in to_text(found) and note not in to_text(full)
+    equal = configured("parallel.schedule=gpipe", "parallel.stages=[1,1,1,1]")
+    assert "if all stages are equally fast" in show(equal, ticks_of(equal), tmp_path / "b.svg")
+
+
 @pytest.mark.parametrize(("overrides", "message"), [
     (["mesh.pipe=1"], "parallel.schedule: 'accumulate' is no pipeline.*: gpipe, interleaved, one_f_one_b, zero_bubble"),
     (["mesh.pipe=1", "parallel.schedule=gpipe"], "mesh.pipe: 1 is one stage"),

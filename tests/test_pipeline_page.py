@@ -24,10 +24,14 @@ FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 AROUND = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
-def run(*command: Any) -> str:
+def run_for(status: int, *command: Any) -> Any:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, env=AROUND)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def run(*command: Any) -> str:
+    return run_for(0, *command).stdout
 
 
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
@@ -77,6 +81,14 @@ def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     assert (tmp_path / arguments[-1]).read_bytes()[1:4] == b"PNG"
 
 
-def test_the_program_on_the_page_runs() -> None:
-    [at] = [i for i, (language, _) in enumerate(FENCES) if language == "python"]
+@pytest.mark.parametrize("at", [i for i, (language, _) in enumerate(FENCES) if language == "python"])
+def test_the_programs_on_the_page_run(at: int) -> None:
     assert run("-c", FENCES[at][1]) == FENCES[at + 1][1]
+
+
+def test_the_page_shows_what_is_refused() -> None:
+    [shown] = [text for _, text in FENCES if text.startswith("$ python scripts/train.py")]
+    command, error = shown.splitlines()
+    arguments = command.removeprefix("$ python ").split()
+    done = run_for(2, *arguments)
+    assert done.stderr == error + "\n" and not done.stdout

@@ -80,6 +80,27 @@ def test_by_hand() -> None:
     assert line.most_live.tolist() == [2, 1]
 
 
+def test_uneven_stages_by_hand() -> None:
+    """Three blocks on the first of two stages, one on the second: 1.5 and 0.5 of what two would cost."""
+    line = simulate(one_f_one_b.table(2, 2), blocks=(3, 1))
+    assert line.lengths.tolist() == [1.5, 1.5, 3, 3]
+    assert [(work.kind, work.stage, work.start, work.end) for work in line.work] == [
+        ("F", 0, 0, 1.5), ("F", 0, 1.5, 3), ("F", 1, 1.5, 2), ("B", 1, 2, 3), ("B", 0, 3, 6), ("F", 1, 3, 3.5),
+        ("B", 1, 3.5, 4.5), ("B", 0, 6, 9),
+    ]  # fmt: skip
+    assert (line.total, line.busy.tolist(), line.bubble) == (9, [9, 3], pytest.approx(1 / 3))
+    chunked = simulate(interleaved.table(2, 2, 2), blocks=(1, 2, 3, 2))  # in the order of the model
+    assert {(work.chunk, work.stage): work.end - work.start for work in chunked.work if work.kind == "F"} == {
+        (0, 0): 0.25, (0, 1): 0.5, (1, 0): 0.75, (1, 1): 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("ticks", EXAMPLES)
+def test_equal_numbers_of_blocks_change_nothing(ticks: Ticks) -> None:
+    plain, equal = simulate(ticks), simulate(ticks, blocks=(5,) * ticks.stages * ticks.chunks)
+    assert equal.total == pytest.approx(plain.total) and equal.busy == pytest.approx(plain.busy)
+
+
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("ticks", EXAMPLES)
 def test_work_takes_its_time_one_after_the_other(ticks: Ticks, costs: Costs) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, load_config, resolve_model
@@ -24,6 +25,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim import make_optimizer
 from jaxdist.runtime.stop import StopSignal
+from jaxdist.session import check_identity, identity
 from jaxdist.specs import BATCH_SPEC, path_name
 from jaxdist.step import make_train_step
 from jaxdist.train import Recorder, train
@@ -152,6 +154,49 @@ def test_resume_after_a_crash_gives_the_same_bits(
     assert steps_saved(tmp_path) == ["3"]
     assert train(configure(*BARE), tmp_path) == 0
     assert losses(tmp_path) == losses(finished)
+
+
+@pytest.mark.slow
+def test_uneven_stages_run_and_resume(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With evaluation and sampling; other sizes of stages are another layout of the parameters, and refused."""
+    layout = ("mesh.pipe=2", "mesh.tensor=1", "parallel.schedule=one_f_one_b", "parallel.microbatches=2",
+              "model.layers=3")  # fmt: skip
+    uneven = configure(*layout, "parallel.stages=[1,2]")
+    assert train(uneven, tmp_path / "whole") == 0
+    assert (tmp_path / "whole" / "samples.txt").read_text()
+    alone = configure(*ONE, *BARE, "model.layers=3")
+    assert train(alone, tmp_path / "alone") == 0
+    np.testing.assert_allclose(losses(tmp_path / "whole"), losses(tmp_path / "alone"), rtol=1e-5)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "requested", lambda self, step: step == 3)
+        assert train(uneven, tmp_path / "stopped") == 75
+    other = configure(*layout, "parallel.stages=[2,1]")
+    refused = r"^parallel\.stages: \[2, 1\], but .* started with \[1, 2\]; set it back"
+    with pytest.raises(UserError, match=refused) as error:
+        train(other, tmp_path / "stopped")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"^parallel\.stages: \[\], but .* started with \[1, 2\]"):
+        train(alone, tmp_path / "stopped")
+    assert train(uneven, tmp_path / "stopped") == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_sizes_of_stages_are_part_of_a_run(configure: Configure, tmp_path: Path) -> None:
+    """Unless they are equal. Checkpoints of versions that knew no sizes have equal ones."""
+    layers, pipe = "model.layers=4", ("mesh.pipe=2", "mesh.tensor=1", "parallel.schedule=gpipe")
+    source = registry.load("jaxdist.data.sources", "text", key="data.source")(configure().data)
+    plain, equal, uneven = (
+        identity(configure(layers, *overrides), source)
+        for overrides in ((), (*pipe, "parallel.stages=[2,2]"), (*pipe, "parallel.stages=[1,3]"))
+    )
+    assert plain == equal
+    check_identity(uneven, uneven, tmp_path)
+    for older in ({}, {"parallel": {"chunks": 1}}):
+        saved = {name: section for name, section in plain.items() if name != "parallel"} | older
+        check_identity(saved, plain, tmp_path)
+        for before in (saved, plain):
+            with pytest.raises(UserError, match=r"^parallel\.stages: \[1, 3\], but the run .* started with \[\]"):
+                check_identity(before, uneven, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From an `nnx.Module` to pure functions on trees: from `ModelDef` on, everything is plain JAX."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.nn.param import specs_of
-from jaxdist.specs import map_specs
+from jaxdist.specs import STACKED, map_specs
 
 PyTree = Any
 Batch = dict[str, jax.Array]
@@ -34,8 +35,9 @@ class ModelDef(NamedTuple):
     shapes: ShapeDtypeStructs. embed: (params, batch, keys_B) -> h. block: (params of one, h, keys_B) -> h.
     head: (params, embed params if tied else None, h, batch) -> (loss sum, weight sum).
     logits: (params, embed params if tied else None, h) -> logits over the whole vocabulary, for sampling.
-    layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage, see
-    `jaxdist.parallel.arrange`.
+    layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage. stages: where
+    they have not all the same number of blocks, those of each virtual stage; leaves of blocks then have as many rows
+    for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.arrange`.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -48,6 +50,22 @@ class ModelDef(NamedTuple):
     layers: int
     tied: bool
     chunks: int = 1
+    stages: tuple[int, ...] = ()
+
+    @property
+    def empty_rows(self) -> int:
+        """Of every leaf of blocks: rows that hold no block."""
+        return len(self.stages) * max(self.stages, default=0) - sum(self.stages)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters, without those rows."""
+
+        def count(tree: PyTree) -> int:
+            return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+        rows = self.layers + self.empty_rows
+        return count(self.shapes) - count(self.shapes[STACKED]) // rows * self.empty_rows
 
 
 def _pure(module: nnx.Module) -> PyTree:

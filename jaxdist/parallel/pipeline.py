@@ -16,8 +16,9 @@ from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zeros_varying_like
 from jaxdist.errors import UserError
+from jaxdist.parallel.branch import Choose, Packing, by_condition, by_mask, packing_of, typed_like
 from jaxdist.parallel.schedule import Program, Seed, Stages, seeded_loss
-from jaxdist.parallel.stack import at, put
+from jaxdist.parallel.stack import at, put, rows_of
 from jaxdist.parallel.ticks import Slots, Ticks, allocate
 from jaxdist.precision import accumulation_dtype
 from jaxdist.specs import STACKED
@@ -26,7 +27,6 @@ PyTree = Any
 EMBED = "embed"
 # Scopes, by which the ledger tells the work of a tick apart, and its sends.
 FORWARD, BACKWARD, TO_NEXT, TO_BEFORE = "pipeline_forward", "pipeline_backward", "pipeline.next", "pipeline.before"
-Choose = Callable[..., PyTree]  # (predicate, tree if true, tree if false), both as functions of nothing
 
 
 def stages_of_mesh() -> int:
@@ -34,35 +34,26 @@ def stages_of_mesh() -> int:
     return lax.axis_size("pipe")
 
 
-def typed_like(tree: PyTree, like: PyTree) -> PyTree:
-    """The tree, cast to vary over what `like` varies over: both branches of a condition must."""
-    return jax.tree.map(lambda leaf, kind: to_varying(leaf, varying_axes(kind)), tree, like)
-
-
-def by_condition(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable[[], PyTree]) -> PyTree:
-    """What one of the two gives; the other is not computed."""
-    return lax.cond(jnp.asarray(predicate), yes, no)
-
-
-def by_mask(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable[[], PyTree]) -> PyTree:
-    """The same, after computing both: no collective stands in a condition."""
-    return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(), no())
-
-
 def virtual_stage(chunk: jax.Array | int) -> jax.Array | int:
     """The number of a chunk of this stage."""
     return chunk * stages_of_mesh() + rank("pipe")
 
 
-def blocks_of_chunk(diff: PyTree, held: PyTree, chunk: jax.Array | int, chunks: int) -> tuple[PyTree, PyTree]:
-    """The rows of one chunk of stacked blocks."""
-    return (diff, held) if chunks == 1 else at(cut((diff, held), chunks), chunk)
-
-
-def layers_of_chunk(blocks: PyTree, chunk: jax.Array | int) -> jax.Array:
-    """The numbers, from 1, of a chunk's blocks."""
-    count = jax.tree.leaves(blocks)[0].shape[0]
-    return 1 + virtual_stage(chunk) * count + jnp.arange(count, dtype=jnp.int32)
+def blocks_of_chunk(
+    diff: PyTree, held: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """The rows of one chunk of stacked blocks, of diff and held, and the numbers of their blocks, from 1, 0 where a row
+    holds none: [rows]. counts: as `ModelDef.stages`."""
+    if counts and len(counts) != chunks * stages_of_mesh():
+        raise UserError(f"mesh.pipe: {stages_of_mesh()} is given, but the model was arranged for"
+                        f" {len(counts) // chunks} stages, with blocks={list(counts)}; give both the same")  # fmt: skip
+    if chunks > 1:
+        diff, held = at(cut((diff, held), chunks), chunk)
+    row, number = jnp.arange(rows_of(diff, held), dtype=jnp.int32), virtual_stage(chunk)
+    if not counts:
+        return diff, held, 1 + number * len(row) + row
+    before, count = jnp.asarray([np.cumsum(counts) - counts, counts], jnp.int32)[:, number]
+    return diff, held, jnp.where(row < count, 1 + before + row, 0)
 
 
 def cut(blocks: PyTree, chunks: int) -> PyTree:
@@ -122,32 +113,6 @@ class _Weights(NamedTuple):
     chunk: jax.Array
     slot: jax.Array
     cotangent_slot: jax.Array
-
-
-class _Packing(NamedTuple):
-    """How what is kept goes into buffers: as a list of arrays, of which random keys are plain integers. The structure
-    is not the same object from trace to trace, so that no carry can have it."""
-
-    treedef: Any
-    keys: list[bool]
-
-    def pack(self, saved: PyTree) -> list[jax.Array]:
-        """The arrays of what is kept."""
-        leaves = zip(jax.tree.leaves(saved), self.keys, strict=True)
-        return [jax.random.key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
-
-    def unpack(self, arrays: list[jax.Array]) -> PyTree:
-        """The inverse of `pack`."""
-        leaves = zip(arrays, self.keys, strict=True)
-        return jax.tree.unflatten(
-            self.treedef, [jax.random.wrap_key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
-        )
-
-
-def packing_of(saved: PyTree) -> _Packing:
-    """For trees like this one."""
-    leaves, treedef = jax.tree.flatten(saved)
-    return _Packing(treedef, [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves])
 
 
 class _State(NamedTuple):
@@ -225,7 +190,7 @@ class _Machine(NamedTuple):
         plain = own(*forward, residuals.forward, *backward, residuals.backward, cotangents.backward)
         return _Row._make([*plain, weights])
 
-    def start(self) -> tuple[_State, _Packing]:
+    def start(self) -> tuple[_State, Packing]:
         """(zeros, of the types that they will have; how what is kept goes into them)."""
 
         def zeros(leaf: Any, *places: int) -> jax.Array:
@@ -291,8 +256,7 @@ class _Machine(NamedTuple):
         return self.choose(work.microbatch >= 0, lambda: typed_like(add(), state), lambda: state)
 
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
-        diff, held = self._chunks(chunk)
-        return self.stages.blocks.forward(diff, held, h, layers_of_chunk((diff, held), chunk), batch["keys"])
+        return self.stages.blocks.forward(*self._chunks(chunk), h, batch["keys"])
 
     def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
         """With the loss of the microbatch, and its gradients with respect to the head and to what the head reads."""
@@ -321,9 +285,10 @@ class _Machine(NamedTuple):
             for name, unit in grads.items()
         }
 
-    def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree]:
-        """The blocks of one chunk, of diff and held."""
-        return blocks_of_chunk(self.diff[STACKED], self.held[STACKED], chunk, self.ticks.chunks)
+    def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
+        """The blocks of one chunk, of diff and held, and their numbers."""
+        chunks, counts = self.ticks.chunks, self.stages.counts
+        return blocks_of_chunk(self.diff[STACKED], self.held[STACKED], chunk, chunks=chunks, counts=counts)
 
     def _add_blocks(self, total: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
         if self.ticks.chunks == 1:

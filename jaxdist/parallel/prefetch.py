@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.parallel.remat import after
-from jaxdist.parallel.stack import Block, Blocks, Gather, Stack, at, put
+from jaxdist.parallel.stack import Block, Blocks, Gather, Stack, at, put, rows_of
 from jaxdist.specs import only
 
 PyTree = Any
@@ -29,7 +29,7 @@ def prefetched(gather: Gather, block: Block, last: Block) -> Stack:
     """
     blocks, ending = Blocks(gather, block), Blocks(gather, last)
 
-    def forward(diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
+    def forward(diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             h, unit = carry
             following, reduce_following = blocks.fetch(diff, held, i + 1)
@@ -43,10 +43,10 @@ def prefetched(gather: Gather, block: Block, last: Block) -> Stack:
         h, end = ending.run(unit, diff, h, layers[-1], keys)
         return h, (diff, held, inner, end, only(end.wanted, unit), reduce_first)
 
-    def backward(residuals: PyTree, dh: jax.Array) -> tuple[PyTree, None, jax.Array, None, None]:
+    def backward(residuals: PyTree, dh: jax.Array) -> tuple[PyTree, None, None, jax.Array, None]:
         diff, held, inner, end, unit, reduce_first = residuals
         wanted = None if inner is None else inner[0].wanted  # the same in all blocks
-        count = jax.tree.leaves((diff, held))[0].shape[0]
+        count = rows_of(diff, held)
         grads = zeros_varying_like(diff)
 
         def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
@@ -72,7 +72,7 @@ def prefetched(gather: Gather, block: Block, last: Block) -> Stack:
             kept, reduce_second = at(inner, 0)
             grads = put(grads, 1, *reduce_second(behind))
             behind, dh = kept(unit, dh)
-        return put(grads, 0, *reduce_first(behind)), None, dh, None, None
+        return put(grads, 0, *reduce_first(behind)), None, None, dh, None
 
     stack = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
     stack.defvjp(forward, backward)

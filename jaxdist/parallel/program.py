@@ -11,8 +11,9 @@ from jax import lax
 from jaxdist.collectives import active_axes, psum
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
+from jaxdist.parallel.branch import Choose, by_condition, by_mask, typed_like
 from jaxdist.parallel.overlap import reduced_behind
-from jaxdist.parallel.pipeline import blocks_of_chunk, layers_of_chunk, on_first_stage, relay
+from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay
 from jaxdist.parallel.prefetch import prefetched
 from jaxdist.parallel.remat import after, rematerialise
 from jaxdist.parallel.schedule import Program, Stages
@@ -84,15 +85,17 @@ def make_program(
     head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
     gather, block = functools.partial(use, "blocks"), functools.partial(run, "blocks", model.block)
-    make_stack = _prefetched_stack if prefetch else functools.partial(_stack, gathers=again(units["blocks"]))
+    choose = (by_condition if conditions else by_mask) if model.stages else None
+    plain = functools.partial(_stack, gathers=again(units["blocks"]), choose=choose)
+    make_stack = _prefetched_stack if prefetch else plain
     stack = make_stack(gather, block, remat)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
 
     def blocks(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree, chunk: jax.Array | int) -> jax.Array:
-        own_diff, own_held = blocks_of_chunk(diff["blocks"], held["blocks"], chunk, model.chunks)
-        return stack(own_diff, own_held, h, layers_of_chunk((own_diff, own_held), chunk), batch["keys"])
+        own = blocks_of_chunk(diff["blocks"], held["blocks"], chunk, chunks=model.chunks, counts=model.stages)
+        return stack(*own, h, batch["keys"])
 
     def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         tied = (diff["embed"], held["embed"]) if model.tied else None
@@ -107,25 +110,30 @@ def make_program(
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
     head_units = ("head", "embed") if model.tied else ("head",)
-    stages = Stages(embed, head, _staged_blocks(gather, block, remat), head_units, model.chunks, conditions)
+    staged = _staged_blocks(gather, block, remat, choose)
+    stages = Stages(embed, head, staged, head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if prefetch else stages)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
-def _stack(gather: Callable[..., PyTree], block: Callable[..., jax.Array], remat: str, *, gathers: bool) -> Stack:
-    """All blocks one after the other; each gathers its parameters itself. gathers: see `rematerialise`."""
+def _stack(
+    gather: Callable[..., PyTree], block: Callable[..., jax.Array], remat: str, *, gathers: bool, choose: Choose | None
+) -> Stack:
+    """All blocks one after the other; each gathers its parameters itself. gathers: see `rematerialise`; choose: see
+    `Blocks`."""
 
     def unit(diff: PyTree, held: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return block(gather(diff, held), h, _fold(keys, layer))
 
     run = rematerialise(unit, remat, gathers=gathers, in_scan=True)
 
-    def stack(diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree) -> jax.Array:
+    def stack(diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree) -> jax.Array:
         def body(h: jax.Array, own: PyTree) -> tuple[jax.Array, None]:
             diff, held, layer = own
-            return run(diff, held, h, layer, keys), None
+            work = lambda: run(diff, held, h, layer, keys)  # noqa: E731
+            return work() if choose is None else choose(layer > 0, lambda: typed_like(work(), h), lambda: h), None
 
         return lax.scan(body, h, (diff, held, layers))[0]
 
@@ -140,13 +148,13 @@ def _prefetched_stack(gather: Gather, block: Callable[..., jax.Array], remat: st
     return prefetched(gather, inner, last)
 
 
-def _staged_blocks(gather: Gather, block: Callable[..., jax.Array], remat: str) -> Blocks:
+def _staged_blocks(gather: Gather, block: Callable[..., jax.Array], remat: str, choose: Choose | None) -> Blocks:
     """Forward and backward pass of a pipeline's stage."""
 
     def unit(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return block(params, h, _fold(keys, layer))
 
-    return Blocks(gather, rematerialise(unit, remat, gathers=True, in_scan=True, constants=False))
+    return Blocks(gather, rematerialise(unit, remat, gathers=True, in_scan=True, constants=False), choose)
 
 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:

@@ -19,8 +19,8 @@ class Stages(NamedTuple):
 
     embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). Both are given whole
     trees, and take their units. blocks: runs the blocks of a stage, or of a chunk, forward and backward. head_units:
-    what of diff the head reads. chunks: of the blocks of a stage. conditions: whether a stage leaves out what is not
-    its work, instead of computing and discarding it.
+    what of diff the head reads. chunks: of the blocks of a stage. counts: as `ModelDef.stages`. conditions: whether a
+    stage leaves out what is not its work, instead of computing and discarding it.
     """
 
     embed: Callable[..., jax.Array]
@@ -28,6 +28,7 @@ class Stages(NamedTuple):
     blocks: Blocks
     head_units: tuple[str, ...]
     chunks: int
+    counts: tuple[int, ...]
     conditions: bool
 
 

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from optax import MaskedNode
 
+from jaxdist.parallel.branch import Choose, work_or_pass
 from jaxdist.parallel.halves import Halves, halve
 
 PyTree = Any
 # (diff unit, held unit, None or which leaves are wanted) -> usable unit, with MaskedNodes for what is not wanted.
 Gather = Callable[[PyTree, PyTree, PyTree | None], PyTree]
 Block = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]  # (usable unit, h, layer, keys) -> h
-# (diff, held, h, layers, keys) -> h, where leaves of diff and held, and layers, are stacked [L, ...].
+# (diff, held, layers, h, keys) -> h, where leaves of diff and held, and layers, are stacked [L, ...].
 Stack = Callable[[PyTree, PyTree, jax.Array, jax.Array, PyTree], jax.Array]
 AGAIN = "rematted_computation"  # what jax.checkpoint names the forward pass that runs in the backward pass
 
@@ -83,12 +84,18 @@ def put(tree: PyTree, i: jax.Array | int, unit: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, i, 0), tree, unit)
 
 
+def rows_of(diff: PyTree, held: PyTree) -> int:
+    """The number of rows of stacked blocks."""
+    return jax.tree.leaves((diff, held))[0].shape[0]
+
+
 class Blocks(NamedTuple):
     """gather: of one unit; what is differentiable in it is what its backward reduces. block: with whatever
-    rematerialisation."""
+    rematerialisation. choose: how rows that hold no block, with 0 in layers, are passed over; None: all hold one."""
 
     gather: Gather
     block: Block
+    choose: Choose | None = None
 
     def fetch(self, diff: PyTree, held: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
         """(usable block i, what brings the gradients of its trained leaves back to diff)."""
@@ -117,56 +124,77 @@ class Blocks(NamedTuple):
         with jax.named_scope(AGAIN):
             return self.gather(at(diff, i), at(held, i), wanted)
 
+    def _in_row(self, layer: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
+        """work() -> (x, rest) in a row that holds a block, (passing, zeros) in another."""
+        return work() if self.choose is None else work_or_pass(self.choose, layer > 0, work, passing)
+
     def forward(
-        self, diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree
+        self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree
     ) -> tuple[jax.Array, PyTree]:
         """(output of the last block, what `backward` needs). Shapes as of a `Stack`."""
 
         def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
-            unit, reduce = self.fetch(diff, held, i)
-            h, kept = self.run(unit, diff, h, layers[i], keys)
-            return h, (kept, reduce)
+            def work() -> tuple[jax.Array, PyTree]:
+                unit, reduce = self.fetch(diff, held, i)
+                out, kept = self.run(unit, diff, h, layers[i], keys)
+                return out, (kept, reduce)
+
+            return self._in_row(layers[i], work, h)
 
         return lax.scan(body, h, jnp.arange(len(layers)))
 
-    def backward(self, diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+    def backward(
+        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
+    ) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of the first block's input)."""
 
         def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             i, (kept, reduce) = own
-            behind, dh = kept(self.again(diff, held, i, kept.wanted), dh)
-            return dh, reduce(behind)[0]
 
-        dh, grads = lax.scan(body, dh, (_numbers(diff, held), saved), reverse=True)
+            def work() -> tuple[jax.Array, PyTree]:
+                behind, before = kept(self.again(diff, held, i, kept.wanted), dh)
+                return before, reduce(behind)[0]
+
+            return self._in_row(layers[i], work, dh)
+
+        dh, grads = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
         return grads, dh
 
-    def backward_input(self, diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+    def backward_input(
+        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
+    ) -> tuple[PyTree, jax.Array]:
         """(what `backward_weights` needs, gradient of the first block's input)."""
 
         def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             i, (kept, _) = own
-            return self._halves(kept, diff, held, dh).input(self.again(diff, held, i, kept.wanted), dh)
 
-        dh, crossing = lax.scan(body, dh, (_numbers(diff, held), saved), reverse=True)
+            def work() -> tuple[jax.Array, PyTree]:
+                return self._halves(kept, diff, held, dh).input(self.again(diff, held, i, kept.wanted), dh)
+
+            return self._in_row(layers[i], work, dh)
+
+        dh, crossing = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
         return crossing, dh
 
-    def backward_weights(self, diff: PyTree, held: PyTree, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
+    def backward_weights(
+        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, crossing: PyTree, like: PyTree
+    ) -> PyTree:
         """Gradients with respect to diff. like: of the shape and type of the gradient of the last block's output."""
 
         def body(_: None, own: PyTree) -> tuple[None, PyTree]:
             i, (kept, reduce), crossing = own
-            halves = self._halves(kept, diff, held, like)
-            reads, (wanted, treedef) = iter(halves.reads), jax.tree.flatten(kept.wanted)
-            chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
-            behind = halves.weights(jax.tree.leaves(self.again(diff, held, i, chosen)), crossing)
-            return None, reduce(behind)[0]
 
-        return lax.scan(body, None, (_numbers(diff, held), saved, crossing))[1]
+            def work() -> tuple[None, PyTree]:
+                halves = self._halves(kept, diff, held, like)
+                reads, (wanted, treedef) = iter(halves.reads), jax.tree.flatten(kept.wanted)
+                chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
+                behind = halves.weights(jax.tree.leaves(self.again(diff, held, i, chosen)), crossing)
+                return None, reduce(behind)[0]
+
+            return self._in_row(layers[i], work, None)
+
+        return lax.scan(body, None, (jnp.arange(len(layers)), saved, crossing))[1]
 
     def _halves(self, kept: Kept, diff: PyTree, held: PyTree, grad: Any) -> Halves:
         unit = jax.eval_shape(lambda: self.gather(at(diff, 0), at(held, 0), kept.wanted))
         return halve(kept, unit, jax.eval_shape(lambda: grad))
-
-
-def _numbers(diff: PyTree, held: PyTree) -> jax.Array:
-    return jnp.arange(jax.tree.leaves((diff, held))[0].shape[0])

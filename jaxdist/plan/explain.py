@@ -27,14 +27,16 @@ PyTree = Any
 
 class Explanation(NamedTuple):
     """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch (None: a
-    pipeline, whose buffers are not told apart). added: the compiler's own collectives, compiled: the others beside the
-    ledger, by op (None: not compiled)."""
+    pipeline, whose buffers are not told apart). empty_rows: of every leaf of blocks, rows that hold no block, see
+    `jaxdist.parallel.arrange`; all figures count them. added: the compiler's own collectives, compiled: the others
+    beside the ledger, by op (None: not compiled)."""
 
     mesh: dict[str, int]
     ledger: Ledger
     parameters: list[Row]
     memory: dict[str, int]
     activations: list[Kept] | None
+    empty_rows: int
     added: list[Compiled] | None
     compiled: dict[str, Comparison] | None
 
@@ -66,7 +68,7 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
         everything = compiled_collectives(program.as_text())
         added = [each for each in everything if each.added and each.group_size > 1]
         compared = compare(found, everything)
-    return Explanation(found.mesh, found, rows, memory, kept, added, compared)
+    return Explanation(found.mesh, found, rows, memory, kept, parts.model.empty_rows, added, compared)
 
 
 def memory_at_rest(target: TrainState, mesh: AnyMesh) -> dict[str, int]:

@@ -1,11 +1,11 @@
 """The pipeline of a configuration, before it runs: its table, in words and as a picture."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxdist import registry
-from jaxdist.config import Config
+from jaxdist.config import Config, uneven
 from jaxdist.errors import UserError
 from jaxdist.parallel.ticks import Ticks, allocate
 from jaxdist.plan.timeline import draw, simulate, to_text
@@ -40,20 +40,23 @@ def ticks_of(config: Config) -> Ticks:
     return table(stages, parallel.microbatches, parallel.chunks)
 
 
-def described(ticks: Ticks, *, name: str) -> str:
+def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
     """The table in a few lines: ticks, bubble, what is kept, what is sent; drawn as text if it is narrow. name: of the
-    schedule."""
-    line, split, done = simulate(ticks), ticks.weights.shape[2] > 0, ticks.microbatches * ticks.chunks
+    schedule. blocks: see `simulate`."""
+    line, split, done = simulate(ticks, blocks=blocks), ticks.weights.shape[2] > 0, ticks.microbatches * ticks.chunks
     chunks, kept, times = "", "microbatches", "once"
     if ticks.chunks > 1:
         chunks, kept, times = f", {ticks.chunks} chunks a stage", "chunks of microbatches", f"{ticks.chunks} times"
-    costs = "and F, B and W cost the same" if split else "whatever F and B cost"
+    speed, costs = "all stages are equally fast", "whatever F and B cost"
+    if blocks:
+        speed, costs = f"a stage takes the time of its blocks, {', '.join(map(str, blocks))}", "and B costs two F"
+    costs = "and F, B and W cost the same" if split else costs
     most, first, last = int(line.most_live.max()), line.most_live[0], line.most_live[-1]
     late = f"; and what up to {allocate(ticks).cotangents.size} B leave for W" if split else ""
     text = [
         f"Timeline of {name}: {ticks.stages} stages, {ticks.microbatches} microbatches{chunks}",
         f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}",
-        f"bubble {100 * line.bubble:.1f} %, if all stages are equally fast, {costs}",
+        f"bubble {100 * line.bubble:.1f} %, if {speed}, {costs}",
         f"a stage keeps up to {most} {kept}, the first {first}, the last {last}{late}",
         f"a microbatch crosses each boundary {times} forward and {times} back: {done} of the {ticks.length} sends each"
         " way, one a tick; the others carry nothing",
@@ -63,6 +66,6 @@ def described(ticks: Ticks, *, name: str) -> str:
 
 def show(config: Config, ticks: Ticks, path: Path) -> str:
     """Draw the table of a configuration to `path`, PNG or SVG; returns it `described`."""
-    name = config.parallel.schedule
-    draw(ticks, path, name=name)
-    return described(ticks, name=name)
+    name, blocks = config.parallel.schedule, uneven(config.parallel.stages)
+    draw(ticks, path, name=name, blocks=blocks)
+    return described(ticks, name=name, blocks=blocks)

@@ -60,6 +60,9 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     text += ["", "Memory of a device:"]
     held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
     text += aligned(held, right=(1, 2))
+    if explanation.empty_rows:
+        text.append(f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
+                    " they are zeros, and all figures count them.")  # fmt: skip
     if explanation.activations is None:
         text.append("Activations are not told apart for pipelines yet: --compile gives the temporary memory.")
     elif explanation.added is None:

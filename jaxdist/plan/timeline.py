@@ -4,6 +4,7 @@ Stages keep step: a tick takes as long as the stage with most to do in it. The b
 stage waits, averaged over stages.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,14 +70,20 @@ class Timeline(NamedTuple):
     most_live: np.ndarray
 
 
-def simulate(ticks: Ticks, costs: Costs = EQUAL) -> Timeline:
-    """Run the table, which must be valid (`jaxdist.parallel.ticks.check`), at these costs."""
+def simulate(ticks: Ticks, costs: Costs = EQUAL, blocks: Sequence[int] = ()) -> Timeline:
+    """Run the table, which must be valid (`jaxdist.parallel.ticks.check`), at these costs: of a stage with the mean
+    number of blocks. blocks: of each virtual stage (`parallel.stages`), if they are not equally many; work takes the
+    time of its blocks."""
+    share_vS = np.ones((ticks.chunks, ticks.stages)) / ticks.chunks  # what each chunk costs, of a whole stage
+    if blocks:
+        share_vS = np.reshape(blocks, share_vS.shape) * ticks.stages / sum(blocks)
     joint = costs.backward + costs.weights
     each = (costs.forward, costs.backward if ticks.weights.shape[2] else joint, costs.weights)
     tables = (ticks.forward[:, :, None], ticks.backward[:, :, None], ticks.weights)
     own_TS = np.zeros(ticks.forward.shape[:2])
+    stage_S1 = np.arange(ticks.stages)[:, None]
     for cost, table_TSN2 in zip(each, tables, strict=True):
-        own_TS += cost / ticks.chunks * (table_TSN2[..., 0] >= 0).sum(axis=2)
+        own_TS += cost * np.where(table_TSN2[..., 0] >= 0, share_vS[table_TSN2[..., 1], stage_S1], 0).sum(axis=2)
     lengths_T = own_TS.max(axis=1)
     starts_T = np.cumsum(lengths_T) - lengths_T
     work = []
@@ -85,7 +92,7 @@ def simulate(ticks: Ticks, costs: Costs = EQUAL) -> Timeline:
         for kind, cost, table_TSN2 in zip(KINDS, each, tables, strict=True):
             for microbatch, chunk in table_TSN2[tick, stage]:
                 if microbatch >= 0:
-                    start, end = end, end + cost / ticks.chunks
+                    start, end = end, end + cost * float(share_vS[chunk, stage])
                     work.append(Work(kind, stage, tick, int(microbatch), int(chunk), start, end))
     total, busy_S, live_TS = float(lengths_T.sum()), own_TS.sum(axis=0), _live(ticks)
     bubble = 1 - float(busy_S.mean()) / total
@@ -120,17 +127,18 @@ def to_text(ticks: Ticks) -> str:
     return "\n".join(lines)
 
 
-def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL) -> None:
+def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL, blocks: Sequence[int] = ()) -> None:
     """A picture, PNG or SVG by the ending of `path`: a row a stage, time to the right, a bar for each piece of work and
-    its microbatch in it, later chunks paler, hatched where a stage waits. name: of the schedule, for the title. An SVG
-    holds the table too, see `data_of` in `draw_rounds`: a picture can be compared with a program."""
+    its microbatch in it, later chunks paler, hatched where a stage waits. name: of the schedule, for the title. blocks:
+    see `simulate`. An SVG holds the table too, see `data_of` in `draw_rounds`: a picture can be compared with a
+    program."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     from jaxdist.plan.draw_rounds import svg_text
 
-    line = simulate(ticks, costs)
+    line = simulate(ticks, costs, blocks)
     shortest = min(work.end - work.start for work in line.work if work.end > work.start)
     inches = float(np.clip(0.24 / shortest * line.total, 6.0, 22.0))
     width, height = _LEFT + inches + _RIGHT, _TOP + ticks.stages * _ROW + _BOTTOM
@@ -140,11 +148,11 @@ def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL) -> None:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(height, 0))
-        title = _title(line, ticks, name)
+        title = _title(line, ticks, name, blocks)
         axes.text(0.14, 0.22, title, va="center", fontsize=11)
         _waits(axes, line, ticks, inches)
         _bars(axes, line, ticks, inches)
-        _legend(axes, ticks, costs, height)
+        _legend(axes, ticks, costs, height, mean=bool(blocks))
         if path.suffix == ".svg":
             path.write_text(svg_text(figure, title=title, data=data(ticks, name)), encoding="utf-8")
         else:
@@ -180,9 +188,10 @@ def _rectangle(axes: "Axes", left: float, top: float, width: float, **style: Any
     axes.add_patch(Rectangle((left, top), width, style.pop("height", _BAR), **style))
 
 
-def _title(line: Timeline, ticks: Ticks, name: str) -> str:
+def _title(line: Timeline, ticks: Ticks, name: str, blocks: Sequence[int]) -> str:
+    stages = f"{ticks.stages} ({' + '.join(map(str, blocks))} blocks)" if blocks else ticks.stages
     chunks = f", chunks {ticks.chunks}" if ticks.chunks > 1 else ""
-    return f"{name}: stages {ticks.stages}, microbatches {ticks.microbatches}{chunks}; bubble {line.bubble:.1%}"
+    return f"{name}: stages {stages}, microbatches {ticks.microbatches}{chunks}; bubble {line.bubble:.1%}"
 
 
 def _waits(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
@@ -219,7 +228,7 @@ def _bars(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
                       fontsize=size, color=_ink(colour), zorder=3)  # fmt: skip
 
 
-def _legend(axes: "Axes", ticks: Ticks, costs: Costs, height: float) -> None:
+def _legend(axes: "Axes", ticks: Ticks, costs: Costs, height: float, *, mean: bool) -> None:
     names, each = {"F": "forward", "B": "backward"}, f"B {costs.backward + costs.weights:g}"
     if ticks.weights.shape[2]:
         names |= {"B": "gradient of the input", "W": "gradient of the parameters"}
@@ -236,6 +245,6 @@ def _legend(axes: "Axes", ticks: Ticks, costs: Costs, height: float) -> None:
     axes.text(left + 0.37, middle, "waits", va="center", fontsize=8.5)
     paler = " Paler: later chunks." if ticks.chunks > 1 else ""
     of = "chunks of microbatches" if ticks.chunks > 1 else "microbatches"
-    note = f"Numbers: microbatches.{paler} Time of one on a stage: F {costs.forward:g}, {each}.\n"
+    note = f"Numbers: microbatches.{paler} Time of one on a{'n average' * mean} stage: F {costs.forward:g}, {each}.\n"
     note += f"Kept: {of} whose forward has been done and whose last gradient has not."
     axes.text(_LEFT, height - 0.24, note, va="center", fontsize=8, linespacing=1.4, color=MUTED)
