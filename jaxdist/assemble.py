@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optax
 
 from jaxdist import registry
-from jaxdist.config import Config
+from jaxdist.config import Config, PrecisionConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
@@ -29,6 +29,14 @@ class Parts(NamedTuple):
     layout: dict[str, Any]
 
 
+def precision_of(config: PrecisionConfig) -> Precision:
+    """The policy of this configuration, with what is set beside it."""
+    return make_precision(
+        config.policy, config.reduce_dtype, half=config.half, param_dtype=config.param_dtype,
+        compute_dtype=config.compute_dtype, keep_fp32=config.keep_fp32, per_op=config.per_op,
+    )  # fmt: skip
+
+
 def make_model(config: Config, precision: Precision, *, stages: int, training: bool) -> ModelDef:
     """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout."""
     options = config.model if training else replace(config.model, dropout=0.0)
@@ -40,7 +48,7 @@ def make_model(config: Config, precision: Precision, *, stages: int, training: b
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be one without devices."""
     parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
-    precision = make_precision(config.precision.policy, config.precision.reduce_dtype)
+    precision = precision_of(config.precision)
     model = make_model(config, precision, stages=mesh.shape["pipe"], training=True)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
