@@ -130,13 +130,12 @@ class _Autocast:
         name, floats = equation.primitive.name, [x for x in operands if _is_float(x)]
         if name == "mul" and equation.invars[0] is equation.invars[1]:  # a square, written as most people write it
             return self._in_fp32(equation, operands)
-        if name == "convert_element_type" and not self._weak(operands[0]):
-            return apply(equation, operands)  # to the type that is written there
-        if not floats or all(self._weak(x) for x in floats):
+        if all(self._weak(x) for x in floats or operands):
             results = self._in_traced(equation, operands)
-            if floats:
-                self._constants |= {id(result): result for result in results if _is_float(result)}
+            self._constants |= {id(result): result for result in results}
             return results
+        if name == "convert_element_type" or not floats:  # to the type that is written there
+            return apply(equation, operands)
         widest = self._widest(floats)
         return apply(equation, [_to(x, widest) if _is_float(x) else x for x in operands])
 
@@ -178,11 +177,7 @@ class _Autocast:
             return tuple(map(self._rewritten, value))
         if not hasattr(value, "eqns"):
             return value
-        kinds = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
-            for aval in value.in_avals
-        ]
-        return jax.make_jaxpr(lambda *values: self.as_traced(value, values))(*kinds)
+        return jax.make_jaxpr(lambda *values: self.as_traced(value, values))(*value.in_avals)
 
 
 def _names(equation: Any) -> set[str]:
