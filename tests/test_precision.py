@@ -25,6 +25,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import in_precision
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
+from jaxdist.plan.ledger import ledger
 from jaxdist.precision import POLICIES, Precision, make_precision
 from jaxdist.specs import path_name
 from jaxdist.state import specs_of_arrays
@@ -154,6 +155,18 @@ def test_a_step_is_what_the_table_says(name: str) -> None:
     assert found.pop(("psum", ("data",))) == {row.reduce}
     assert found.pop(("psum", ("data", "fsdp"))) == {row.wide}
     assert not found
+
+
+def test_the_ledger_reads_a_step_of_o1_like_one_of_fp32() -> None:
+    """Names and source lines survive that operations are evaluated anew."""
+    model, mesh, tx = gpt(GPT2, max_length=8), make_mesh(fsdp=2, tensor=2), optax.sgd(0.1)
+    target = state_target(model, tx, mesh, strategy="zero3")
+    found = []
+    for name in ("fp32", "O1"):
+        step = make_train_step(model, tx, mesh, strategy="zero3", precision=name)
+        rows = ledger(step, target, batch()).collectives
+        found.append(sorted((row.op, row.axes, row.source, row.phase, row.purpose, row.calls) for row in rows))
+    assert found[0] == found[1] and any("nn/linear.py" in row[2] for row in found[1])
 
 
 LAYOUTS = [
