@@ -40,8 +40,12 @@ class Parts(NamedTuple):
 
 
 def precision_of(config: PrecisionConfig) -> Precision:
-    """The precision policy of this configuration."""
-    chosen, given = make_precision(config.policy, config.reduce_dtype), config.loss_scale
+    """The policy of this configuration, with what is set beside it."""
+    chosen = make_precision(
+        config.policy, config.reduce_dtype, half=config.half, param_dtype=config.param_dtype,
+        compute_dtype=config.compute_dtype, keep_fp32=config.keep_fp32, per_op=config.per_op,
+    )  # fmt: skip
+    given = config.loss_scale
     mode = given.mode or ("none" if chosen.scale_rule is None else "dynamic")
     moves = (given.growth_factor, given.backoff_factor) if mode == "dynamic" else (1.0, 1.0)
     rule = ScaleRule(given.init_scale, *moves, given.growth_interval)

@@ -20,6 +20,9 @@ __all__ = [
     "uneven",
 ]  # fmt: skip
 
+POLICIES = ("fp32", "bf16", "fp16", "fp64", "O0", "O1", "O2", "O3")  # those of `jaxdist.precision`, which imports jax
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -129,12 +132,19 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Types of parameters, computation and reduction. `precision: bf16` is short for `precision: {policy: bf16}`."""
+    """Number types; what is null goes by the policy. `precision: bf16` is short for `precision: {policy: bf16}`."""
 
-    policy: str = setting("fp32", "types of parameters and computation", choices=("fp32", "bf16", "fp64"))
-    reduce_dtype: str | None = setting(
-        None, "type in which gradients are summed; null: by policy", choices=("float32", "bfloat16", "float64")
+    policy: str = setting("fp32", "types of parameters and computation", choices=POLICIES)
+    reduce_dtype: str | None = setting(None, "type in which gradients are summed", choices=DTYPES)
+    half: str | None = setting(
+        None, "fp16, O1 to O3: bfloat16 in place of float16, without a loss scale", choices=("float16", "bfloat16")
     )
+    param_dtype: str | None = setting(None, "type of parameters and optimizer state at rest", choices=DTYPES)
+    compute_dtype: str | None = setting(None, "type of matrix products, and of what layers receive", choices=DTYPES)
+    keep_fp32: tuple[str, ...] | None = setting(
+        None, "parameters that layers receive in fp32, by patterns: ['*norm*', head.*]"
+    )
+    per_op: bool | None = setting(None, "true: parameters are not cast, each operation casts its operands (autocast)")
     loss_scale: LossScaleConfig = section(LossScaleConfig, "scaling of the loss", shorthand="mode")
     max_consecutive_skips: int = setting(
         10, "steps in a row that may be skipped as not finite; one more ends the run", at_least=0

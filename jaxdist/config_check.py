@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ONE_STAGE = ("accumulate", "pairwise")  # schedules
 SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
+WITH_HALF = ("fp16", "O1", "O2", "O3")  # policies
+SMALLEST_FLOAT16 = 1e-7  # its step near zero is 6e-8
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 
 
@@ -134,13 +136,11 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     if config.optimizer.warmup_steps > config.train.steps:
         raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
                         f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
-    if config.precision.reduce_dtype == "float64" and config.precision.policy != "fp64":
-        raise UserError(f"precision.reduce_dtype: 'float64' needs precision.policy fp64, not {config.precision.policy};"
-                        " allowed: float32, bfloat16")  # fmt: skip
     if config.train.loss_spike and (config.train.on_nonfinite == "skip" or config.train.loss_spike <= 1):
         raise UserError(f"train.loss_spike: {config.train.loss_spike:g} with train.on_nonfinite"
                         f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
                         " when its step has been taken")  # fmt: skip
+    _check_precision(config)
     rest = _rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
@@ -151,6 +151,29 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
     check_layout(config)
     return config
+
+
+def _check_precision(config: Config) -> None:
+    precision, optimizer = config.precision, config.optimizer
+    for key in ("param_dtype", "compute_dtype", "reduce_dtype"):
+        if getattr(precision, key) == "float64" and precision.policy != "fp64":
+            raise UserError(f"precision.{key}: 'float64' needs precision.policy fp64, not {precision.policy};"
+                            " allowed: float32, bfloat16, float16")  # fmt: skip
+    if precision.half is not None and precision.policy not in WITH_HALF:
+        raise UserError(f"precision.half: {precision.half!r} stands for the float16 of a policy, and"
+                        f" {precision.policy} has none; allowed with {', '.join(WITH_HALF)}; or set"
+                        " precision.compute_dtype")  # fmt: skip
+    at_rest = (precision.half or "float16") if precision.policy == "O3" else "float32"
+    if (precision.param_dtype or at_rest) != "float16":
+        return
+    if optimizer.name in ("adafactor", "muon"):
+        raise UserError(f"optimizer.name: {optimizer.name!r} divides by constants that are zero in float16, in which"
+                        " this precision keeps the optimizer's state; allowed: adamw, sgd, lion; or"
+                        " precision.param_dtype=float32")  # fmt: skip
+    if optimizer.name == "adamw" and optimizer.eps < SMALLEST_FLOAT16:
+        raise UserError(f"optimizer.eps: {optimizer.eps:g} is zero in float16, in which this precision keeps the"
+                        f" optimizer's state; allowed: at least {SMALLEST_FLOAT16:g}, such as 1e-4; or"
+                        " precision.param_dtype=float32")  # fmt: skip
 
 
 def check_layout(config: Config) -> None:

@@ -48,8 +48,13 @@ def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
     if sync.algorithm not in ("native", "ordered") or sync.wire_dtype is not None:
         raise UserError(f"{KEY}.deterministic: true sums by algorithm ordered, nothing rounded; leave out"
                         f" {KEY}.algorithm {sync.algorithm} and wire_dtype {sync.wire_dtype}")  # fmt: skip
-    if config.precision.reduce_dtype == "bfloat16":
-        raise UserError(f"precision.reduce_dtype: 'bfloat16' is not for {KEY}.deterministic; allowed: null, float32")
+    reduce_dtype = config.precision.reduce_dtype
+    if reduce_dtype in ("bfloat16", "float16"):
+        raise UserError(f"precision.reduce_dtype: {reduce_dtype!r} is not for {KEY}.deterministic; allowed: null,"
+                        " float32")  # fmt: skip
+    if config.precision.policy == "O3" and reduce_dtype is None:
+        raise UserError(f"precision.policy: 'O3' sums gradients in a half type, which is not for {KEY}.deterministic;"
+                        " allowed with it: precision.reduce_dtype=float32")  # fmt: skip
     for key, count in ((f"{KEY}.virtual_shards", sync.virtual_shards), ("mesh: data x fsdp x expert", ranks)):
         if count & (count - 1):
             raise UserError(f"{key}: {count} is no power of two, which deterministic needs; allowed: 1, 2, 4, 8, ...")

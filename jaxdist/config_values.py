@@ -27,7 +27,7 @@ _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
     "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
     "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
-    "bfloat16": "bf16", "float32": "fp32",
+    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16",
 }  # fmt: skip
 
 

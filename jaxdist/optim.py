@@ -4,7 +4,6 @@ They run in the global region, on whole arrays: clip_by_global_norm, adafactor a
 tensor, and inside a manual region they would silently use each shard's local statistics.
 """
 
-import fnmatch
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import PartitionSpec as P
 
 from jaxdist import interpret
 from jaxdist.errors import UserError
 from jaxdist.interpret import CALLS
 from jaxdist.precision import accumulation_dtype
-from jaxdist.specs import is_model, path_name
+from jaxdist.specs import fitting, is_model
 
 if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
@@ -123,22 +121,10 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
     """The tree with an `optax.MaskedNode` in place of every leaf whose path ("blocks.mlp.up.kernel") fits a pattern
     ("embed.*"). PartitionSpecs are leaves. Raises `UserError` for a pattern that fits nothing, or when nothing is left.
     """
-    if isinstance(patterns, str):
-        raise UserError(f"optimizer.freeze: {patterns!r} is one text; give a list of patterns, [{patterns!r}]")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, P | optax.MaskedNode)
-    )
-    names = [path_name(path) for path, _ in leaves]
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"optimizer.freeze: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} "
-                            f"or '{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}")  # fmt: skip
-    frozen = [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names]
-    if all(frozen):
+    frozen = fitting(tree, patterns, key="optimizer.freeze")
+    if all(jax.tree.leaves(frozen)):
         raise UserError(f"optimizer.freeze: {', '.join(patterns)} leaves nothing to train; leave one of them out")
-    return jax.tree.unflatten(
-        treedef, [optax.MaskedNode() if out else leaf for (_, leaf), out in zip(leaves, frozen, strict=True)]
-    )
+    return jax.tree.map(lambda out, leaf: optax.MaskedNode() if out else leaf, frozen, tree)
 
 
 def only_trained(optimizer: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformation:

@@ -25,6 +25,7 @@ from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
+from jaxdist.parallel.program import in_precision
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.precision import Precision
@@ -70,7 +71,7 @@ def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.evaluate`) are made of: the model without dropout, in the run's layout."""
     strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
     model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False)
-    return model, run.mesh, specs_of_arrays(run.target.params), strategy
+    return in_precision(model, run.precision), run.mesh, specs_of_arrays(run.target.params), strategy
 
 
 def identity(config: Config, source: Source) -> dict[str, Any]:

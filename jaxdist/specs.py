@@ -133,6 +133,23 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
     return chosen_specs
 
 
+def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
+    """For each leaf, whether its path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"). PartitionSpecs and
+    MaskedNodes are leaves. Raises `UserError`, which names `key`, for a pattern that fits nothing and is not
+    `optional`."""
+    if isinstance(patterns, str):
+        raise UserError(f"{key}: {patterns!r} is one text; give a list of patterns, [{patterns!r}]")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, P | MaskedNode))
+    names = [path_name(path) for path, _ in leaves]
+    for pattern in patterns:
+        if pattern not in optional and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
+                            f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}")  # fmt: skip
+    return jax.tree.unflatten(
+        treedef, [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names]
+    )
+
+
 def shard_count(spec: P, mesh: AnyMesh) -> int:
     """Into how many different parts an array with this spec is cut."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))

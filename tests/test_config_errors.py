@@ -41,6 +41,7 @@ BOMB = b"a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
     b"%c: &%c [*%c, *%c, *%c, *%c, *%c, *%c, *%c, *%c, *%c]\n" % (n, n, *[n - 1] * 9) for n in range(ord("b"), ord("j"))
 )
 
+POLICIES = "fp32, bf16, fp16, fp64, O0, O1, O2, O3"
 FILES = [
     case("missing", MISSING, "no such file"),
     case("folder", FOLDER, "a folder"),
@@ -175,8 +176,12 @@ VALUES = [
         "choice-typo", b"optimizer: {name: adamww}\n", "optimizer.name", "'adamww'", "adamw, sgd, lion", "mean 'adamw'?"
     ),
     case("choice-optional", b"model: {positions: ropes}\n", "model.positions", "learned, rope", "mean 'rope'?"),
-    case("precision-short", b"precision: bf61\n", "precision.policy", "'bf61'", "fp32, bf16, fp64", "mean 'bf16'?"),
+    case("precision-short", b"precision: bf61\n", "precision.policy", "'bf61'", POLICIES, "mean 'bf16'?"),
     case("precision-long", b"precision: bfloat16\n", "precision.policy", "mean 'bf16'?"),
+    case("precision-level", b"precision: o4\n", "precision.policy", "'o4'", POLICIES),
+    case("precision-fp8", b"precision: fp8\n", "precision.policy", "'fp8'", POLICIES),
+    case("precision-half", b"precision: {policy: O2, half: float8}\n", "precision.half", "'float8'", "bfloat16"),
+    case("precision-keep", b"precision: {policy: O2, keep_fp32: head}\n", "precision.keep_fp32", "write ['head']"),
     case("precision-number", b"precision: 16\n", "precision", "16", "precision.policy"),
     case("precision-list", b"precision: [bf16]\n", "precision", "a list", "precision.policy"),
     case("reduce-dtype", b"precision: {reduce_dtype: float23}\n", "precision.reduce_dtype", "mean 'float32'?"),
@@ -236,6 +241,14 @@ TOGETHER = [
     case("prefetch", b"parallel: {prefetch: 2}\n", "parallel.prefetch", "2", "1"),
     case("prefetch-kept", b"parallel: {prefetch: 1, reshard_after_forward: false}\n", "parallel.prefetch",
          "parallel.reshard_after_forward to true"),
+    case("precision-64", b"precision: {compute_dtype: float64}\n", "precision.compute_dtype", "policy fp64"),
+    case("half-of-none", b"precision: {policy: bf16, half: float16}\n", "precision.half", "fp16, O1, O2, O3"),
+    case("pure-half-eps", b"precision: O3\n", "optimizer.eps", "1e-08", "1e-4", "param_dtype=float32"),
+    case("pure-half-muon", b"precision: O3\noptimizer: {name: muon}\n", "optimizer.name", "'muon'", "sgd"),
+    case("half-ordered", b"precision: {policy: O3, half: bfloat16}\nparallel: {grad_sync: {deterministic: true}}\n",
+         "precision.policy", "reduce_dtype=float32"),
+    case("fp16-ordered", b"precision: {reduce_dtype: float16}\nparallel: {grad_sync: {deterministic: true}}\n",
+         "precision.reduce_dtype", "float32"),
     case("prefetch-ordered", b"parallel: {prefetch: 1, grad_sync: {deterministic: true}}\n", "parallel.prefetch",
          "parallel.grad_sync.deterministic"),
     case("batch-small", b"data: {global_batch: 2}\nmesh: {data: 8}\n", "data.global_batch", "2", "8", args=(CPU,)),

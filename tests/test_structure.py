@@ -21,7 +21,7 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "precision", "interpret", "guard"},
+     "precision", "interpret", "autocast", "guard"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},

@@ -19,6 +19,7 @@ from jaxdist.nn import (
     PositionEmbed,
     VocabEmbed,
     VocabHead,
+    add_bias,
     dropout,
     make_norm,
     model_def,
@@ -41,7 +42,7 @@ class Embed(nnx.Module):
     def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:
         h_BSD = self.tokens(batch["inputs"])
         if self.positions is not None:
-            h_BSD = h_BSD + self.positions(h_BSD.shape[1])
+            h_BSD = add_bias(h_BSD, self.positions(h_BSD.shape[1]))
         return dropout(h_BSD, keys_B, site=0, rate=self.dropout)
 
 

@@ -5,7 +5,7 @@ from jaxdist.nn.attention import Attention, QKVProjection
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
-from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear, add_bias
 from jaxdist.nn.mlp import MLP
 from jaxdist.nn.model import ModelDef, model_def
 from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
@@ -24,6 +24,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabEmbed",
     "VocabHead",
+    "add_bias",
     "dropout",
     "dropout_heads",
     "make_norm",

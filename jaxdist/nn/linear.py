@@ -18,7 +18,7 @@ from jaxdist.precision import accumulation_dtype
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """y + bias, in at least fp32: the gradient of a bias is a sum over all positions."""
+    """y + bias, in at least fp32: the gradient of a bias is a sum over all positions, or samples."""
     wide = accumulation_dtype(y.dtype)
     return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
 

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from jaxdist.autocast import autocast
 from jaxdist.collectives.jaxpr import named_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.program import make_program, regathers
+from jaxdist.parallel.program import in_precision, make_program, regathers
 from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy, StrategyOptions
@@ -52,7 +53,8 @@ def foreign_program(
 ) -> Program:
     """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
     state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the
-    whole global batch; no gradient flows through it. params come in the compute dtype: cast inputs to it in the loss.
+    whole global batch; no gradient flows through it. params come in the dtype that the policy gives layers: cast
+    inputs to it in the loss.
     """
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
     if idle:
@@ -88,11 +90,12 @@ def program_and_region(
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     if isinstance(model, ModelDef):
         program = make_program(
-            model, strategy, specs, remat=remat, prefetch=options.prefetch, isolated=options.sync.deterministic,
-            conditions=options.pipeline_cond,
+            in_precision(model, options.precision), strategy, specs, remat=remat, prefetch=options.prefetch,
+            isolated=options.sync.deterministic, conditions=options.pipeline_cond,
         )  # fmt: skip
         return program, jax.shard_map
     if options.prefetch:
         raise UserError("prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
                         "model from jaxdist.nn layers")  # fmt: skip
-    return foreign_program(model, strategy, specs, mesh, remat=remat), unchecked_region
+    loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
+    return foreign_program(loss_fn, strategy, specs, mesh, remat=remat), unchecked_region

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
@@ -19,6 +20,7 @@ from jaxdist.parallel.remat import after, rematerialise
 from jaxdist.parallel.schedule import Program, Stages
 from jaxdist.parallel.stack import Blocks, Gather, Stack
 from jaxdist.parallel.strategy import Strategy
+from jaxdist.precision import Precision
 from jaxdist.specs import STACKED, only, spec_axes, spec_leaves, unit_specs
 
 PyTree = Any
@@ -39,6 +41,16 @@ def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.map(lambda leaf: lax.optimization_barrier(leaf) if floats(leaf) else leaf, tree)
 
     return lambda *arguments: fence(function(*fence(arguments)))
+
+
+def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
+    """The model, whose units cast operation by operation where the policy says so."""
+    if not precision.per_op:
+        return model
+    embed, block, head, logits = (
+        autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
+    )
+    return model._replace(embed=embed, block=block, head=head, logits=logits)
 
 
 def _use(

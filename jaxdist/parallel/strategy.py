@@ -20,6 +20,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.spread import spreading
 from jaxdist.parallel.sync import GradSync, finish, reduce_late
+from jaxdist.parallel.widening import widening
 from jaxdist.precision import Precision
 from jaxdist.specs import dim_of, map_named, map_specs, split_over, unit_specs
 
@@ -76,16 +77,16 @@ class StrategyOptions(NamedTuple):
 
 
 def get_strategy(name: str, options: StrategyOptions) -> Strategy:
-    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path, `spreading` over pipelines. Raises
-    `UserError` for options that exclude each other."""
+    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path, `widening` what stays in fp32,
+    `spreading` over pipelines. Raises `UserError` for options that exclude each other."""
     if options.prefetch not in (0, 1):
         raise UserError(f"prefetch={options.prefetch}: allowed: 0, 1")
     if options.prefetch and not options.reshard_after_forward:
         raise UserError("prefetch=1: gathers again for the backward pass; leave out reshard_after_forward=False")
     if options.prefetch and options.sync.deterministic:
         raise UserError("prefetch=1: changes the order of work; leave it out with deterministic")
-    strategy = registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")(options)
-    return spreading(strategy, options)
+    make = registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")
+    return spreading(widening(make, options), options)
 
 
 def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
@@ -168,17 +169,17 @@ _connect.defvjp(_connect_forward, _connect_backward)
 
 
 def gather(x: jax.Array, dim: int, precision: Precision) -> jax.Array:
-    """A shard over fsdp -> the whole parameter in the compute dtype."""
-    return all_gather(x.astype(precision.compute), "fsdp", dim=dim)
+    """A shard over fsdp -> the whole parameter in the dtype that layers receive."""
+    return all_gather(x.astype(precision.received), "fsdp", dim=dim)
 
 
 def cast_leaf(leaf: jax.Array | Frozen, options: StrategyOptions) -> jax.Array:
-    """A whole parameter in the compute dtype."""
-    return connect(value_of(leaf).astype(options.precision.compute), leaf, None, options)
+    """A whole parameter in the dtype that layers receive."""
+    return connect(value_of(leaf).astype(options.precision.received), leaf, None, options)
 
 
 def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: str | None) -> PyTree:
-    """Whole copies in the compute dtype of the parameters that rest as shards over fsdp; () for the others.
+    """Whole copies, in the dtype that layers receive, of parameters that rest as shards over fsdp; () for others.
 
     Stacked blocks one after the other: a gather of their stack would need a second copy of it in transit.
     """
@@ -196,7 +197,8 @@ def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: st
     for name in params:
         with jax.named_scope(name):
             run = functools.partial(unit, of_one[name])
-            whole[name] = lax.map(run, params[name]) if name == stacked else run(params[name])
+            loop = name == stacked and jax.tree.leaves(params[name])
+            whole[name] = lax.map(run, params[name]) if loop else run(params[name])
     return whole
 
 

@@ -97,7 +97,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         sizes["gradients"] = sum(nbytes(leaf, least=4) for leaf in jax.tree.leaves(trained))
 
         def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # what is used as it rests is no copy
-            used = leaf if isinstance(copy, tuple) else copy
+            used = next(iter(jax.tree.leaves(copy)), leaf)
             return () if used.shape == rest.shape else used
 
         copies = map_specs(kept, specs, params, diff, held)
