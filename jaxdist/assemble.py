@@ -45,7 +45,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
         "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,
-        "freeze": config.optimizer.freeze,
+        "freeze": config.optimizer.freeze, "offload": config.memory.offload.optimizer,
     }  # fmt: skip
     step = make_train_step(
         model, optimizer, mesh, strategy=parallel.strategy, schedule=parallel.schedule,

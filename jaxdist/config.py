@@ -14,8 +14,8 @@ from jaxdist.config_load import read, section, setting, to_text
 
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "MemoryConfig", "MeshConfig",
-    "ModelConfig", "ObserveConfig", "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "TrainConfig",
-    "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model", "to_yaml",
+    "ModelConfig", "ObserveConfig", "OffloadConfig", "OptimizerConfig", "ParallelConfig", "PrecisionConfig",
+    "TrainConfig", "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model", "to_yaml",
 ]  # fmt: skip
 
 
@@ -117,10 +117,18 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """What rests in host memory instead of on the devices."""
+
+    optimizer: bool = setting(False, "the optimizer state, which is fetched for each update and put back")
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
-    """What is computed again instead of kept."""
+    """What is computed again instead of kept, and what rests in host memory."""
 
     remat: str = setting("none", "full: recompute each block in the backward pass", choices=("none", "full"))
+    offload: OffloadConfig = section(OffloadConfig, "what rests in host memory")
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,7 @@ class Config:
     mesh: MeshConfig = section(MeshConfig, "the mesh axes")
     parallel: ParallelConfig = section(ParallelConfig, "strategy, schedule, gradient reduction")
     precision: PrecisionConfig = section(PrecisionConfig, "number types", shorthand="policy")
-    memory: MemoryConfig = section(MemoryConfig, "recomputation")
+    memory: MemoryConfig = section(MemoryConfig, "recomputation, host memory")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
     train: TrainConfig = section(TrainConfig, "the run")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import HOST, AnyMesh
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
@@ -63,6 +63,33 @@ def abstract_state(
         layout,
         state,
     )
+
+
+def on_host(target: TrainState) -> TrainState:
+    """The target with the arrays of its optimizer state at rest in host memory. Numbers, such as counts of steps, stay
+    on the device: 4 bytes each, and the step would wait for every one."""
+
+    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        there = leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+
+    return target._replace(opt_state=jax.tree.map(one, target.opt_state))
+
+
+def hosted(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer for a state of which some may rest in host memory: that is fetched for the update, and its new
+    value put back. Where nothing does, nothing is added. Types say where each array is; mixing spaces is an error."""
+
+    def move(leaf: jax.Array, *, like: Any) -> jax.Array:
+        return leaf if jax.typeof(leaf).memory_space == like else jax.device_put(leaf, like)
+
+    def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        grads, state = jax.lax.optimization_barrier((grads, state))
+        near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), state)
+        updates, new = optimizer.update(grads, near, params)
+        return updates, jax.tree.map(lambda leaf, old: move(leaf, like=jax.typeof(old).memory_space), new, state)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -29,7 +29,7 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import STACKED, batch_spec
-from jaxdist.state import TrainState, check_state, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, check_state, hosted, shardings_of, specs_of_arrays
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()
@@ -120,7 +120,7 @@ def make_train_step(
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
     placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)
-    optimizer = only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze)
+    optimizer = hosted(only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze))
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
     def build(state: TrainState) -> Any:
