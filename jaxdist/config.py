@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model
 from jaxdist.config_load import read, section, setting, to_text
+from jaxdist.config_memory import MODES, NAMES
 
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "MemoryConfig", "MeshConfig",
@@ -45,6 +46,9 @@ class ModelConfig:
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    loss_chunk: int | None = setting(
+        None, "tokens whose logits exist at a time; 0: all; null: all, up to 256 MiB of logits on a device", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,12 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is computed again instead of kept, and what rests in host memory."""
+    """What is computed again instead of kept, and what rests in host memory: docs/memory.md."""
 
-    remat: str = setting("none", "full: recompute each block in the backward pass", choices=("none", "full"))
+    remat: str | tuple[str, ...] = setting(
+        "none", "what the backward pass computes again, of each block; a list: all but these values",
+        choices=MODES, listed=NAMES,
+    )  # fmt: skip
     offload: OffloadConfig = section(OffloadConfig, "what rests in host memory")
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.config_memory import check_memory
 from jaxdist.config_sync import check_grad_sync
 from jaxdist.config_values import show
 from jaxdist.errors import UserError
@@ -166,6 +167,7 @@ def check_layout(config: Config) -> None:
     _check_pipeline(config, mesh["pipe"])
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
+    check_memory(config, ONE_STAGE)
 
 
 def _check_pipeline(config: Config, stages: int) -> None:

@@ -46,7 +46,8 @@ def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section: `kind` is bool, int, float, str, tuple (of texts) or the dataclass of a nested section."""
+    """One key of a section: `kind` is bool, int, float, str, tuple (of texts) or the dataclass of a nested section; str
+    also where a list may stand (`Rule.listed`)."""
 
     name: str
     kind: type
@@ -338,6 +339,7 @@ def _find(cls: type, parts: list[str], raw: str) -> Key:
 def _override_value(key: Key, raw: str, dotted: str) -> Any:
     if key.optional and raw.strip() in ("", "~", "null"):
         return None
-    if key.kind is str and not raw.lstrip().startswith(("'", '"')):
+    quoted = ("'", '"', "[") if key.rule.listed else ("'", '"')
+    if key.kind is str and not raw.lstrip().startswith(quoted):
         return raw
     return parse_yaml(raw, f"{dotted}={show(raw)}")

@@ -35,6 +35,7 @@ class Rule:
     doc: str
     choices: tuple[str, ...] = ()
     folder: str = ""  # the package that is the registry of this key's names
+    listed: tuple[str, ...] = ()  # a list of some of these may stand in place of one text
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -54,6 +55,7 @@ class Rule:
             parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
             text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
         text += f", or {self.also}" if self.also is not None else ""
+        text += f", or a list of some of {', '.join(self.listed)}" if self.listed else ""
         return text + (", or null" if optional else "")
 
     def holds(self, value: float) -> bool:
@@ -101,6 +103,8 @@ def check_value(value: Any, kind: type, optional: bool, rule: Rule, key: str) ->
         raise UserError(f"{key}: nothing (null) is given; allowed: {allowed}; write a value or remove the key")
     if kind is tuple:
         return _check_list(value, rule, key)
+    if rule.listed and isinstance(value, list | tuple):
+        return _check_list(value, Rule(rule.doc, choices=rule.listed), key)
     if kind is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
     if kind is float and type(value) is int:

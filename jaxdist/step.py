@@ -37,8 +37,8 @@ Metrics = dict[str, jax.Array]
 
 
 def make_gradients(
-    model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy,
-    schedule: Schedule, *, microbatches: int, options: StrategyOptions, remat: str, seed: int, trained: PyTree,
+    model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy, schedule: Schedule,
+    *, microbatches: int, options: StrategyOptions, remat: str | Sequence[str], seed: int, trained: PyTree,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
     trained: those of the gradients."""
@@ -101,9 +101,9 @@ class TrainStep:
 
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
-    schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
-    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True,
-    prefetch: int = 0, pipeline_cond: bool = True, seed: int = 0, return_grads: bool = False,
+    schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", seed: int = 0,
+    remat: str | Sequence[str] = "none", grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (),
+    reshard_after_forward: bool = True, prefetch: int = 0, pipeline_cond: bool = True, return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 

@@ -21,7 +21,7 @@ from jaxdist.step import TrainStep
 PyTree = Any
 ACTIVATIONS, COPIES, CONSTANTS = KINDS = ("activations", "copies of parameters", "constants")
 # Primitives that hand on what they are given: no array of its own in the compiled program.
-PASSING = ("stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
+PASSING = ("name", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
 
 
 class Kept(NamedTuple):

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from jaxdist.assemble import Parts, assemble
 from jaxdist.config import Config
 from jaxdist.config_check import check_config
+from jaxdist.config_memory import MODES
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.remat import MODES
+from jaxdist.parallel.remat import available
 from jaxdist.plan.flops import flops_of
 from jaxdist.plan.footprint import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.ledger import ledger
@@ -59,6 +60,13 @@ def _remat(config: Config, *, mode: str) -> Overrides:
     return {"memory.remat": mode}
 
 
+def _loss_chunk(config: Config) -> Overrides:
+    mesh, asked = config.mesh, config.model.loss_chunk
+    tokens = config.data.global_batch * config.data.seq_len // (mesh.data * mesh.fsdp * config.parallel.microbatches)
+    chunk = asked // 2 if asked else max(128, tokens // 8 // 128 * 128)  # what matrix units like
+    return {"model.loss_chunk": chunk} if 0 < chunk < tokens else {}
+
+
 def _next_stage(config: Config) -> Overrides:
     mesh, strategy = config.mesh, config.parallel.strategy
     if strategy not in STAGES[:-1] or mesh.data * mesh.fsdp == 1:
@@ -89,6 +97,7 @@ def _offload(config: Config) -> Overrides:
 REMEDIES: tuple[tuple[str, Callable[[Config], Overrides]], ...] = (
     ("twice the microbatches", _accumulate),
     *((f"remat {mode}", functools.partial(_remat, mode=mode)) for mode in MODES if mode != "none"),
+    ("logits in chunks", _loss_chunk),
     ("the next ZeRO stage", _next_stage),
     ("shards instead of replicas", _no_replicas),
     ("twice the tensor axis", _tensor),
@@ -116,6 +125,8 @@ def typed(key: str, value: Any) -> str:
 def cost_of(config: Config) -> Cost:
     """Compile the step of a configuration for the devices that this process has."""
     mesh = make_mesh(**asdict(config.mesh))
+    if (remat := available(config.memory.remat, mesh)) != config.memory.remat:
+        raise UserError(f"these devices run it as memory.remat={remat}")
     parts, batch = assemble(config, mesh), batch_of(config, mesh)
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:
