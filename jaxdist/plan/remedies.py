@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxdist.assemble import Parts, assemble
 from jaxdist.config import Config
 from jaxdist.config_check import check_config
 from jaxdist.config_memory import MODES
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.remat import available
 from jaxdist.plan.flops import flops_of
 from jaxdist.plan.footprint import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.ledger import ledger
@@ -125,8 +126,6 @@ def typed(key: str, value: Any) -> str:
 def cost_of(config: Config) -> Cost:
     """Compile the step of a configuration for the devices that this process has."""
     mesh = make_mesh(**asdict(config.mesh))
-    if (remat := available(config.memory.remat, mesh)) != config.memory.remat:
-        raise UserError(f"these devices run it as memory.remat={remat}")
     parts, batch = assemble(config, mesh), batch_of(config, mesh)
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:
@@ -139,6 +138,13 @@ def _flops(parts: Parts, batch: Any) -> float:
     splits."""
     jaxpr = parts.step.jitted(parts.target).trace(parts.target, batch).jaxpr
     return sum(flops_of(each.params["jaxpr"]) for each in jaxpr.eqns if each.primitive.name == "shard_map")
+
+
+def _check_available(config: Config, other: Config) -> None:
+    """Raise `UserError` for a remedy that these devices would run as another (`parallel.remat.available`)."""
+    offloads = other.memory.remat == "offload" != config.memory.remat
+    if offloads and jax.devices()[0].platform == "cpu":
+        raise UserError("simulated devices have no host memory, and run it as memory.remat=full")
 
 
 def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
@@ -161,6 +167,7 @@ def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
     for i, (name, overrides, other) in enumerate(wanted, start=2):
         progress(f"compiling {i}/{len(wanted) + 1}: {' '.join(overrides)}")
         try:
+            _check_available(config, other)
             found.append(Remedy(name, overrides, cost_of(other)))
         except UserError as error:  # what is only seen when the parts are put together
             found.append(Remedy(name, overrides, None, str(error)))
