@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model. What is left at null goes by `style` (`resolve_model` fills it in)."""
+    """The model. What is left at null, but for `loss_chunk`, goes by `style` (`resolve_model` fills it in)."""
 
     name: str = setting("gpt", "the model", folder="jaxdist.models")
     style: str = setting("gpt2", "what the keys left at null mean", choices=("gpt2", "llama"))
@@ -47,7 +47,7 @@ class ModelConfig:
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
     loss_chunk: int | None = setting(
-        None, "tokens whose logits exist at a time; 0: all; null: all, up to 256 MiB of logits on a device", at_least=0
+        None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
     )
 
 

@@ -167,7 +167,7 @@ def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
         return
     known = rule.choices or registry.names(rule.folder)
     if value not in known:
-        near = nearest(value, known)
+        near = None if value in rule.listed else nearest(value, known)
         allowed = f"one of {', '.join(known)}, or a dotted path" if rule.folder else allowed
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = f"; did you mean {near!r}?" if near else f"; write [{value}]" if value in rule.listed else ""
         raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed}{hint}")

@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.config_memory import refuse_split_backward
+from jaxdist.interpret import trimmed
 from jaxdist.parallel.remat import after
 from jaxdist.parallel.stack import AGAIN, Block, Blocks, Gather, Stack, at, put
 from jaxdist.specs import only
@@ -78,13 +79,17 @@ class Segments(Blocks):
                 unit = self.gather(at(diff, i), at(held, i), None)
                 return put(inputs, j + 1, self.block(unit, at(inputs, j), layers[i], keys)), None
 
-        def backward(carry: tuple[jax.Array, PyTree], j: jax.Array) -> tuple[PyTree, None]:
-            (dh, grads), i = carry, first + j
+        def gradients(i: jax.Array, h: jax.Array, dh: jax.Array) -> tuple[PyTree, jax.Array]:
             with jax.named_scope(AGAIN):
                 unit, reduce = self.fetch(diff, held, i)
-                _, kept = self.run(unit, diff, at(inputs, j), layers[i], keys)
+                _, kept = self.run(unit, diff, h, layers[i], keys)
             behind, dh = kept(only(kept.wanted, unit), dh)
-            return (dh, put(grads, i, *reduce(behind))), None
+            return reduce(behind)[0], dh
+
+        def backward(carry: tuple[jax.Array, PyTree], j: jax.Array) -> tuple[PyTree, None]:
+            dh, grads = carry
+            own, dh = trimmed(gradients, first + j, at(inputs, j), dh)  # nobody needs the block's output again
+            return (dh, put(grads, first + j, own)), None
 
         inputs = jnp.broadcast_to(h, (size, *h.shape))  # row 0 is what it says, the others are written
         if size > 1:

@@ -12,7 +12,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
-from jaxdist.plan.activations import KINDS, Kept, kept_activations
+from jaxdist.plan.activations import KINDS, ON_HOST, Kept, kept_activations
 from jaxdist.plan.footprint import batch_of, compile_step, footprint_of, held
 from jaxdist.plan.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.ledger import Ledger, ledger
@@ -52,9 +52,11 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     pipeline = table_of(config.parallel.schedule) is not None
     kept = None if pipeline else kept_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
-    memory |= {} if kept is None else {
-        f"{kind}, kept for backward": sum(each.bytes_per_device for each in kept if each.kind == kind) for kind in KINDS
-    }  # fmt: skip
+    if kept is not None:
+        offloaded = [ON_HOST] if any(each.kind == ON_HOST for each in kept) else []
+        for kind in (*KINDS, *offloaded):
+            size = sum(each.bytes_per_device for each in kept if each.kind == kind)
+            memory[f"{kind}, kept for backward"] = size
     added, compared = None, None
     if compiled:
         program = compile_step(parts, batch)
