@@ -68,7 +68,7 @@ def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, in
     ("adamw", "zero3", {}),
     pytest.param("muon", "zero1", {}, marks=pytest.mark.slow),
     pytest.param("adamw", "zero2", {"freeze": ("up",)}, marks=pytest.mark.slow),
-    pytest.param("adamw", "ddp", {"grad_sync": GradSync(deterministic=True, virtual_shards=4)}, marks=pytest.mark.slow),
+    pytest.param("adamw", "ddp", {"grad_sync": GradSync(deterministic=True)}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_trains_as_on_the_device(optimizer: str, strategy: str, options: dict[str, Any]) -> None:
     """Bit for bit: the program is the same but for where the state rests."""
