@@ -69,7 +69,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
         "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,
-        "freeze": config.optimizer.freeze,
+        "freeze": config.optimizer.freeze, "offload": config.memory.offload.optimizer,
     }  # fmt: skip
     skips = config.train.on_nonfinite == "skip" or precision.scale_rule is not None
     max_skips = config.precision.max_consecutive_skips if skips else 0

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model, uneven
 from jaxdist.config_load import read, section, setting, to_text
+from jaxdist.config_memory import MODES, NAMES
 
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "LossScaleConfig", "MemoryConfig",
-    "MeshConfig",
-    "ModelConfig", "ObserveConfig", "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "TrainConfig",
-    "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model", "to_yaml",
-    "uneven",
+    "MeshConfig", "ModelConfig", "ObserveConfig", "OffloadConfig", "OptimizerConfig", "ParallelConfig",
+    "PrecisionConfig", "TrainConfig", "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model",
+    "to_yaml", "uneven",
 ]  # fmt: skip
 
 POLICIES = ("fp32", "bf16", "fp16", "fp64", "O0", "O1", "O2", "O3")  # those of `jaxdist.precision`, which imports jax
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model. What is left at null goes by `style` (`resolve_model` fills it in)."""
+    """The model. What is left at null, but for `loss_chunk`, goes by `style` (`resolve_model` fills it in)."""
 
     name: str = setting("gpt", "the model", folder="jaxdist.models")
     style: str = setting("gpt2", "what the keys left at null mean", choices=("gpt2", "llama"))
@@ -50,6 +50,9 @@ class ModelConfig:
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    loss_chunk: int | None = setting(
+        None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,21 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
-    """What is computed again instead of kept."""
+class OffloadConfig:
+    """What rests in host memory instead of on the devices."""
 
-    remat: str = setting("none", "full: recompute each block in the backward pass", choices=("none", "full"))
+    optimizer: bool = setting(False, "the optimizer state, which is fetched for each update and put back")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is computed again instead of kept, and what rests in host memory: docs/memory.md."""
+
+    remat: str | tuple[str, ...] = setting(
+        "none", "what the backward pass computes again, of each block; a list: all but these values",
+        choices=MODES, listed=NAMES,
+    )  # fmt: skip
+    offload: OffloadConfig = section(OffloadConfig, "what rests in host memory")
 
 
 @dataclass(frozen=True)
@@ -235,7 +249,7 @@ class Config:
     mesh: MeshConfig = section(MeshConfig, "the mesh axes")
     parallel: ParallelConfig = section(ParallelConfig, "strategy, schedule, gradient reduction")
     precision: PrecisionConfig = section(PrecisionConfig, "number types", shorthand="policy")
-    memory: MemoryConfig = section(MemoryConfig, "recomputation")
+    memory: MemoryConfig = section(MemoryConfig, "recomputation, host memory")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
     train: TrainConfig = section(TrainConfig, "the run")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.config_memory import check_memory
 from jaxdist.config_sync import check_grad_sync
 from jaxdist.config_values import show
 from jaxdist.errors import UserError
@@ -28,7 +29,7 @@ GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "ja
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """The model section with every None replaced by what its style implies."""
+    """The model section with every None replaced by what its style implies, but for `loss_chunk`: it has no style."""
     llama = model.style == "llama"
     mlp = model.mlp or ("swiglu" if llama else "gelu")
     # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.
@@ -193,6 +194,7 @@ def check_layout(config: Config) -> None:
     _check_pipeline(config, mesh["pipe"])
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
+    check_memory(config, ONE_STAGE)
 
 
 def _check_pipeline(config: Config, stages: int) -> None:

@@ -1,9 +1,10 @@
 """YAML file + dotted overrides -> a tree of frozen dataclasses, for any dataclasses whose fields carry a `Rule`.
 
 A configuration file is taken as data and nothing else: the reader works on YAML's event stream, so that aliases, tags,
-deep nesting and duplicate keys are refused before anything is built from them. OmegaConf merges and writes.
+deep nesting and duplicate keys are refused before anything is built from them. OmegaConf writes.
 """
 
+import functools
 import re
 import stat
 import types
@@ -47,7 +48,7 @@ def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
 @dataclass(frozen=True)
 class Key:
     """One key of a section: `kind` is bool, int, float, str, tuple[str, ...], tuple[int, ...] or the dataclass of a
-    nested section."""
+    nested section; str also where a list of texts may stand (`Rule.listed`)."""
 
     name: str
     kind: Any
@@ -94,8 +95,14 @@ def read(cls: type[T], path: str | Path, overrides: Sequence[str]) -> T:
     layers = [tree, *(_override(cls, each) for each in overrides)]
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
     layers = [_checked(cls, cls, layer) for layer in layers]
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)))
-    return _build(cls, merged)
+    return _build(cls, functools.reduce(_merged, layers))
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, where keys of `above` win; sections are merged. (OmegaConf puts no text in place of a list.)"""
+    sections = {name: _merged(below[name], value) for name, value in above.items()
+                if isinstance(value, dict) and name in below}  # fmt: skip
+    return below | above | sections
 
 
 def to_text(config: Any) -> str:
@@ -338,6 +345,7 @@ def _find(cls: type, parts: list[str], raw: str) -> Key:
 def _override_value(key: Key, raw: str, dotted: str) -> Any:
     if key.optional and raw.strip() in ("", "~", "null"):
         return None
-    if key.kind is str and not raw.lstrip().startswith(("'", '"')):
+    quoted = ("'", '"', "[") if key.rule.listed else ("'", '"')
+    if key.kind is str and not raw.lstrip().startswith(quoted):
         return raw
     return parse_yaml(raw, f"{dotted}={show(raw)}")

@@ -38,6 +38,7 @@ class Rule:
     doc: str
     choices: tuple[str, ...] = ()
     folder: str = ""  # the package that is the registry of this key's names
+    listed: tuple[str, ...] = ()  # a list of some of these may stand in place of one text
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -57,6 +58,7 @@ class Rule:
             parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
             text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
         text += f", or {self.also}" if self.also is not None else ""
+        text += f", or a list of some of {', '.join(self.listed)}" if self.listed else ""
         return text + (", or null" if optional else "")
 
     def holds(self, value: float) -> bool:
@@ -109,6 +111,8 @@ def check_value(value: Any, kind: Any, optional: bool, rule: Rule, key: str) -> 
         raise UserError(f"{key}: nothing (null) is given; allowed: {allowed}; write a value or remove the key")
     if is_list(kind):
         return _check_list(value, kind, rule, key)
+    if rule.listed and isinstance(value, list | tuple):
+        return _check_list(value, tuple[str, ...], Rule(rule.doc, choices=rule.listed), key)
     if kind is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
     if kind is float and type(value) is int:
@@ -173,7 +177,7 @@ def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
         return
     known = rule.choices or registry.names(rule.folder)
     if value not in known:
-        near = nearest(value, known)
+        near = None if value in rule.listed else nearest(value, known)
         allowed = f"one of {', '.join(known)}, or a dotted path" if rule.folder else allowed
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = f"; did you mean {near!r}?" if near else f"; write [{value}]" if value in rule.listed else ""
         raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed}{hint}")

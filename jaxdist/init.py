@@ -9,14 +9,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, has_host_memory
 from jaxdist.nn import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, residual_target
 from jaxdist.precision import POLICIES
 from jaxdist.specs import apply_rules, check_divisible, map_specs, without_idle
-from jaxdist.state import TrainState, abstract_state, allocate, place_params
+from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()
@@ -40,6 +40,7 @@ def state_target(
     min_shard_bytes: int = 0,
     grad_sync: GradSync = DEFAULT_SYNC,
     freeze: Sequence[str] = (),
+    offload: bool = False,
     rules: Rules = (),
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
@@ -55,7 +56,8 @@ def state_target(
     check_divisible(shapes, placed, mesh)
     resting = map_specs(lambda spec: without_idle(spec, mesh), placed)
     residual = residual_target(leave_out(shapes, freeze), leave_out(resting, freeze), mesh, grad_sync)
-    return abstract_state(shapes, resting, optimizer, mesh, residual)
+    target = abstract_state(shapes, resting, optimizer, mesh, residual)
+    return on_host(target) if offload and has_host_memory(mesh) else target
 
 
 def init_state(
@@ -67,6 +69,7 @@ def init_state(
     min_shard_bytes: int = 0,
     grad_sync: GradSync = DEFAULT_SYNC,
     freeze: Sequence[str] = (),
+    offload: bool = False,
     rules: Rules = (),
     seed: int = 0,
 ) -> TrainState:
@@ -75,12 +78,13 @@ def init_state(
     source: a `ModelDef`, a function key -> parameters, or a pytree of parameters that exist already (say
     `nnx.to_pure_dict(nnx.state(model, nnx.Param))`). The strategy decides the layout: the step must use the same one.
     grad_sync: the step's, when it sends int8, whose residual is part of the state. freeze: the step's, patterns of
-    parameters without optimizer state. rules: (pattern, PartitionSpec) pairs for parameter trees of your own, first
+    parameters without optimizer state. offload: the optimizer state rests in host memory, where devices have one, and
+    is fetched for each update. rules: (pattern, PartitionSpec) pairs for parameter trees of your own, first
     match wins: [("*.kernel", P(None, "fsdp")), ("*.bias", P())]; others as the strategy places them by their shapes.
     """
     target = state_target(
         source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync, freeze=freeze,
-        rules=rules,
+        offload=offload, rules=rules,
     )  # fmt: skip
     optimizer = only_trained(optimizer, freeze)
     if isinstance(source, ModelDef):

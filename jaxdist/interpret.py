@@ -74,3 +74,27 @@ def inlined(function: Callable[..., Any], *arguments: Any) -> Any:
     traced = jax.make_jaxpr(function)(*arguments)
     flat = lambda *values: evaluate(traced.jaxpr, traced.consts, values)  # noqa: E731
     return jax.make_jaxpr(flat)(*jax.tree.leaves(arguments))
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def needed(equations: list[Any], outputs: list[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
+    """(equations that the outputs need where `given` is there, in order; all variables read)."""
+    reads, chosen = set(variables(outputs)), []
+    for equation in reversed(equations):
+        if any(variable in reads and variable not in given for variable in equation.outvars):
+            chosen.append(equation)
+            reads.update(variables(equation.invars))
+    return chosen[::-1], reads
+
+
+def trimmed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), without equations that its results do not need: a compiler would drop them as well, but who
+    reads the program would count them."""
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    chosen, _ = needed(traced.jaxpr.eqns, traced.jaxpr.outvars, set())
+    results = evaluate(traced.jaxpr.replace(eqns=chosen), traced.consts, jax.tree.leaves(arguments))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)

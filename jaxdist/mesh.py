@@ -19,6 +19,7 @@ AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 # Every coordinate of these computes a part of the loss and of each gradient; only `tensor` computes the same loss.
 BATCH_LIKE = ("pipe", "data", "fsdp", "expert", "context")
+HOST = "pinned_host"  # the memory kind of jax for host memory that devices copy to and from by themselves
 
 
 def make_mesh(
@@ -71,6 +72,12 @@ def make_mesh(
 def abstract_mesh(**sizes: int) -> AbstractMesh:
     """A mesh without devices, to lay out and trace for: of any size, on any machine."""
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def has_host_memory(mesh: AnyMesh) -> bool:
+    """Whether arrays can rest in pinned host memory (`HOST`) beside these devices. A mesh without devices stands for
+    one of GPUs, which can."""
+    return not isinstance(mesh, Mesh) or HOST in {kind.kind for kind in mesh.local_devices[0].addressable_memories()}
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:

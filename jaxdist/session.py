@@ -22,14 +22,15 @@ from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml, uneve
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
-from jaxdist.mesh import make_mesh, sizes_of
+from jaxdist.mesh import has_host_memory, make_mesh, sizes_of
 from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
 from jaxdist.parallel.program import in_precision
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
+from jaxdist.plan.footprint import held
 from jaxdist.precision import Precision
-from jaxdist.specs import BATCH_SPEC, bytes_per_device
+from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
@@ -215,9 +216,7 @@ def describe(run: Run) -> dict[str, str]:
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     device = run.mesh.devices.flat[0]
     kind = "simulated CPU" if device.platform == "cpu" else device.device_kind
-    held_per_device = sum(
-        bytes_per_device(leaf, leaf.sharding.spec, run.mesh) for leaf in jax.tree.leaves(run.target)
-    )
+    near, far = held(run.target) / 2**20, held(run.target, on_host=True) / 2**20
     rows = {
         "run": str(run.folder),
         "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "
@@ -228,8 +227,11 @@ def describe(run: Run) -> dict[str, str]:
         f"{jax.process_count()} {plural('process', jax.process_count())})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}",
-        "state": f"{held_per_device / 2**20:.2f} MiB a device (parameters and optimizer)",
+        "state": f"{near:.2f} MiB a device (parameters and optimizer)"
+        + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
+    if config.memory.offload.optimizer and (device.platform == "cpu" or not has_host_memory(run.mesh)):
+        rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
     if run.baselines:
         marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"

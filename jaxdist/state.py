@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.guard import ScaleRule, choose, fresh_guard, is_held, next_guard
-from jaxdist.mesh import AnyMesh
+from jaxdist.guard import choose, fresh_guard
+from jaxdist.mesh import HOST, AnyMesh
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
@@ -29,16 +29,12 @@ class TrainState(NamedTuple):
     guard: Any = ()
 
 
-def advanced(
-    old: TrainState, new: TrainState, finite: jax.Array, *, rule: ScaleRule | None, max_skips: int
-) -> TrainState:
-    """The state after a step that would make `new` of `old`. One that is not finite leaves parameters, optimizer state
-    (and with it the optimizer's count of steps) and residual as they were; after more than `max_skips` of them in a row
-    nothing changes any more, the guard and the number of the step neither."""
-    held = is_held(old.guard, max_skips)
-    moved = (new.step, next_guard(old.guard, finite, rule))
-    step, guard = choose(held, (old.step, old.guard), moved)
-    return choose(finite & ~held, new, old)._replace(step=step, guard=guard)
+def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, held: jax.Array) -> TrainState:
+    """The state after a step that would make `new` of `old`. taken: or parameters and residual stay as they were (the
+    optimizer state has been kept by `hosted`). held: the number of the step and the guard stay, too."""
+    params, residual = choose(taken, (new.params, new.residual), (old.params, old.residual))
+    step, guard = choose(held, (old.step, old.guard), (new.step, new.guard))
+    return new._replace(step=step, params=params, residual=residual, guard=guard)
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
@@ -79,6 +75,36 @@ def abstract_state(
         layout,
         state,
     )
+
+
+def on_host(target: TrainState) -> TrainState:
+    """The target with the arrays of its optimizer state at rest in host memory. Numbers, such as counts of steps, stay
+    on the device: 4 bytes each, and the step would wait for every one."""
+
+    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        there = leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+
+    return target._replace(opt_state=jax.tree.map(one, target.opt_state))
+
+
+def hosted(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The optimizer for a state of which some may rest in host memory: that is fetched for the update, and its new
+    value put back. Types say where each array is; mixing spaces is an error. Takes taken=, a truth value: whether the
+    state changes at all, chosen while it is on the device."""
+
+    def move(leaf: jax.Array, *, like: Any) -> jax.Array:
+        return leaf if jax.typeof(leaf).memory_space == like else jax.device_put(leaf, like)
+
+    def update(grads: PyTree, state: Any, params: PyTree = None, *, taken: Any = None, **_: Any) -> tuple[PyTree, Any]:
+        if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(state)):
+            grads, state = jax.lax.optimization_barrier((grads, state))  # or it is fetched before gradients are made
+        near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), state)
+        updates, new = optimizer.update(grads, near, params)
+        new = new if taken is None else choose(taken, new, near)
+        return updates, jax.tree.map(lambda leaf, old: move(leaf, like=jax.typeof(old).memory_space), new, state)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.compiled import Metrics, TrainStep
-from jaxdist.guard import is_finite, scale_of, told
+from jaxdist.guard import is_finite, is_held, next_guard, scale_of, told
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.optim import apply_updates, global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
@@ -30,15 +30,15 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.precision import Precision, make_precision
 from jaxdist.specs import STACKED, batch_spec
-from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, advanced, check_state, hosted, shardings_of, specs_of_arrays
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()
 
 
 def make_gradients(
-    model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy,
-    schedule: Schedule, *, microbatches: int, options: StrategyOptions, remat: str, seed: int, trained: PyTree,
+    model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy, schedule: Schedule,
+    *, microbatches: int, options: StrategyOptions, remat: str | Sequence[str], seed: int, trained: PyTree,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
     trained: those of the gradients."""
@@ -75,9 +75,9 @@ def make_gradients(
 
 def make_train_step(
     model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
-    schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", remat: str = "none",
-    grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (), reshard_after_forward: bool = True,
-    prefetch: int = 0, pipeline_cond: bool = True, max_skips: int = 10, seed: int = 0,
+    schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", seed: int = 0,
+    remat: str | Sequence[str] = "none", grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (),
+    reshard_after_forward: bool = True, prefetch: int = 0, pipeline_cond: bool = True, max_skips: int = 10,
     return_grads: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
@@ -96,7 +96,7 @@ def make_train_step(
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
     placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)
-    optimizer = only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze)
+    optimizer = hosted(only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze))
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
     def build(state: TrainState) -> Any:
@@ -112,12 +112,13 @@ def make_train_step(
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             check_batch(batch, mesh, microbatches)
             loss, weight, grads, residual = gradients(state, batch)
-            with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             metrics = {"loss": jnp.where(weight > 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
-            new = TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual, state.guard)
-            finite = is_finite(metrics["loss"], metrics["grad_norm"])
-            state = advanced(state, new, finite, rule=policy.scale_rule, max_skips=max_skips)
+            finite, held = is_finite(metrics["loss"], metrics["grad_norm"]), is_held(state.guard, max_skips)
+            taken, guard = finite & ~held, next_guard(state.guard, finite, policy.scale_rule)
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
+                updates, opt_state = optimizer.update(grads, state.opt_state, state.params, taken=taken)
+            new = TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual, guard)
+            state = advanced(state, new, taken=taken, held=held)
             metrics |= told(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})
             return state, metrics
 

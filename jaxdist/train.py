@@ -24,6 +24,7 @@ from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, t
 from jaxdist.mesh import batch_shards, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
+from jaxdist.runtime.memory import advise, is_out_of_memory
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.stop import STOPPED, StopSignal
 from jaxdist.session import Run, build, describe, forward_parts, identity, run_environment, schedule_keys
@@ -290,6 +291,20 @@ def train(config: Config, folder: Path) -> int:
 def _train(config: Config, folder: Path) -> int:
     folder = agree_on(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _run(config, folder)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if jax.process_count() > 1:  # the others may be waiting: say what can be said, and end (`fail_alone`)
+            advise(config, folder, str(error), compiling=False)
+            raise
+        reason = str(error)
+    advise(config, folder, reason, compiling=True)  # not before the traceback is gone: it holds the state
+    return FAILED
+
+
+def _run(config: Config, folder: Path) -> int:
     with ExitStack() as stack:
         run = build(config, folder, stack)
         run.console.header(describe(run))

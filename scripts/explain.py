@@ -1,7 +1,6 @@
 """What a configuration will communicate and hold, without running a step: python scripts/explain.py --config FILE"""
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import asdict
@@ -22,6 +21,7 @@ def main() -> int:
     parser.add_argument("--parameters", action="store_true", help="also print how every parameter rests")
     parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
     parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices, and compare")
+    parser.add_argument("--remedies", action="store_true", help="also compile what would save memory, and rank it")
     parser.add_argument("--devices-per-host", type=int, default=8)
     parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
     parser.add_argument("--write-budget", metavar="FILE", type=Path)
@@ -31,23 +31,11 @@ def main() -> int:
         config = load_config(arguments.config, arguments.overrides, planned=True)
         import jax  # not before the configuration holds
         jax.config.update("jax_platforms", "cpu")
-        if arguments.compile:
+        if arguments.compile or arguments.remedies:
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-        from jaxdist.plan import budget, explain, pipeline, show
+        from jaxdist.plan.command import run
 
-        ticks = None if arguments.timeline is None else pipeline.ticks_of(config)
-        found = explain.explain(config, compiled=arguments.compile, devices_per_host=arguments.devices_per_host)
-        print(show.to_text(found, rows=arguments.rows, parameters=arguments.parameters,
-                           activations=arguments.activations))  # fmt: skip
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(explain.to_json(found), indent=1) + "\n")
-        if arguments.plot is not None:
-            show.draw(found, arguments.plot)
-        if ticks is not None:
-            print("", pipeline.show(config, ticks, arguments.timeline), sep="\n")
-        if arguments.write_budget is not None:
-            arguments.write_budget.write_text(json.dumps(budget.budget_of(found.ledger), indent=1) + "\n")
-        over = budget.over_budget(found.ledger, budget.read_budget(arguments.budget)) if arguments.budget else []
+        over = run(config, arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -64,3 +64,12 @@ def names_in(equation: Any) -> set[str]:
         for inner in getattr(sub, "jaxpr", sub).eqns:
             found |= names_in(inner)
     return found
+
+
+def names_of_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+    """(name, equation) wherever a value is named by `checkpoint_name`, at any depth."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"], equation
+        for sub in jaxprs_in_params(equation.params):
+            yield from names_of_values(sub)

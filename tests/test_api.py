@@ -76,7 +76,7 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
         ({"grad_sync": GradSync("rong")}, "'rong' is not known"),
         ({"strategy": "zero9"}, "'zero9' is not known"),
         ({"schedule": "gpipes"}, "'gpipes' is not known"),
-        ({"remat": "ful"}, "memory.remat: 'ful' is not known; allowed: none, full"),
+        ({"remat": "ful"}, "memory.remat: 'ful' is not known; allowed: one of none, full, dots, sqrt, offload, or a"),
     ],
     ids=str,
 )

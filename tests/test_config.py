@@ -147,6 +147,18 @@ def test_lists_of_integers(tmp_path: Path) -> None:
     check_layout(replace(config, mesh=MeshConfig(pipe=-1)))  # a size that is not known yet is not judged
 
 
+def test_a_text_or_a_list_of_texts(tmp_path: Path) -> None:
+    names = ("attention.out", "mlp.hidden")
+    config = load(tmp_path, "memory: {remat: [attention.out, mlp.hidden]}\n")
+    assert config.memory.remat == names
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    assert load_config(tmp_path / "again.yaml", ["memory.remat=dots"]).memory.remat == "dots"
+    assert load(tmp_path, "memory: {remat: full}\n").memory.remat == "full"
+    (tmp_path / "text.yaml").write_text("memory: {remat: full}\n")
+    assert load_config(tmp_path / "text.yaml", ["memory.remat=[attention.out,mlp.hidden]"]).memory.remat == names
+
+
 def test_round_trip(tmp_path: Path) -> None:
     text = "model: {style: llama, kv_heads: 2, tied: true}\nprecision: bf16\noptimizer: {eps: 1e-12, lr: 1}\n"
     config = load(tmp_path, text, "mesh.data=-1", "parallel.strategy=zero3", CPU)
@@ -173,7 +185,8 @@ def test_round_trip_of_text_that_looks_otherwise(prompt: str) -> None:
 
 def test_resolve_model() -> None:
     gpt2, llama = resolve_model(ModelConfig()), resolve_model(ModelConfig(style="llama", width=100, heads=5))
-    assert None not in asdict(gpt2).values() and None not in asdict(llama).values()
+    unset = [key for model in (gpt2, llama) for key, value in asdict(model).items() if value is None]
+    assert unset == ["loss_chunk"] * 2
     assert (gpt2.kv_heads, gpt2.mlp_width, gpt2.positions, gpt2.norm, gpt2.mlp) == (
         4,
         512,

@@ -74,6 +74,11 @@ FILES = [
     ),
     case("list-of-numbers", b"optimizer: {freeze: [embed.*, 3]}\n", "optimizer.freeze[1]: 3 is an integer"),
     case("text-for-a-list", b"optimizer: {freeze: embed.*}\n", "optimizer.freeze: 'embed.*'", "write ['embed.*']"),
+    case("remat-mode", b"memory: {remat: sqr}\n", "memory.remat: 'sqr'", "none, full, dots, sqrt, offload", "'sqrt'"),
+    case("remat-name", b"memory: {remat: [mlp.hiden]}\n", "memory.remat[0]: 'mlp.hiden'", "did you mean 'mlp.hidden'"),
+    case("remat-no-list", b"memory: {remat: mlp.out}\n", "memory.remat: 'mlp.out'", "write [mlp.out]"),
+    case("remat-number", b"memory: {remat: 2}\n", "memory.remat: 2 is an integer", "none, full, dots"),
+    case("negative-chunk", b"model: {loss_chunk: -1}\n", "model.loss_chunk: -1", ">= 0"),
     case("mapping-for-a-list", b"optimizer: {freeze: {a: b}}\n", "optimizer.freeze: a mapping", "a list of texts"),
     case("star", b"optimizer: {freeze: [*.bias]}\n", "not YAML", "put text that begins with * in quotes"),
     case("bad-character", b'train: {sample_prompt: "\\UFFFFFFFF"}\n', "not YAML"),
@@ -204,6 +209,12 @@ VALUES = [
 ]
 
 TOGETHER = [
+    case("sqrt-and-prefetch", b"memory: {remat: sqrt}\n", "memory.remat: 'sqrt'", "parallel.prefetch=0",
+         args=("parallel.prefetch=1",)),
+    case("sqrt-in-halves", b"memory: {remat: sqrt}\n", "memory.remat: 'sqrt'", "zero_bubble",
+         args=("parallel.schedule=zero_bubble",)),
+    case("offload-in-stages", b"memory: {remat: offload}\n", "memory.remat: 'offload'", "gpipe has several",
+         args=("parallel.schedule=gpipe",)),
     case("heads", b"model: {heads: 5}\n", "model.heads", "5", "model.width 128", "1, 2, 4, 8"),
     case("kv-heads", b"model: {heads: 4, kv_heads: 3}\n", "model.kv_heads", "3", "1, 2, 4"),
     case("kv-heads-more", b"model: {heads: 4, kv_heads: 8}\n", "model.kv_heads", "8", "1, 2, 4"),

@@ -42,9 +42,10 @@ class Case(NamedTuple):
     microbatches: int
     mesh: tuple[int, int, int]  # data, fsdp, tensor
     algorithm: str = "native"
-    remat: str = "none"
+    remat: str | tuple[str, ...] = "none"
     prefetch: int = 0
     overlap: bool = False  # buckets so small that every block fills one, and is summed in the backward pass
+    loss_chunk: int | None = None
 
     def __str__(self) -> str:
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:]))
@@ -131,10 +132,15 @@ def model_config(case: Case) -> ModelConfig:
     heads, width = (12, 48) if odd else (16, 32)
     return resolve_model(
         ModelConfig(
-            style=case.style, tied=case.tied, layers=2 + 2 * case.prefetch, width=width, heads=heads, vocab=VOCAB,
-            mlp_width=width * 2, kv_heads=heads // 2 if case.style == "llama" else None,
+            style=case.style, tied=case.tied, layers=layers_of(case), width=width, heads=heads, vocab=VOCAB,
+            mlp_width=width * 2, loss_chunk=case.loss_chunk, kv_heads=heads // 2 if case.style == "llama" else None,
         )
     )  # fmt: skip
+
+
+def layers_of(case: Case) -> int:
+    """Five blocks are two segments of two and one of one."""
+    return 5 if case.remat == "sqrt" else 2 + 2 * case.prefetch
 
 
 def batch_size(case: Case) -> int:

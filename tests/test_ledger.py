@@ -299,7 +299,7 @@ def test_state_bytes_are_closed_forms(strategy: str, sizes: dict[str, int], opti
         sharded = strategy != "ddp" and not name.startswith("norm")
         parts = (sizes.get("tensor", 1) if by_tensor else 1) * (sizes.get("fsdp", 1) if sharded else 1)
         shards[name] = math.prod(shape) // parts
-    assert memory_at_rest(target, mesh) == {
+    assert memory_at_rest(target) == {
         "parameters": 4 * sum(shards.values()),
         "optimizer state": COUNTS[optimizer] + sum(optimizer_bytes(optimizer, *item) for item in shards.items()),
     }

@@ -41,9 +41,10 @@ class Case(NamedTuple):
     mesh: tuple[int, int, int]  # data, fsdp, tensor
     layers: int = 4
     chunks: int = 1
-    remat: str = "none"
+    remat: str | tuple[str, ...] = "none"
     dropout: float = 0.0
     pipeline_cond: bool = True
+    loss_chunk: int | None = None
     stages: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -80,12 +81,23 @@ SLOW = [
     Case("interleaved", 2, "llama", True, "ddp", 4, (1, 1, 1), layers=6, chunks=3),
     Case("one_f_one_b", 1, "gpt2", True, "zero3", 4, (1, 4, 1)),
     *(Case(schedule, 2, "llama", True, "zero3", 4, (1, 2, 1), pipeline_cond=False) for schedule in SCHEDULES),
+    Case("one_f_one_b", 2, "gpt2", True, "zero3", 4, (1, 1, 2), loss_chunk=24),
+    Case("zero_bubble", 2, "llama", False, "ddp", 2, (2, 1, 1), remat="full", loss_chunk=7),
+    *(Case(schedule, 2, "llama", False, "zero3", 4, (1, 2, 2), layers=10, remat="sqrt")
+      for schedule in ("gpipe", "one_f_one_b")),
+    Case("interleaved", 2, "gpt2", True, "zero2", 4, (1, 2, 1), layers=20, chunks=2, remat="sqrt"),
+    *(Case(schedule, 2, "gpt2", True, strategy, 4, (1, 2, 1), chunks=1 + (schedule == "interleaved"), remat=remat)
+      for schedule, strategy, remat in zip(
+          SCHEDULES, ("zero3", "zero1", "zero2", "zero3"), ("dots", ("attention.out",), "dots", ("mlp.hidden",)),
+          strict=True,
+      )),
 ]  # fmt: skip
 
 
 def config_of(case: Case) -> ModelConfig:
     plain = layouts.Case(case.style, case.tied, case.strategy, case.microbatches, case.mesh)
-    return dataclasses.replace(layouts.model_config(plain), layers=case.layers, dropout=case.dropout)
+    own = {"layers": case.layers, "dropout": case.dropout, "loss_chunk": case.loss_chunk}
+    return dataclasses.replace(layouts.model_config(plain), **own)
 
 
 def model_of(case: Case, policy: str = "fp64") -> ModelDef:

@@ -21,7 +21,7 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "precision", "interpret", "autocast", "guard"},
+     "config_memory", "precision", "interpret", "autocast", "guard"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
@@ -33,7 +33,9 @@ FLOORS = (
 FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe"}
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Read before jax is started.
-WITHOUT_JAX = ("errors", "registry", "config", "config_load", "config_values", "config_check", "config_sync")
+WITHOUT_JAX = (
+    "errors", "registry", "config", "config_load", "config_values", "config_check", "config_sync", "config_memory",
+)  # fmt: skip
 UNCHECKED = {("jaxdist/collectives/claim.py", "claim_replicated"), ("jaxdist/parallel/foreign.py", "unchecked_region")}
 KINDS = (
     "jaxdist/parallel/strategies",

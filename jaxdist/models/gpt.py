@@ -20,13 +20,16 @@ from jaxdist.nn import (
     VocabEmbed,
     VocabHead,
     add_bias,
+    chunked_cross_entropy,
     dropout,
+    loss_chunk,
     make_norm,
     model_def,
     vocab_cross_entropy,
     vocab_logits,
     whole_vocab,
 )
+from jaxdist.precision import accumulation_dtype
 
 Batch = dict[str, jax.Array]
 
@@ -52,22 +55,27 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm = make_norm(config.norm or "", config.width, eps=config.norm_eps, bias=bool(config.bias))
         self.projection = None if config.tied else VocabHead(rngs, config.vocab, config.width)
+        self.chunk = config.loss_chunk
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         """[B, S, V]."""
-        return whole_vocab(self._local_logits(h_BSD, embed))
+        return whole_vocab(vocab_logits(self.norm(h_BSD), self._table(embed)))
 
-    def _local_logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
+    def _table(self, embed: Embed | None) -> jax.Array:
         tokens = embed.tokens if embed is not None else self.projection
         assert tokens is not None, "a tied head needs the embed unit"
-        return vocab_logits(self.norm(h_BSD), tokens.table[...])
+        return tokens.table[...]
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
-        losses_BS = vocab_cross_entropy(self._local_logits(h_BSD, embed), batch["targets"])
+        h_BSD, table_VD, targets_BS = self.norm(h_BSD), self._table(embed), batch["targets"]
         # A negative target, such as PyTorch's ignore_index -100, counts nothing.
-        weights_BS = jnp.where(batch["targets"] < 0, 0, batch["weights"]).astype(losses_BS.dtype)
-        return (losses_BS * weights_BS).sum(), weights_BS.sum()
+        weights_BS = jnp.where(targets_BS < 0, 0, batch["weights"]).astype(accumulation_dtype(h_BSD.dtype))
+        if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
+            total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk)
+        else:
+            total = (vocab_cross_entropy(vocab_logits(h_BSD, table_VD), targets_BS) * weights_BS).sum()
+        return total, weights_BS.sum()
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs) -> Block:

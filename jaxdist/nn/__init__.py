@@ -6,6 +6,7 @@ from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear, add_bias
+from jaxdist.nn.loss import chunked_cross_entropy, loss_chunk
 from jaxdist.nn.mlp import MLP
 from jaxdist.nn.model import ModelDef, model_def
 from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
@@ -25,8 +26,10 @@ __all__ = [
     "VocabEmbed",
     "VocabHead",
     "add_bias",
+    "chunked_cross_entropy",
     "dropout",
     "dropout_heads",
+    "loss_chunk",
     "make_norm",
     "model_def",
     "normal",

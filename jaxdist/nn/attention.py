@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.dropout import dropout_heads
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -50,19 +51,22 @@ class QKVProjection(nnx.Module):
     """h [B, S, D] -> q [B, S, n, G, K], k and v [B, S, n, K] in one matrix product.
 
     The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
-    heads never need keys of another device.
+    heads never need keys of another device. Names attention.qkv (`memory.remat`).
     """
 
     def __init__(self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool) -> None:
         self.linear = ColumnParallelLinear(rngs, width, (kv_heads, heads // kv_heads + 2, width // heads), bias=bias)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        qkv = self.linear(h_BSD)
+        qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
 class Attention(nnx.Module):
-    """QKV projection, optional rotary positions, causal attention, output projection."""
+    """QKV projection, optional rotary positions, causal attention, output projection.
+
+    Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`).
+    """
 
     def __init__(
         self,
@@ -87,4 +91,5 @@ class Attention(nnx.Module):
             q = rotary(q.reshape(*q.shape[:2], -1, q.shape[-1]), self.rope_theta).reshape(q.shape)
             k = rotary(k, self.rope_theta)
         context = causal_attention(q, k, v, keys_B, dropout=self.dropout)
-        return self.out(context.reshape(*h_BSD.shape[:2], -1))
+        context = checkpoint_name(context.reshape(*h_BSD.shape[:2], -1), "attention.context")
+        return checkpoint_name(self.out(context), "attention.out")

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -21,7 +22,10 @@ def gelu(x: jax.Array) -> jax.Array:
 
 class MLP(nnx.Module):
     """kind "gelu": down(gelu(up(x))), tanh approximation as GPT-2. kind "swiglu": down(silu(gate(x)) * up(x)) (Shazeer
-    2020), gate and up in one kernel [D, 2, hidden] so that one product makes both."""
+    2020), gate and up in one kernel [D, 2, hidden] so that one product makes both.
+
+    Names mlp.hidden, what the first product gives, mlp.activation, what `down` reads, and mlp.out (`memory.remat`).
+    """
 
     def __init__(self, rngs: nnx.Rngs, width: int, hidden: int, *, kind: str, bias: bool, out_scale: float) -> None:
         gated = kind == "swiglu"
@@ -32,7 +36,6 @@ class MLP(nnx.Module):
         self.gated = gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = self.up(x)
-        if self.gated:
-            return self.down(jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :])
-        return self.down(gelu(hidden))
+        hidden = checkpoint_name(self.up(x), "mlp.hidden")
+        active = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :] if self.gated else gelu(hidden)
+        return checkpoint_name(self.down(checkpoint_name(active, "mlp.activation")), "mlp.out")

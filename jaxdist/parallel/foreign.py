@@ -6,7 +6,7 @@ may contain no collective and may not ask where it runs, so all reductions are t
 autodiff.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxdist.autocast import autocast
 from jaxdist.collectives.jaxpr import named_axes
+from jaxdist.config_memory import Remat, check_remat
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import in_precision, make_program, regathers
-from jaxdist.parallel.remat import rematerialise
+from jaxdist.parallel.remat import available, rematerialise
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy, StrategyOptions
 from jaxdist.precision import accumulation_dtype
@@ -49,7 +50,7 @@ def refuse_collectives(jaxpr: Any) -> None:
 
 
 def foreign_program(
-    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: str = "none"
+    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: Remat = "none"
 ) -> Program:
     """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
     state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the
@@ -85,17 +86,21 @@ def foreign_program(
 
 def program_and_region(
     model: ModelDef | ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StrategyOptions, *,
-    remat: str,
+    remat: str | Sequence[str],
 ) -> tuple[Program, Callable[..., Any]]:  # fmt: skip
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
+    mode = check_remat(remat)
     if isinstance(model, ModelDef):
         program = make_program(
-            in_precision(model, options.precision), strategy, specs, remat=remat, prefetch=options.prefetch,
-            isolated=options.sync.deterministic, conditions=options.pipeline_cond,
+            in_precision(model, options.precision), strategy, specs, remat=available(mode, mesh),
+            prefetch=options.prefetch, isolated=options.sync.deterministic, conditions=options.pipeline_cond,
         )  # fmt: skip
         return program, jax.shard_map
     if options.prefetch:
         raise UserError("prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
                         "model from jaxdist.nn layers")  # fmt: skip
+    if mode in ("sqrt", "offload"):
+        raise UserError(f"memory.remat: {mode!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
+                        "dots, a list of names; or build the model from jaxdist.nn layers")  # fmt: skip
     loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
-    return foreign_program(loss_fn, strategy, specs, mesh, remat=remat), unchecked_region
+    return foreign_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
 
-from jaxdist.interpret import bind, inlined, read
+from jaxdist.interpret import bind, inlined, needed, read, variables
 
 PyTree = Any
 
@@ -59,30 +58,16 @@ def halve(pull: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]], unit: P
     equations, outputs, invars = traced.jaxpr.eqns, traced.jaxpr.outvars, traced.jaxpr.invars
     late = {invars[-1]}  # depends on the incoming gradient
     for equation in equations:
-        if any(atom in late for atom in _variables(equation.invars)):
+        if any(atom in late for atom in variables(equation.invars)):
             late.update(equation.outvars)
-    first, _ = _needed(equations, outputs[-1:], set())
+    first, _ = needed(equations, outputs[-1:], set())
     made = {invars[-1], *_made_by(first)}
-    second, reads = _needed(equations, outputs[:-1], made & late)
+    second, reads = needed(equations, outputs[:-1], made & late)
     crossing = [variable for variable in (invars[-1], *_made_by(first)) if variable in reads & made & late]
     return Halves(
         traced.jaxpr, traced.consts, first, second, crossing, treedef, [variable in reads for variable in invars[:-1]]
     )
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
 def _made_by(equations: list[Any]) -> list[Any]:
     return [variable for equation in equations for variable in equation.outvars]
-
-
-def _needed(equations: list[Any], outputs: list[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
-    """(equations that the outputs need where `given` is there, in order; all variables read)."""
-    reads, chosen = set(_variables(outputs)), []
-    for equation in reversed(equations):
-        if any(variable in reads and variable not in given for variable in equation.outvars):
-            chosen.append(equation)
-            reads.update(_variables(equation.invars))
-    return chosen[::-1], reads

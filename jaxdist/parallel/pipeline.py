@@ -136,8 +136,8 @@ def run_ticks(
     """Run the table for this mesh and these microbatches. What a `Schedule` returns: loss and weight are the last
     stage's, gradients those of each stage's own parameters and of what it used of embedding and head."""
     if program.stages is None:
-        raise UserError("schedule: pipelines run models of jaxdist.nn layers, without prefetch; take"
-                        " schedule='accumulate' for a loss_fn, prefetch=0 for a model")  # fmt: skip
+        raise UserError("schedule: pipelines run models of jaxdist.nn layers, without prefetch and offload; take"
+                        " schedule='accumulate' for a loss_fn, prefetch=0 and another remat for a model")  # fmt: skip
     stages = program.stages
     ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)
     choose = by_condition if stages.conditions else by_mask

@@ -7,18 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
+from jaxdist.config_memory import Remat, check_prefetched
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.branch import Choose, by_condition, by_mask, typed_like
 from jaxdist.parallel.overlap import reduced_behind
 from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay
 from jaxdist.parallel.prefetch import prefetched
-from jaxdist.parallel.remat import after, rematerialise
+from jaxdist.parallel.remat import BLOCK_INPUT, after, rematerialise
 from jaxdist.parallel.schedule import Program, Stages
-from jaxdist.parallel.stack import Blocks, Gather, Stack
+from jaxdist.parallel.segments import Segments, segmented
+from jaxdist.parallel.stack import Block, Blocks, Gather, Stack
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision import Precision
 from jaxdist.specs import STACKED, only, spec_axes, spec_leaves, unit_specs
@@ -72,7 +75,7 @@ def _run(isolated: bool, name: str, function: Callable[..., Any], *arguments: An
 
 
 def make_program(
-    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: str, isolated: bool = False, prefetch: int = 0,
+    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: Remat, isolated: bool = False, prefetch: int = 0,
     conditions: bool = True,
 ) -> Program:  # fmt: skip
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
@@ -80,6 +83,8 @@ def make_program(
     Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`. prefetch:
     1 runs the blocks as `prefetched` does. conditions: see `Stages`.
     """
+    if prefetch:
+        check_prefetched(remat)
     units = unit_specs(specs)
     use, run = functools.partial(_use, strategy, specs, units), functools.partial(_run, isolated)
 
@@ -96,11 +101,13 @@ def make_program(
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
     head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
-    gather, block = functools.partial(use, "blocks"), functools.partial(run, "blocks", model.block)
+    gather = functools.partial(use, "blocks")
     choose = (by_condition if conditions else by_mask) if model.stages else None
-    plain = functools.partial(_stack, gathers=again(units["blocks"]), choose=choose)
-    make_stack = _prefetched_stack if prefetch else plain
-    stack = make_stack(gather, block, remat)
+
+    def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+        return run("blocks", model.block, params, h, _fold(keys, layer))
+
+    stack = _make_stack(gather, block, remat, prefetch=prefetch, gathers=again(units["blocks"]), choose=choose)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
@@ -124,20 +131,25 @@ def make_program(
     head_units = ("head", "embed") if model.tied else ("head",)
     staged = _staged_blocks(gather, block, remat, choose)
     stages = Stages(embed, head, staged, head_units, model.chunks, model.stages, conditions)
-    return Program(loss, hidden, None if prefetch else stages)
+    return Program(loss, hidden, None if prefetch or remat == "offload" else stages)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
-def _stack(
-    gather: Callable[..., PyTree], block: Callable[..., jax.Array], remat: str, *, gathers: bool, choose: Choose | None
+def _make_stack(
+    gather: Gather, block: Block, remat: Remat, *, prefetch: int, gathers: bool, choose: Choose | None
 ) -> Stack:
-    """All blocks one after the other; each gathers its parameters itself. gathers: see `rematerialise`; choose: see
-    `Blocks`."""
+    """All blocks one after the other. gathers: see `rematerialise`; choose: see `Blocks`."""
+    if remat == "sqrt":
+        return segmented(Segments(gather, block, choose))
+    if prefetch:
+        inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
+        return prefetched(gather, inner, last)
 
     def unit(diff: PyTree, held: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
-        return block(gather(diff, held), h, _fold(keys, layer))
+        h = checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h
+        return block(gather(diff, held, None), h, layer, keys)
 
     run = rematerialise(unit, remat, gathers=gathers, in_scan=True)
 
@@ -152,21 +164,11 @@ def _stack(
     return stack
 
 
-def _prefetched_stack(gather: Gather, block: Callable[..., jax.Array], remat: str) -> Stack:
-    def unit(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
-        return block(params, h, _fold(keys, layer))
-
-    inner, last = (rematerialise(unit, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-    return prefetched(gather, inner, last)
-
-
-def _staged_blocks(gather: Gather, block: Callable[..., jax.Array], remat: str, choose: Choose | None) -> Blocks:
+def _staged_blocks(gather: Gather, block: Block, remat: Remat, choose: Choose | None) -> Blocks:
     """Forward and backward pass of a pipeline's stage."""
-
-    def unit(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
-        return block(params, h, _fold(keys, layer))
-
-    return Blocks(gather, rematerialise(unit, remat, gathers=True, in_scan=True, constants=False), choose)
+    if remat == "sqrt":
+        return Segments(gather, block, choose)
+    return Blocks(gather, rematerialise(block, remat, gathers=True, in_scan=True, constants=False), choose)
 
 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:

@@ -20,17 +20,19 @@ from jaxdist.state import TrainState
 
 PyTree = Any
 ACTIVATIONS, COPIES, CONSTANTS = KINDS = ("activations", "copies of parameters", "constants")
+ON_HOST = "activations on the host"  # offloaded; not in the device's memory
 # Primitives that hand on what they are given: no array of its own in the compiled program.
-PASSING = ("stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
+PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
 
 
 class Kept(NamedTuple):
     """An array that stays from the forward to the backward pass.
 
-    kind: one of `KINDS`. Activations come from the batch (or the step: dropout masks), copies of parameters from
-    nothing but parameters (cast, gathered, or stacked once more by the loop over blocks), constants from neither
-    (causal masks, tables). what: the layer that makes it, the parameter, or "input of a block"; "carry of a loop" of
-    other loops. shape: on one device; [blocks, ...] where all blocks keep one. source: the line that makes it.
+    kind: one of `KINDS`, or `ON_HOST`. Activations come from the batch (or the step: dropout masks), copies of
+    parameters from nothing but parameters (cast, gathered, or stacked once more by the loop over blocks), constants
+    from neither (causal masks, tables). what: the layer that makes it, the parameter, or "input of a block"; "carry of
+    a loop" of other loops. shape: on one device; [blocks, ...] where all blocks keep one. source: the line that makes
+    it.
     """
 
     kind: str
@@ -104,6 +106,7 @@ class _Reader:
 
     def kept(self, value: _Value, aval: Any) -> Kept:
         kind, scope = ACTIVATIONS if value.batch else COPIES if value.parameters else CONSTANTS, scope_of(value.stack)
+        kind = ON_HOST if aval.memory_space == jax.memory.Space.Host else kind
         what = scope or "the loss"
         if value.carried:
             what = f"carry of a loop in {scope}" if scope else self.carry

@@ -5,21 +5,22 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.assemble import Parts, assemble
 from jaxdist.config import Config
-from jaxdist.data import batch_shapes
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
 from jaxdist.parallel.strategy import StrategyOptions, get_strategy
-from jaxdist.plan.activations import KINDS, Kept, kept_activations
+from jaxdist.plan.activations import KINDS, ON_HOST, Kept, kept_activations
+from jaxdist.plan.footprint import batch_of, compile_step, footprint_of, held
 from jaxdist.plan.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.ledger import Ledger, ledger
 from jaxdist.plan.pipeline import table_of
+from jaxdist.plan.remedies import Table
+from jaxdist.plan.remedies import to_json as remedies_to_json
 from jaxdist.plan.sharding import Row, sharding_rows
-from jaxdist.specs import BATCH_SPEC, STACKED, bytes_per_device, map_specs
+from jaxdist.specs import STACKED, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
@@ -47,37 +48,34 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     sizes = asdict(config.mesh)
     mesh: AnyMesh = make_mesh(**sizes) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
-    batch = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch_shapes(config.data.global_batch, config.data.seq_len).items()
-    }
+    batch = batch_of(config, mesh)
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
     pipeline = table_of(config.parallel.schedule) is not None
     kept = None if pipeline else kept_activations(parts.step, parts.target, batch)
-    memory = memory_at_rest(parts.target, mesh) | memory_of_a_step(config, parts, mesh)
-    memory |= {} if kept is None else {
-        f"{kind}, kept for backward": sum(each.bytes_per_device for each in kept if each.kind == kind) for kind in KINDS
-    }  # fmt: skip
+    memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
+    if kept is not None:
+        offloaded = [ON_HOST] if any(each.kind == ON_HOST for each in kept) else []
+        for kind in (*KINDS, *offloaded):
+            size = sum(each.bytes_per_device for each in kept if each.kind == kind)
+            memory[f"{kind}, kept for backward"] = size
     added, compared = None, None
     if compiled:
-        program = parts.step.lower(parts.target, batch).compile()
-        analysis = program.memory_analysis()
-        if analysis is not None:
-            memory["temporary, compiled (gradients, copies, activations)"] = int(analysis.temp_size_in_bytes)
+        program = compile_step(parts, batch)
+        if (footprint := footprint_of(program, config, parts)) is not None:
+            memory["temporary, compiled (gradients, copies, activations)"] = footprint.temporary
+            memory["peak, compiled (state, batch and temporary)"] = footprint.peak
         everything = compiled_collectives(program.as_text())
         added = [each for each in everything if each.added and each.group_size > 1]
         compared = compare(found, everything)
     return Explanation(found.mesh, found, rows, memory, kept, parts.model.empty_rows, added, compared)
 
 
-def memory_at_rest(target: TrainState, mesh: AnyMesh) -> dict[str, int]:
+def memory_at_rest(target: TrainState) -> dict[str, int]:
     """Exact bytes of the state on one device, but for the count of steps."""
-
-    def held(tree: PyTree) -> int:
-        return sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(tree))
-
     state = {"parameters": held(target.params), "optimizer state": held(target.opt_state)}
+    if host := held(target.opt_state, on_host=True):
+        state["host memory, optimizer state"] = host
     return state | ({"residual of int8": held(target.residual)} if jax.tree.leaves(target.residual) else {})
 
 
@@ -108,8 +106,9 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     return sizes
 
 
-def to_json(explanation: Explanation) -> dict[str, Any]:
-    """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types."""
+def to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
+    """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types;
+    with a table of remedies, "remedies" as well."""
     parameters = [
         {"path": row.path, "shape": list(row.shape), "dtype": row.dtype, "spec": str(row.spec),
          "bytes_per_device": row.bytes_per_device}
@@ -125,4 +124,4 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "compiled": None if explanation.compiled is None else {
             op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()
         },
-    }  # fmt: skip
+    } | ({} if table is None else {"remedies": remedies_to_json(table)})  # fmt: skip

@@ -230,7 +230,8 @@ class _Reader:
 def phase_of(stack: str) -> str:
     """"forward", "backward", "recompute" or "once a step", from a name stack."""
     scopes = stack.split("/")
-    if "rematted_computation" in stack:
+    # "transpose(rematted_computation)": the backward pass of what runs again, where it does (`segments`).
+    if any("rematted_computation" in scope and not scope.startswith("transpose(") for scope in scopes):
         return "recompute"
     if "jvp" in stack and "transpose(" in stack:
         return "backward"

@@ -3,10 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from jaxdist.plan.explain import Explanation
 from jaxdist.plan.ledger import SENDS, Collective
+from jaxdist.plan.remedies import Table
 from jaxdist.plan.sharding import aligned, rows_as_text
 
 
@@ -57,12 +56,7 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
         sent = sum(each.wire_bytes for each in explanation.added)
         text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {amount(sent)}")
     text += _compiled(explanation)
-    text += ["", "Memory of a device:"]
-    held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
-    text += aligned(held, right=(1, 2))
-    if explanation.empty_rows:
-        text.append(f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
-                    " they are zeros, and all figures count them.")  # fmt: skip
+    text += ["", *memory_text(explanation)]
     if explanation.activations is None:
         text.append("Activations are not told apart for pipelines yet: --compile gives the temporary memory.")
     elif explanation.added is None:
@@ -80,6 +74,47 @@ def _on_stages(calls: tuple[int, ...]) -> str:
     together = len(found) > 2 and found[-1] - found[0] == len(found) - 1
     numbers = f"{found[0]}-{found[-1]}" if together else ", ".join(map(str, found))
     return f" ({'stage' if len(found) == 1 else 'stages'} {numbers})"
+def memory_text(explanation: Explanation) -> list[str]:
+    """The table of what a device holds, line by line."""
+    held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
+    text = ["Memory of a device:", *aligned(held, right=(1, 2))]
+    if explanation.empty_rows:
+        text.append(f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
+                    " they are zeros, and all figures count them.")  # fmt: skip
+    return text
+
+
+def remedies_text(table: Table) -> str:
+    """The table of `plan.remedies`: what each change saves on a device and costs, the best first."""
+    now = table.now
+    lines = [("remedy", "peak", "saves", "", "FLOPs", "sent")]
+    compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
+    for each, cost in compiled:
+        saved = table.saved(each)
+        lines.append((" ".join(each.overrides), amount(cost.memory.peak), signed(saved),
+                      f"{saved / now.memory.peak:.1%}", _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
+                      _more(cost.wire_bytes, now.wire_bytes, amount(cost.wire_bytes))))  # fmt: skip
+    text = [f"Remedies. As it is, a device needs {amount(now.memory.peak)} at the peak of a step (state, batch, and "
+            f"{amount(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and sends "
+            f"{amount(now.wire_bytes)}:", *aligned(lines, right=(1, 2, 3, 4, 5))]  # fmt: skip
+    for each, cost in compiled:
+        if moved := cost.memory.host - now.memory.host:
+            text.append(f"{' '.join(each.overrides)}: {amount(moved)} a device rests in host memory; each step fetches "
+                        "it and puts it back")  # fmt: skip
+    for each in table.remedies:
+        if each.refused:
+            text.append(f"left out: {' '.join(each.overrides) or each.name}: {each.refused}")
+    return "\n".join(text)
+
+
+def signed(nbytes: float) -> str:
+    """"1.50 GiB", "-12.00 KiB"."""
+    return "-" * (nbytes < 0) + amount(abs(nbytes))
+
+
+def _more(value: float, before: float, alone: str) -> str:
+    """By how much, in percent; where there was nothing, how much there is."""
+    return f"{value / before - 1:+.1%}" if before else alone
 
 
 def _compiled(explanation: Explanation) -> list[str]:
@@ -117,6 +152,8 @@ def _activations(explanation: Explanation, rows: int) -> list[str]:
 def draw(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
     """Bytes that a device sends in a step: one bar for each purpose, the largest first, coloured by axes; on the right
     the memory of a device."""
+    from matplotlib.figure import Figure  # half a second, which those who want no picture need not wait
+
     figure = Figure(figsize=(11, 5), layout="constrained")
     sent, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     totals = explanation.ledger.total("purpose")

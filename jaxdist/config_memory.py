@@ -1,0 +1,49 @@
+"""`memory.remat`: its modes, the values that layers name, and what goes together. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from jaxdist.config_values import Rule, check_value
+from jaxdist.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxdist.config import Config
+
+KEY = "memory.remat"
+MODES = ("none", "full", "dots", "sqrt", "offload")
+# Values of a block that layers name with `checkpoint_name`, for `memory.remat=[attention.out,mlp.hidden]`. A test
+# compares them with the layers; docs/memory.md says what each is.
+NAMES = ("attention.qkv", "attention.context", "attention.out", "mlp.hidden", "mlp.activation", "mlp.out")
+Remat = str | tuple[str, ...]
+
+
+def check_remat(value: str | Sequence[str]) -> Remat:
+    """A mode, or a tuple of names. Raises `UserError` on what is neither."""
+    return check_value(value, str, False, Rule("", choices=MODES, listed=NAMES), KEY)
+
+
+def check_prefetched(remat: Remat) -> None:
+    """Raise `UserError` for modes that `parallel.prefetch: 1` does not have."""
+    if remat in ("sqrt", "offload"):
+        raise UserError(f"{KEY}: {remat!r} does not go with parallel.prefetch 1, which keeps a block's leavings itself;"
+                        " allowed: none, full, dots, a list of names; or parallel.prefetch=0")  # fmt: skip
+
+
+def refuse_split_backward() -> NoReturn:
+    """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
+    raise UserError(f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
+                    " each would compute every segment again; allowed: none, full, dots, a list of names")  # fmt: skip
+
+
+def check_memory(config: Config, one_stage: Sequence[str]) -> None:
+    """Raise `UserError` where `memory.remat` does not go with schedule or prefetching. one_stage: such schedules."""
+    remat, schedule = config.memory.remat, config.parallel.schedule
+    if config.parallel.prefetch:
+        check_prefetched(remat)
+    if remat == "sqrt" and schedule == "zero_bubble":
+        refuse_split_backward()
+    if remat == "offload" and "." not in schedule and schedule not in one_stage:
+        raise UserError(f"{KEY}: 'offload' is for one stage, parallel.schedule {schedule} has several; allowed: none,"
+                        " full, dots, sqrt, a list of names")  # fmt: skip

@@ -1,0 +1,189 @@
+"""When memory is short: what each change of a configuration would save, and what it would cost, by compiling it."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.assemble import Parts, assemble
+from jaxdist.config import Config
+from jaxdist.config_check import check_config
+from jaxdist.config_memory import MODES
+from jaxdist.errors import UserError
+from jaxdist.mesh import make_mesh
+from jaxdist.plan.flops import flops_of
+from jaxdist.plan.footprint import Footprint, batch_of, compile_step, footprint_of
+from jaxdist.plan.ledger import ledger
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+class Cost(NamedTuple):
+    """Of one step, on one device. flops: matrix products of the forward and backward
+    pass, as traced. wire_bytes: what it sends, by the ledger."""
+
+    memory: Footprint
+    flops: float
+    wire_bytes: float
+
+
+class Remedy(NamedTuple):
+    """A change. overrides: as to be typed. cost: of the step with it. refused: why there is none."""
+
+    name: str
+    overrides: tuple[str, ...]
+    cost: Cost | None
+    refused: str = ""
+
+
+class Table(NamedTuple):
+    """now: the configuration as it is. remedies: the one that saves most first, those that are refused last."""
+
+    now: Cost
+    remedies: list[Remedy]
+
+    def saved(self, remedy: Remedy) -> int:
+        """Bytes of a device's memory, less than nothing where it takes more."""
+        assert remedy.cost is not None, f"{remedy.name} was refused"
+        return self.now.memory.peak - remedy.cost.memory.peak
+
+
+Overrides = Mapping[str, Any]  # values by dotted keys; none: nothing to change
+
+
+def _accumulate(config: Config) -> Overrides:
+    return {"parallel.microbatches": 2 * config.parallel.microbatches}
+
+
+def _remat(config: Config, *, mode: str) -> Overrides:
+    return {"memory.remat": mode}
+
+
+def _loss_chunk(config: Config) -> Overrides:
+    mesh, asked = config.mesh, config.model.loss_chunk
+    tokens = config.data.global_batch * config.data.seq_len // (mesh.data * mesh.fsdp * config.parallel.microbatches)
+    chunk = asked // 2 if asked else max(128, tokens // 8 // 128 * 128)  # what matrix units like
+    return {"model.loss_chunk": chunk} if 0 < chunk < tokens else {}
+
+
+def _next_stage(config: Config) -> Overrides:
+    mesh, strategy = config.mesh, config.parallel.strategy
+    if strategy not in STAGES[:-1] or mesh.data * mesh.fsdp == 1:
+        return {}
+    # zero splits over fsdp: without such an axis, take the replicas.
+    over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if mesh.fsdp == 1 else {}
+    return {"parallel.strategy": STAGES[STAGES.index(strategy) + 1], **over}
+
+
+def _no_replicas(config: Config) -> Overrides:
+    mesh = config.mesh
+    sharded = config.parallel.strategy in STAGES[1:] and mesh.data > 1
+    return {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp} if sharded else {}
+
+
+def _tensor(config: Config) -> Overrides:
+    mesh = config.mesh
+    for axis in ("data", "fsdp"):  # on as many devices; replicas first, which save nothing
+        if (size := getattr(mesh, axis)) % 2 == 0:
+            return {f"mesh.{axis}": size // 2, "mesh.tensor": 2 * mesh.tensor}
+    raise UserError(f"neither mesh.data {mesh.data} nor mesh.fsdp {mesh.fsdp} is even, to give its half")
+
+
+def _offload(config: Config) -> Overrides:
+    return {"memory.offload.optimizer": True}
+
+
+REMEDIES: tuple[tuple[str, Callable[[Config], Overrides]], ...] = (
+    ("twice the microbatches", _accumulate),
+    *((f"remat {mode}", functools.partial(_remat, mode=mode)) for mode in MODES if mode != "none"),
+    ("logits in chunks", _loss_chunk),
+    ("the next ZeRO stage", _next_stage),
+    ("shards instead of replicas", _no_replicas),
+    ("twice the tensor axis", _tensor),
+    ("optimizer state in host memory", _offload),
+)
+
+
+def changed(config: Config, overrides: Overrides) -> Config:
+    """The configuration with these values; not checked."""
+
+    def put(section: Any, keys: Sequence[str], value: Any) -> Any:
+        inner = value if len(keys) == 1 else put(getattr(section, keys[0]), keys[1:], value)
+        return replace(section, **{keys[0]: inner})
+
+    for dotted, value in overrides.items():
+        config = put(config, dotted.split("."), value)
+    return config
+
+
+def typed(key: str, value: Any) -> str:
+    """"memory.offload.optimizer=true"."""
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def cost_of(config: Config) -> Cost:
+    """Compile the step of a configuration for the devices that this process has."""
+    mesh = make_mesh(**asdict(config.mesh))
+    parts, batch = assemble(config, mesh), batch_of(config, mesh)
+    memory = footprint_of(compile_step(parts, batch), config, parts)
+    if memory is None:
+        raise UserError(f"remedies: the compiler of {mesh.devices.flat[0].platform} does not say what memory it takes")
+    return Cost(memory, _flops(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
+
+
+def _flops(parts: Parts, batch: Any) -> float:
+    """Of the manual region, where shapes are those of a device; the optimizer works on whole arrays, which the compiler
+    splits."""
+    jaxpr = parts.step.jitted(parts.target).trace(parts.target, batch).jaxpr
+    return sum(flops_of(each.params["jaxpr"]) for each in jaxpr.eqns if each.primitive.name == "shard_map")
+
+
+def _check_available(config: Config, other: Config) -> None:
+    """Raise `UserError` for a remedy that these devices would run as another (`parallel.remat.available`)."""
+    offloads = other.memory.remat == "offload" != config.memory.remat
+    if offloads and jax.devices()[0].platform == "cpu":
+        raise UserError("simulated devices have no host memory, and run it as memory.remat=full")
+
+
+def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
+    """Compile the step as it is and with each change that is one: for the devices of this process, of which there must
+    be as many as the mesh has. progress: is told what is being compiled."""
+    wanted: list[tuple[str, tuple[str, ...], Config]] = []
+    found: list[Remedy] = []
+    for name, change in REMEDIES:
+        overrides: tuple[str, ...] = ()
+        try:
+            values = change(config)
+            overrides = tuple(typed(key, value) for key, value in values.items())
+            other = changed(config, values)
+            if other != config:
+                wanted.append((name, overrides, check_config(other, planned=True)))
+        except UserError as error:
+            found.append(Remedy(name, overrides, None, str(error)))
+    progress(f"compiling 1/{len(wanted) + 1}: as it is")
+    now = cost_of(config)
+    for i, (name, overrides, other) in enumerate(wanted, start=2):
+        progress(f"compiling {i}/{len(wanted) + 1}: {' '.join(overrides)}")
+        try:
+            _check_available(config, other)
+            found.append(Remedy(name, overrides, cost_of(other)))
+        except UserError as error:  # what is only seen when the parts are put together
+            found.append(Remedy(name, overrides, None, str(error)))
+    return Table(now, sorted(found, key=lambda each: each.cost.memory.peak if each.cost else float("inf")))
+
+
+def to_json(table: Table) -> dict[str, Any]:
+    """{"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}; a cost is {"peak", "arguments",
+    "outputs", "aliased", "temporary", "host", "flops", "wire_bytes"}, in bytes and FLOPs of a device."""
+
+    def cost(each: Cost) -> dict[str, Any]:
+        sizes = {"peak": each.memory.peak, **each.memory._asdict()}
+        return sizes | {"flops": each.flops, "wire_bytes": each.wire_bytes}
+
+    return {"now": cost(table.now), "remedies": [
+        {"name": each.name, "overrides": list(each.overrides), "saves": table.saved(each) if each.cost else None,
+         "cost": cost(each.cost) if each.cost else None, "refused": each.refused}
+        for each in table.remedies
+    ]}  # fmt: skip
