@@ -197,7 +197,7 @@ def test_zero_shrinks_the_state_by_the_axis(name: str) -> None:
         target = state_target(model, tx, mesh, strategy=name)
         return sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(target))
 
-    counters = 8  # TrainState.step and Adam's count, int32 each
+    counters = 24  # TrainState.step, the four numbers of its guard, and Adam's count, four bytes each
     assert held(fsdp=8) - counters == (held() - counters) // 8
 
 
