@@ -53,7 +53,8 @@ def look_into(run: Run, error: NonFinite, loader: Loader) -> Finding | None:
     if not error.guarded:
         return None
     run.console.line(f"looking into step {error.step} ...")
-    finding = run.diagnosis(run.mesh)(run.state, loader.batch(error.step - 1 + run.passed))
+    state, run.state = run.state._replace(opt_state=()), run.state._replace(params=(), opt_state=())  # room for it
+    finding = run.diagnosis(run.mesh)(state, loader.batch(error.step - 1 + run.passed))
     run.console.line(f"found: {finding or 'nothing: run again, all of it is finite'}")
     return finding
 
@@ -67,6 +68,7 @@ def roll_back(run: Run, error: NonFinite) -> str:
     run.rollbacks[latest] = run.rollbacks.get(latest, 0) + 1
     if run.rollbacks[latest] > SAME:
         return f"{SAME} times from the checkpoint of step {latest} on; try a lower optimizer.lr"
+    run.state = run.state._replace(params=(), opt_state=())  # no room for two
     run.state, run.first_step = run.checkpoints.restore(latest, run.target), latest
     run.passed += error.step - latest
     if run.metrics is not None:

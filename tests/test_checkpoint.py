@@ -20,6 +20,7 @@ import pytest
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import ModelConfig, OptimizerConfig, resolve_model
 from jaxdist.errors import UserError
+from jaxdist.guard import fresh_guard
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
@@ -135,6 +136,26 @@ def test_buffers_may_be_donated_at_once(tmp_path: Path) -> None:
         overwrite(before)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert_same(checkpoints.restore(1, target("zero3")), state_of("zero3"))
+
+
+def test_a_state_saved_before_there_was_a_guard(tmp_path: Path) -> None:
+    state = TrainState(jnp.int32(3), {"w": jnp.ones(8)}, (), guard=fresh_guard()._replace(skipped=jnp.int32(2)))
+    asked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state._replace(guard=()), META)
+        checkpoints.save(2, state, META)
+        old, new = (checkpoints.restore(step, asked) for step in (1, 2))
+    assert (int(old.step), int(old.guard.skipped), int(new.guard.skipped)) == (3, 0, 2)
+    assert jax.tree.structure(old) == jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for bad in (TrainState(jnp.int32(1), {"w": jnp.full(8, jnp.nan)}, ()),
+                    TrainState(jnp.int32(1), {"w": jnp.ones(8)}, {"mu": jnp.full(8, jnp.inf)})):  # fmt: skip
+            with pytest.raises(FloatingPointError, match="the state after step 1 is not finite"):
+                checkpoints.save(1, bad, META)
+        assert checkpoints.latest() is None
 
 
 SAVE_FOR_EVER = """

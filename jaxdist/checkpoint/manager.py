@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import UserError
-from jaxdist.guard import tree_is_finite
+from jaxdist.guard import fresh_guard, tree_is_finite
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 
@@ -66,9 +66,14 @@ class Checkpoints:
 
         Raises `UserError` when the checkpoint is of another model or optimizer: orbax would cast dtypes silently.
         """
-        self._check(step, target)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(_lasting(target)))
+        unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # saved before there was one
+        asked = target._replace(guard=()) if unguarded else target
+        self._check(step, asked)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_lasting(asked)))
         state = self._manager.restore(step, args=items)["state"]
+        if unguarded and target.guard:
+            layout = jax.tree.map(lambda leaf: leaf.sharding, target.guard)
+            state["guard"] = jax.jit(fresh_guard, out_shardings=layout)()
         return TrainState(**state, residual=self._residual(step, target.residual))
 
     def _residual(self, step: int, target: Any) -> Any:
