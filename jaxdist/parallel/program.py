@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import active_axes, psum
-from jaxdist.config_memory import Remat, check_prefetched
+from jaxdist.config_memory import Remat, check_deterministic, check_prefetched
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.overlap import reduced_behind
@@ -72,6 +72,8 @@ def make_program(
     """
     if prefetch:
         check_prefetched(remat)
+    if isolated:
+        check_deterministic(remat)
     units = unit_specs(specs)
     use, run = functools.partial(_use, strategy, specs, units), functools.partial(_run, isolated)
 
@@ -125,7 +127,7 @@ _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 def _make_stack(gather: Gather, block: Block, remat: Remat, *, prefetch: int, gathers: bool) -> Stack:
     """All blocks one after the other. gathers: see `rematerialise`."""
     if remat == "sqrt":
-        return segmented(gather, block)
+        return segmented(Segments(Blocks(gather, block)))
     if prefetch:
         inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
         return prefetched(gather, inner, last)
@@ -146,10 +148,10 @@ def _make_stack(gather: Gather, block: Block, remat: Remat, *, prefetch: int, ga
     return stack
 
 
-def _staged_blocks(gather: Gather, block: Block, remat: Remat) -> Blocks:
+def _staged_blocks(gather: Gather, block: Block, remat: Remat) -> Blocks | Segments:
     """Forward and backward pass of a pipeline's stage."""
     if remat == "sqrt":
-        return Segments(gather, block)
+        return Segments(Blocks(gather, block))
     return Blocks(gather, rematerialise(block, remat, gathers=True, in_scan=True, constants=False))
 
 

@@ -9,7 +9,7 @@ of the stacked parameters would copy that part; here loops take one row at a tim
 """
 
 import math
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,19 @@ from jaxdist.collectives import zeros_varying_like
 from jaxdist.config_memory import refuse_split_backward
 from jaxdist.interpret import trimmed
 from jaxdist.parallel.remat import after
-from jaxdist.parallel.stack import AGAIN, Block, Blocks, Gather, Stack, at, put
+from jaxdist.parallel.stack import AGAIN, Blocks, Stack, at, put
 from jaxdist.specs import only
 
 PyTree = Any
 
 
-class Segments(Blocks):
-    """`Blocks` of which only the inputs of segments are kept. block: without rematerialisation."""
+class Segments(NamedTuple):
+    """In place of `Blocks`, where only the inputs of segments are kept.
+
+    blocks: without rematerialisation.
+    """
+
+    blocks: Blocks
 
     def forward(
         self, diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree
@@ -47,9 +52,12 @@ class Segments(Blocks):
         """h after the blocks of one segment."""
 
         def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            return self.block(self.gather(at(diff, i), at(held, i), None), h, layers[i], keys), None
+            return self._block(diff, held, h, i, layers, keys), None
 
         return lax.scan(body, h, first + jnp.arange(size))[0]
+
+    def _block(self, diff: PyTree, held: PyTree, h: jax.Array, i: jax.Array, layers: jax.Array, keys: PyTree) -> Any:
+        return self.blocks.block(self.blocks.gather(at(diff, i), at(held, i), None), h, layers[i], keys)
 
     def backward(self, diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of the first block's input)."""
@@ -74,15 +82,13 @@ class Segments(Blocks):
         first = after(carry[0], jnp.asarray(first))  # a loop of one round is unrolled, and merged with the forward one
 
         def input_of_next(inputs: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
-            i = first + j
             with jax.named_scope(AGAIN):
-                unit = self.gather(at(diff, i), at(held, i), None)
-                return put(inputs, j + 1, self.block(unit, at(inputs, j), layers[i], keys)), None
+                return put(inputs, j + 1, self._block(diff, held, at(inputs, j), first + j, layers, keys)), None
 
         def gradients(i: jax.Array, h: jax.Array, dh: jax.Array) -> tuple[PyTree, jax.Array]:
             with jax.named_scope(AGAIN):
-                unit, reduce = self.fetch(diff, held, i)
-                _, kept = self.run(unit, diff, h, layers[i], keys)
+                unit, reduce = self.blocks.fetch(diff, held, i)
+                _, kept = self.blocks.run(unit, diff, h, layers[i], keys)
             behind, dh = kept(only(kept.wanted, unit), dh)
             return reduce(behind)[0], dh
 
@@ -97,7 +103,11 @@ class Segments(Blocks):
         return lax.scan(backward, carry, jnp.arange(size), reverse=True)[0]
 
     def backward_input(self, diff: PyTree, held: PyTree, saved: PyTree, dh: jax.Array) -> NoReturn:
-        """Raises `UserError`."""
+        """Raises `UserError`: no half of a backward pass."""
+        refuse_split_backward()
+
+    def backward_weights(self, diff: PyTree, held: PyTree, saved: PyTree, crossing: PyTree, like: PyTree) -> NoReturn:
+        """The same."""
         refuse_split_backward()
 
 
@@ -107,9 +117,8 @@ def sizes(blocks: int) -> tuple[int, int, int]:
     return size, *divmod(blocks, size)
 
 
-def segmented(gather: Gather, block: Block) -> Stack:
+def segmented(segments: Segments) -> Stack:
     """The stack of blocks in segments, differentiable once, with respect to diff and h."""
-    segments = Segments(gather, block)
 
     def forward(diff: PyTree, held: PyTree, h: jax.Array, layers: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         h, saved = segments.forward(diff, held, h, layers, keys)
