@@ -35,8 +35,8 @@ def check_deterministic(remat: Remat) -> None:
     """Raise `UserError` for all modes but "none": where a block is computed again beside its backward pass, the
     compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
     if remat != "none":
-        raise UserError(f"{KEY}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed again"
-                        " is rounded otherwise in other layouts; allowed: none")  # fmt: skip
+        raise UserError(f"{KEY}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
+                        " again is rounded otherwise in other layouts; allowed: none")  # fmt: skip
 
 
 def refuse_split_backward() -> NoReturn:
