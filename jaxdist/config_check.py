@@ -29,7 +29,7 @@ GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "ja
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """The model section with every None replaced by what its style implies, but for `loss_chunk`: it has no style."""
+    """The model section with every None replaced by what its style implies, but for `loss_chunk`."""
     llama = model.style == "llama"
     mlp = model.mlp or ("swiglu" if llama else "gelu")
     # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.

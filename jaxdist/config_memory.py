@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxdist.config_values import Rule, check_value
+from jaxdist.config_values import Rule, check_value, show
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ def check_prefetched(remat: Remat) -> None:
                         " allowed: none, full, dots, a list of names; or parallel.prefetch=0")  # fmt: skip
 
 
+def check_deterministic(remat: Remat) -> None:
+    """Raise `UserError` for all modes but "none": where a block is computed again beside its backward pass, the
+    compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
+    if remat != "none":
+        raise UserError(f"{KEY}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
+                        " again is rounded otherwise in other layouts; allowed: none")  # fmt: skip
+
+
 def refuse_split_backward() -> NoReturn:
     """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
     raise UserError(f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
@@ -42,6 +50,8 @@ def check_memory(config: Config, one_stage: Sequence[str]) -> None:
     remat, schedule = config.memory.remat, config.parallel.schedule
     if config.parallel.prefetch:
         check_prefetched(remat)
+    if config.parallel.grad_sync.deterministic:
+        check_deterministic(remat)
     if remat == "sqrt" and schedule == "zero_bubble":
         refuse_split_backward()
     if remat == "offload" and "." not in schedule and schedule not in one_stage:

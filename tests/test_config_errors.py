@@ -211,6 +211,8 @@ VALUES = [
 TOGETHER = [
     case("sqrt-and-prefetch", b"memory: {remat: sqrt}\n", "memory.remat: 'sqrt'", "parallel.prefetch=0",
          args=("parallel.prefetch=1",)),
+    case("remat-and-same-bits", b"memory: {remat: full}\n", "memory.remat: 'full'", "allowed: none",
+         args=("parallel.grad_sync.deterministic=true",)),
     case("sqrt-in-halves", b"memory: {remat: sqrt}\n", "memory.remat: 'sqrt'", "zero_bubble",
          args=("parallel.schedule=zero_bubble",)),
     case("offload-in-stages", b"memory: {remat: offload}\n", "memory.remat: 'offload'", "gpipe has several",

@@ -22,6 +22,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.segments import sizes
+from jaxdist.parallel.sync import GradSync
 from jaxdist.plan.activations import ON_HOST, Kept, kept_activations
 from jaxdist.plan.flops import flops_of
 from jaxdist.plan.ledger import ledger
@@ -70,7 +71,6 @@ SLOW = [
     layouts.Case("gpt2", True, "zero3", 1, (2, 2, 2), remat="dots", prefetch=1),
     layouts.Case("llama", False, "ddp", 1, (2, 2, 1), remat=NAMED, prefetch=1, overlap=True),
     layouts.Case("llama", False, "ddp", 1, (2, 2, 1), remat="sqrt", overlap=True),
-    layouts.Case("gpt2", True, "zero3", 2, (2, 2, 1), "deterministic", remat="sqrt"),
 ]  # fmt: skip
 
 
@@ -162,6 +162,10 @@ def test_a_cpu_has_nowhere_to_offload_to(caplog: pytest.LogCaptureFixture) -> No
     ({"remat": "attention.out"}, r"memory.remat: 'attention.out' is not known; .*; write \[attention.out\]"),
     ({"remat": "sqrt", "prefetch": 1}, "memory.remat: 'sqrt' does not go with parallel.prefetch 1"),
     ({"remat": "offload", "prefetch": 1}, "memory.remat: 'offload' does not go with parallel.prefetch 1"),
+    ({"remat": NAMED, "grad_sync": GradSync(deterministic=True)},
+     r"memory.remat: \[attention.out, mlp.hidden\] does not go with parallel.grad_sync.deterministic"),
+    ({"remat": "full", "grad_sync": GradSync(deterministic=True)},
+     "memory.remat: 'full' does not go with parallel.grad_sync.deterministic"),
     ({"remat": "sqrt", "schedule": "zero_bubble", "microbatches": 2},
      "memory.remat: 'sqrt' does not go with parallel.schedule zero_bubble"),
     ({"remat": "offload", "schedule": "one_f_one_b", "microbatches": 2}, "without prefetch and offload"),

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
-from jaxdist.config_memory import Remat, check_prefetched
+from jaxdist.config_memory import Remat, check_deterministic, check_prefetched
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.branch import Choose, by_condition, by_mask, typed_like
@@ -85,6 +85,8 @@ def make_program(
     """
     if prefetch:
         check_prefetched(remat)
+    if isolated:
+        check_deterministic(remat)
     units = unit_specs(specs)
     use, run = functools.partial(_use, strategy, specs, units), functools.partial(_run, isolated)
 
@@ -142,7 +144,7 @@ def _make_stack(
 ) -> Stack:
     """All blocks one after the other. gathers: see `rematerialise`; choose: see `Blocks`."""
     if remat == "sqrt":
-        return segmented(Segments(gather, block, choose))
+        return segmented(Segments(Blocks(gather, block, choose)))
     if prefetch:
         inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
         return prefetched(gather, inner, last)
@@ -164,10 +166,10 @@ def _make_stack(
     return stack
 
 
-def _staged_blocks(gather: Gather, block: Block, remat: Remat, choose: Choose | None) -> Blocks:
+def _staged_blocks(gather: Gather, block: Block, remat: Remat, choose: Choose | None) -> Blocks | Segments:
     """Forward and backward pass of a pipeline's stage."""
     if remat == "sqrt":
-        return Segments(gather, block, choose)
+        return Segments(Blocks(gather, block, choose))
     return Blocks(gather, rematerialise(block, remat, gathers=True, in_scan=True, constants=False), choose)
 
 

@@ -7,6 +7,7 @@ import jax
 
 from jaxdist.collectives import active_axes
 from jaxdist.errors import UserError
+from jaxdist.parallel.segments import Segments
 from jaxdist.parallel.stack import Blocks
 from jaxdist.precision import accumulation_dtype
 
@@ -25,7 +26,7 @@ class Stages(NamedTuple):
 
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
-    blocks: Blocks
+    blocks: Blocks | Segments
     head_units: tuple[str, ...]
     chunks: int
     counts: tuple[int, ...]

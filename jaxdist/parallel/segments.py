@@ -9,7 +9,7 @@ of the stacked parameters would copy that part; here loops take one row at a tim
 """
 
 import math
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,13 @@ from jaxdist.specs import only
 PyTree = Any
 
 
-class Segments(Blocks):
-    """`Blocks` of which only the inputs of segments are kept. block: without rematerialisation."""
+class Segments(NamedTuple):
+    """In place of `Blocks`, where only the inputs of segments are kept.
+
+    blocks: without rematerialisation.
+    """
+
+    blocks: Blocks
 
     def forward(
         self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree
@@ -55,9 +60,9 @@ class Segments(Blocks):
         """h after row i."""
 
         def work() -> tuple[jax.Array, None]:
-            return self.block(self.gather(at(diff, i), at(held, i), None), h, layer, keys), None
+            return self.blocks.block(self.blocks.gather(at(diff, i), at(held, i), None), h, layer, keys), None
 
-        return self._in_row(layer, work, h)[0]
+        return self.blocks.in_row(layer, work, h)[0]
 
     def backward(
         self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
@@ -90,8 +95,8 @@ class Segments(Blocks):
 
         def gradients(i: jax.Array, h: jax.Array, dh: jax.Array) -> tuple[PyTree, jax.Array]:
             with jax.named_scope(AGAIN):
-                unit, reduce = self.fetch(diff, held, i)
-                _, kept = self.run(unit, diff, h, layers[i], keys)
+                unit, reduce = self.blocks.fetch(diff, held, i)
+                _, kept = self.blocks.run(unit, diff, h, layers[i], keys)
             behind, dh = kept(only(kept.wanted, unit), dh)
             return reduce(behind)[0], dh
 
@@ -103,7 +108,7 @@ class Segments(Blocks):
                 own, dh = trimmed(gradients, i, at(inputs, j), behind)  # nobody needs the block's output again
                 return dh, own
 
-            dh, own = self._in_row(layers[i], work, behind)
+            dh, own = self.blocks.in_row(layers[i], work, behind)
             return (dh, put(grads, i, own)), None
 
         inputs = jnp.broadcast_to(h, (size, *h.shape))  # row 0 is what it says, the others are written
@@ -111,10 +116,14 @@ class Segments(Blocks):
             inputs, _ = lax.scan(input_of_next, inputs, jnp.arange(size - 1))
         return lax.scan(backward, carry, jnp.arange(size), reverse=True)[0]
 
-    def backward_input(
-        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
+    def backward_input(self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array) -> NoReturn:
+        """Raises `UserError`: no half of a backward pass."""
+        refuse_split_backward()
+
+    def backward_weights(
+        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, crossing: PyTree, like: PyTree
     ) -> NoReturn:
-        """Raises `UserError`."""
+        """The same."""
         refuse_split_backward()
 
 

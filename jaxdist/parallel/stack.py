@@ -124,7 +124,7 @@ class Blocks(NamedTuple):
         with jax.named_scope(AGAIN):
             return self.gather(at(diff, i), at(held, i), wanted)
 
-    def _in_row(self, layer: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
+    def in_row(self, layer: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
         """work() -> (x, rest) in a row that holds a block, (passing, zeros) in another."""
         return work() if self.choose is None else work_or_pass(self.choose, layer > 0, work, passing)
 
@@ -139,7 +139,7 @@ class Blocks(NamedTuple):
                 out, kept = self.run(unit, diff, h, layers[i], keys)
                 return out, (kept, reduce)
 
-            return self._in_row(layers[i], work, h)
+            return self.in_row(layers[i], work, h)
 
         return lax.scan(body, h, jnp.arange(len(layers)))
 
@@ -155,7 +155,7 @@ class Blocks(NamedTuple):
                 behind, before = kept(self.again(diff, held, i, kept.wanted), dh)
                 return before, reduce(behind)[0]
 
-            return self._in_row(layers[i], work, dh)
+            return self.in_row(layers[i], work, dh)
 
         dh, grads = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
         return grads, dh
@@ -171,7 +171,7 @@ class Blocks(NamedTuple):
             def work() -> tuple[jax.Array, PyTree]:
                 return self._halves(kept, diff, held, dh).input(self.again(diff, held, i, kept.wanted), dh)
 
-            return self._in_row(layers[i], work, dh)
+            return self.in_row(layers[i], work, dh)
 
         dh, crossing = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
         return crossing, dh
@@ -191,7 +191,7 @@ class Blocks(NamedTuple):
                 behind = halves.weights(jax.tree.leaves(self.again(diff, held, i, chosen)), crossing)
                 return None, reduce(behind)[0]
 
-            return self._in_row(layers[i], work, None)
+            return self.in_row(layers[i], work, None)
 
         return lax.scan(body, None, (jnp.arange(len(layers)), saved, crossing))[1]
 
