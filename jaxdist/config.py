@@ -159,6 +159,7 @@ class OffloadConfig:
     """What rests in host memory instead of on the devices."""
 
     optimizer: bool = setting(False, "the optimizer state, which is fetched for each update and put back")
+    activations: bool = setting(False, "inputs of blocks until the backward pass: the same as memory.remat=offload")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.config_memory import check_memory
+from jaxdist.config_memory import check_memory, with_offload
 from jaxdist.config_sync import check_grad_sync
 from jaxdist.config_values import show
 from jaxdist.errors import UserError
@@ -142,6 +142,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
                         f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
                         " when its step has been taken")  # fmt: skip
     _check_precision(config)
+    config = replace(config, memory=with_offload(config.memory))
     rest = _rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from jaxdist.config_values import Rule, check_value, show
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxdist.config import Config
+    from jaxdist.config import Config, MemoryConfig
 
 KEY = "memory.remat"
 MODES = ("none", "full", "dots", "sqrt", "offload")
@@ -43,6 +44,16 @@ def refuse_split_backward() -> NoReturn:
     """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
     raise UserError(f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
                     " each would compute every segment again; allowed: none, full, dots, a list of names")  # fmt: skip
+
+
+def with_offload(memory: MemoryConfig) -> MemoryConfig:
+    """The section with `offload.activations` as the mode of `remat` that it means. Raises `UserError` for another."""
+    if not memory.offload.activations:
+        return memory
+    if memory.remat not in ("none", "full", "offload"):
+        raise UserError(f"memory.offload.activations: true is memory.remat 'offload', and {show(memory.remat)} is set;"
+                        " allowed with it: none, full, offload")  # fmt: skip
+    return replace(memory, remat="offload")
 
 
 def check_memory(config: Config, one_stage: Sequence[str]) -> None:

@@ -147,6 +147,14 @@ def test_lists_of_integers(tmp_path: Path) -> None:
     check_layout(replace(config, mesh=MeshConfig(pipe=-1)))  # a size that is not known yet is not judged
 
 
+def test_activations_in_host_memory_are_a_mode_of_remat(tmp_path: Path) -> None:
+    for other in ("", "remat: full, "):
+        config = load(tmp_path, f"memory: {{{other}offload: {{activations: true}}}}\n")
+        assert config.memory.remat == "offload" and load(tmp_path, to_yaml(config)) == config
+    with pytest.raises(UserError, match="^memory.offload.activations: true is memory.remat 'offload', and 'sqrt' is set"):
+        load(tmp_path, "memory: {remat: sqrt, offload: {activations: true}}\n")
+
+
 def test_a_text_or_a_list_of_texts(tmp_path: Path) -> None:
     names = ("attention.out", "mlp.hidden")
     config = load(tmp_path, "memory: {remat: [attention.out, mlp.hidden]}\n")
