@@ -247,12 +247,13 @@ def test_layout_equals_one_device_in_fp32(case: Case) -> None:
 
 
 def crossed() -> list[Case]:
-    """Every strategy on every mesh, with two opposite choices of options: so with every value of every option."""
-    cases, opposite = [], list(zip(OPTIONS, reversed(OPTIONS), strict=True))[: len(OPTIONS) // 2]
+    """Every strategy on every mesh, with one choice of options after the other, each followed by its opposite."""
+    cases: list[Case] = []
+    options = [each for pair in zip(OPTIONS, reversed(OPTIONS), strict=True) for each in pair][: len(OPTIONS)]
     for mesh in POWERS:
         for strategy in strategies(mesh):
-            for style, tied, microbatches in opposite[len(cases) // 2 % len(opposite)]:
-                cases.append(Case(style, tied, strategy, microbatches, mesh))
+            style, tied, microbatches = options[len(cases) % len(options)]
+            cases.append(Case(style, tied, strategy, microbatches, mesh))
     return cases
 
 

@@ -291,7 +291,10 @@ def without_key_bias(grads: Any) -> Any:
     return grads
 
 
-@pytest.mark.parametrize("case", [EVERYDAY, *(pytest.param(case, marks=pytest.mark.slow) for case in EVERY)], ids=str)
+@pytest.mark.parametrize("case", [
+    EVERYDAY,
+    *(pytest.param(case, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow) for i, case in enumerate(EVERY)),
+], ids=str)  # fmt: skip
 def test_layouts_agree_within_a_policy(case: Case) -> None:
     """A layout adds in another order: single values differ by a rounding of the half type, 2^-11 (float16) or 2^-8
     (bfloat16); losses by less than one, gradients whose parts cancel by up to five. A missing or doubled sum, or a
