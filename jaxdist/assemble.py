@@ -1,6 +1,7 @@
 """From a configuration to what trains: model, optimizer, layout of the state, step. Nothing is allocated."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 from jaxdist import registry
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, PrecisionConfig
+from jaxdist.errors import UserError
 from jaxdist.forensics import make_diagnosis
 from jaxdist.guard import ScaleRule
 from jaxdist.init import state_target
@@ -56,8 +58,19 @@ def make_model(config: Config, precision: Precision, *, stages: int, training: b
     """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout."""
     options = config.model if training else replace(config.model, dropout=0.0)
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
-    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param)
+    fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
+    if fp8 and not {"fp8", "keywords"} & _keywords(build):
+        raise UserError(f"precision.policy: 'fp8' needs a model that can be built with fp8=True, and model.name"
+                        f" {config.model.name!r} takes no such option; allowed: a policy without float8, such as"
+                        " bf16")  # fmt: skip
+    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **fp8)
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
+
+
+def _keywords(build: Callable[..., Any]) -> set[str]:
+    """Names of its parameters; "keywords" for **keywords, whatever they are called there."""
+    found = inspect.signature(build).parameters.values()
+    return {"keywords" if each.kind is each.VAR_KEYWORD else each.name for each in found}
 
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:

@@ -19,8 +19,9 @@ class TrainStep:
     "skipped_in_a_row", "loss_scale": see `jaxdist.guard`), and "grads" if asked for.
     """
 
-    def __init__(self, build: Callable[[TrainState], Any]) -> None:
-        self._build, self._jitted, self._layout = build, None, None
+    def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None] = lambda: None) -> None:
+        """check: raises `UserError` where the step may be compiled, but not run."""
+        self._build, self._check, self._jitted, self._layout = build, check, None, None
 
     def jitted(self, state: TrainState) -> Any:
         """The `jax.jit` function for this layout; `state` may be made of ShapeDtypeStructs with shardings."""
@@ -32,6 +33,7 @@ class TrainStep:
         return self._jitted
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        self._check()
         check_global(batch)
         return self.jitted(state)(state, batch)
 

@@ -20,7 +20,7 @@ __all__ = [
     "to_yaml", "uneven",
 ]  # fmt: skip
 
-POLICIES = ("fp32", "bf16", "fp16", "fp64", "O0", "O1", "O2", "O3")  # those of `jaxdist.precision`, which imports jax
+POLICIES = ("fp32", "bf16", "fp16", "fp8", "fp64", "O0", "O1", "O2", "O3")  # as `jaxdist.precision` has them
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

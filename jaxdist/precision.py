@@ -1,6 +1,7 @@
 """Precision policies: which dtype parameters rest in, matrices multiply in, and gradients are summed in."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ class Precision(NamedTuple):
     keep_fp32: patterns ("*norm*") of the paths of parameters that layers receive in at least fp32. per_op: parameters
     are not cast as a whole, each operation casts its operands (`jaxdist.autocast`), matrix products to `compute`.
     loss_scale: what the loss is multiplied by before it is differentiated, "dynamic", a `ScaleRule`, or a number.
+    fp8: linear layers multiply in float8 (`jaxdist.nn.float8`); the model must be built for it.
     """
 
     param: Any
@@ -27,6 +29,7 @@ class Precision(NamedTuple):
     keep_fp32: tuple[str, ...] = ()
     per_op: bool = False
     loss_scale: float | str | ScaleRule = 1.0
+    fp8: bool = False
 
     @property
     def received(self) -> Any:
@@ -49,6 +52,7 @@ POLICIES = {
     "fp32": Precision(jnp.float32, jnp.float32, jnp.float32),
     "bf16": Precision(jnp.float32, jnp.bfloat16, jnp.float32),
     "fp16": Precision(jnp.float32, jnp.float16, jnp.float32, NORMS, loss_scale="dynamic"),
+    "fp8": Precision(jnp.float32, jnp.bfloat16, jnp.float32, fp8=True),
     "fp64": Precision(jnp.float64, jnp.float64, jnp.float64),  # for checks: layouts must agree to 1e-10
     # NVIDIA Apex's opt levels (apex.amp.frontend).
     "O0": Precision(jnp.float32, jnp.float32, jnp.float32),
@@ -83,6 +87,10 @@ def make_precision(
     if chosen.per_op and np.dtype(chosen.compute) not in HALVES:
         raise UserError(f"precision.per_op: casts matrix products to a half type, and compute_dtype is "
                         f"{jnp.dtype(chosen.compute)}; allowed compute_dtype: float16, bfloat16")  # fmt: skip
+    if chosen.fp8 and (chosen.per_op or np.dtype(chosen.compute) == jnp.float16):
+        raise UserError(f"precision.policy: 'fp8' with per_op {chosen.per_op}, compute_dtype"
+                        f" {jnp.dtype(chosen.compute)}: layers quantise by themselves, and sum beyond float16; allowed:"
+                        " per_op false, compute_dtype bfloat16 or float32")  # fmt: skip
     if keep_fp32 is not None:
         chosen = chosen._replace(keep_fp32=_patterns(keep_fp32, chosen))
     if any(jnp.dtype(dtype).itemsize == 8 for dtype in chosen[:3]) and not jax.config.read("jax_enable_x64"):
@@ -117,6 +125,26 @@ def enable_x64(policy: str) -> None:
     """Turn on 64-bit types when the policy needs them. Call before the first array is made."""
     if policy == "fp64":
         jax.config.update("jax_enable_x64", True)
+
+
+def has_float8(device: Any) -> bool:
+    """Whether the device's matrix units multiply float8_e4m3fn: NVIDIA from compute capability 8.9 on, AMD gfx95 and
+    gfx12. (gfx94 has other float8 types, float8_e4m3fnuz and float8_e5m2fnuz.)"""
+    capability = str(getattr(device, "compute_capability", ""))
+    number = re.match(r"(\d+)\.(\d+)", capability)
+    nvidia = number is not None and (int(number[1]), int(number[2])) >= (8, 9)
+    return device.platform == "gpu" and (nvidia or capability.startswith(("gfx95", "gfx12")))
+
+
+def check_float8(precision: Precision, devices: Iterable[Any]) -> None:
+    """Raise `UserError` where the policy multiplies in float8 and a device cannot."""
+    lacking = next((device for device in devices if not has_float8(device)), None) if precision.fp8 else None
+    if lacking is not None:
+        capability = getattr(lacking, "compute_capability", None)
+        name = "this is " + (f"{lacking.device_kind}, {capability}" if capability else f"a {lacking.platform.upper()}")
+        others = ", ".join(name for name, each in POLICIES.items() if not each.fp8)
+        raise UserError(f"precision.policy: 'fp8' needs GPUs that multiply float8 (NVIDIA from compute capability 8.9"
+                        f" on: Ada, Hopper, Blackwell; AMD gfx95, gfx12), {name}; allowed here: {others}")  # fmt: skip
 
 
 def accumulation_dtype(dtype: Any) -> Any:

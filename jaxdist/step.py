@@ -28,7 +28,7 @@ from jaxdist.parallel.overlap import overlapping
 from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
-from jaxdist.precision import Precision, make_precision
+from jaxdist.precision import Precision, check_float8, make_precision
 from jaxdist.specs import STACKED, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, hosted, shardings_of, specs_of_arrays
 
@@ -128,4 +128,4 @@ def make_train_step(
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))
 
-    return TrainStep(build)
+    return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat))

@@ -41,7 +41,7 @@ BOMB = b"a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
     b"%c: &%c [*%c, *%c, *%c, *%c, *%c, *%c, *%c, *%c, *%c]\n" % (n, n, *[n - 1] * 9) for n in range(ord("b"), ord("j"))
 )
 
-POLICIES = "fp32, bf16, fp16, fp64, O0, O1, O2, O3"
+POLICIES = "fp32, bf16, fp16, fp8, fp64, O0, O1, O2, O3"
 FILES = [
     case("missing", MISSING, "no such file"),
     case("folder", FOLDER, "a folder"),
@@ -184,7 +184,7 @@ VALUES = [
     case("precision-short", b"precision: bf61\n", "precision.policy", "'bf61'", POLICIES, "mean 'bf16'?"),
     case("precision-long", b"precision: bfloat16\n", "precision.policy", "mean 'bf16'?"),
     case("precision-level", b"precision: o4\n", "precision.policy", "'o4'", POLICIES),
-    case("precision-fp8", b"precision: fp8\n", "precision.policy", "'fp8'", POLICIES),
+    case("precision-fp4", b"precision: fp4\n", "precision.policy", "'fp4'", POLICIES),
     case("precision-half", b"precision: {policy: O2, half: float8}\n", "precision.half", "'float8'", "bfloat16"),
     case("precision-keep", b"precision: {policy: O2, keep_fp32: head}\n", "precision.keep_fp32", "write ['head']"),
     case("precision-number", b"precision: 16\n", "precision", "16", "precision.policy"),

@@ -33,12 +33,13 @@ from jaxdist.step import make_train_step
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")
 GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=2, vocab=32)
-F64, F32, F16, BF16 = "float64", "float32", "float16", "bfloat16"
+F64, F32, F16, BF16, E4M3, E5M2 = "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
 
 
 class Row(NamedTuple):
     """What the policy promises. kept: what layers get of norms; params: of other parameters; wide: where exponentials,
-    logarithms and sums are taken; moved: sums of activations over `tensor`."""
+    logarithms and sums are taken; moved: sums of activations over `tensor`; linear: products of linear layers, forward,
+    where they have types of their own."""
 
     rest: str
     params: str
@@ -48,12 +49,14 @@ class Row(NamedTuple):
     reduce: str
     moved: str
     loss_scale: float | str
+    linear: str | None = None
 
 
 TABLE = {
     "fp32": Row(F32, F32, F32, F32, F32, F32, F32, 1.0),
     "bf16": Row(F32, BF16, BF16, BF16, F32, F32, BF16, 1.0),
     "fp16": Row(F32, F16, F32, F16, F32, F32, F16, "dynamic"),
+    "fp8": Row(F32, BF16, BF16, BF16, F32, F32, BF16, 1.0, E4M3),
     "fp64": Row(F64, F64, F64, F64, F64, F64, F64, 1.0),
     "O0": Row(F32, F32, F32, F32, F32, F32, F32, 1.0),
     "O1": Row(F32, F32, F32, F16, F32, F32, F32, "dynamic"),
@@ -106,7 +109,7 @@ def trace(
 ) -> tuple[Any, Any]:  # fmt: skip
     """(state as shapes, jaxpr of a step)."""
     policy = make_precision(precision) if isinstance(precision, str) else precision
-    model = gpt(config, max_length=8, param_dtype=policy.param)
+    model = gpt(config, max_length=8, param_dtype=policy.param, fp8=policy.fp8)
     mesh, tx = make_mesh(**axes), optimizer or optax.adamw(1e-3, eps=1e-4)
     target = state_target(model, tx, mesh, strategy=strategy)
     model = model if seen is None else spied(model, seen)
@@ -121,7 +124,8 @@ def trace(
 def test_a_step_is_what_the_table_says(name: str) -> None:
     with jax.enable_x64(name == "fp64"):
         row, seen = TABLE[name], dict[str, str]()
-        target, jaxpr = trace(name, seen=seen, data=2, fsdp=2, tensor=2)
+        config = dataclasses.replace(GPT2, width=32) if row.linear else GPT2  # float8 needs multiples of 16
+        target, jaxpr = trace(name, seen=seen, config=config, data=2, fsdp=2, tensor=2)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(target.params)} == {row.rest}
     state = [str(leaf.dtype) for leaf in jax.tree.leaves(target.opt_state)]
     assert sorted(set(state)) == sorted({row.rest, "int32"}) and state.count(row.rest) >= 2 * len(seen)
@@ -133,7 +137,9 @@ def test_a_step_is_what_the_table_says(name: str) -> None:
     region = next(equation for _, equation in equations(jaxpr) if equation.primitive.name == "shard_map")
     for stack, equation in equations(region.params["jaxpr"]):
         kind, backward = equation.primitive.name, "transpose(" in stack
-        if kind == "dot_general":
+        if kind == "dot_general" and floats(equation) <= {E4M3, E5M2}:
+            found["linear back" if backward else "linear"] |= floats(equation)
+        elif kind == "dot_general":
             # Scores and logits are summed into fp32, so that what comes back to their operands is fp32.
             assert row.products in floats(equation) and (name != "O1" or floats(equation) == {row.products})
             found["products back" if backward else "products"] |= floats(equation)
@@ -145,6 +151,8 @@ def test_a_step_is_what_the_table_says(name: str) -> None:
             found[kind.removesuffix("_invariant"), axes] |= floats(equation)
     assert found.pop("products") == {row.products}
     assert found.pop("products back") <= {row.products, row.wide}
+    assert found.pop("linear", {None}) == {row.linear}
+    assert found.pop("linear back", {None}) == ({E4M3, E5M2} if row.linear else {None})
     for kind in ("exp", "log", "rsqrt", "reduce_sum"):
         assert found.pop(kind) == {row.wide}, kind
     assert found.pop(("all_gather", ("fsdp",))) == {row.params, row.kept}
@@ -339,15 +347,20 @@ def trained(name: str) -> float:
     ("fp32", {"compute_dtype": F16, "per_op": True}, (F32, F16, F32, (), True, 1.0)),
     ("O2", {"keep_fp32": ()}, (F32, F16, F32, (), False, "dynamic")),
     ("O1", {"per_op": False}, (F32, F16, F32, (), False, "dynamic")),
+    ("fp8", {"compute_dtype": F32}, (F32, F32, F32, (), False, 1.0)),
+    ("fp8", {"keep_fp32": ["*norm*"]}, (F32, BF16, F32, ("*norm*",), False, 1.0)),
 ])  # fmt: skip
 def test_fields_replace_those_of_the_policy(policy: str, fields: Any, expected: Any) -> None:
     found = make_precision(policy, **fields)
+    expected = *expected, policy == "fp8"
     assert (*map(jnp.dtype, found[:3]), *found[3:]) == (*map(jnp.dtype, expected[:3]), *expected[3:])
-    assert Precision(*expected[:3]) == (*expected[:3], (), False, 1.0)
+    assert Precision(*expected[:3]) == (*expected[:3], (), False, 1.0, False)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"policy": "fp8"}, "precision.policy: 'fp8' is not known; allowed: fp32, bf16, fp16, fp64, O0, O1, O2, O3"),
+    ({"policy": "fp4"}, "precision.policy: 'fp4' is not known; allowed: fp32, bf16, fp16, fp8, fp64, O0, O1, O2, O3"),
+    ({"policy": "fp8", "per_op": True}, "'fp8' with per_op True, compute_dtype bfloat16: .* allowed: per_op false"),
+    ({"policy": "fp8", "compute_dtype": F16}, "'fp8' with per_op False, compute_dtype float16: .* or float32"),
     ({"policy": "O2", "half": "fp16"}, "precision.half: 'fp16' is not known; allowed: float16, bfloat16"),
     ({"policy": "bf16", "half": "float16"}, "bf16 has none; allowed with fp16, O1, O2, O3"),
     ({"policy": "fp32", "per_op": True}, "compute_dtype is float32; allowed compute_dtype: float16, bfloat16"),

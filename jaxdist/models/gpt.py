@@ -78,7 +78,7 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs) -> Block:
+def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "resolve_model first"
     rope_theta = config.rope_theta if config.positions == "rope" else None
@@ -91,8 +91,9 @@ def _block(config: ModelConfig, rngs: nnx.Rngs) -> Block:
         rope_theta=rope_theta,
         dropout=config.dropout,
         out_scale=out_scale,
+        fp8=fp8,
     )
-    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale)
+    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, fp8=fp8)
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
     return Block(norm1, attention, norm2, mlp, dropout=config.dropout)
 
@@ -100,13 +101,15 @@ def _block(config: ModelConfig, rngs: nnx.Rngs) -> Block:
 class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
-    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, fp8: bool = False) -> None:
         self.embed = Embed(config, max_length, rngs)
-        self.blocks = nnx.List([_block(config, rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([_block(config, rngs, fp8=fp8) for _ in range(config.layers)])
         self.head = Head(config, rngs)
 
 
-def gpt(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32) -> ModelDef:
-    """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S]."""
+def gpt(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False) -> ModelDef:
+    """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
+    fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
+    head do not."""
     full = resolve_model(config)
-    return model_def(lambda rngs: GPT(full, max_length, rngs), tied=bool(full.tied), param_dtype=param_dtype)
+    return model_def(lambda rngs: GPT(full, max_length, rngs, fp8=fp8), tied=bool(full.tied), param_dtype=param_dtype)

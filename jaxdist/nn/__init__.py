@@ -5,6 +5,7 @@ from jaxdist.nn.attention import Attention, QKVProjection
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
+from jaxdist.nn.float8 import product
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear, add_bias
 from jaxdist.nn.loss import chunked_cross_entropy, loss_chunk
 from jaxdist.nn.mlp import MLP
@@ -34,6 +35,7 @@ __all__ = [
     "model_def",
     "normal",
     "param",
+    "product",
     "vocab_cross_entropy",
     "vocab_logits",
     "whole_vocab",

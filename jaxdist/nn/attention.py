@@ -51,11 +51,14 @@ class QKVProjection(nnx.Module):
     """h [B, S, D] -> q [B, S, n, G, K], k and v [B, S, n, K] in one matrix product.
 
     The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
-    heads never need keys of another device. Names attention.qkv (`memory.remat`).
+    heads never need keys of another device. Names attention.qkv (`memory.remat`). fp8: see `jaxdist.nn.float8`.
     """
 
-    def __init__(self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool) -> None:
-        self.linear = ColumnParallelLinear(rngs, width, (kv_heads, heads // kv_heads + 2, width // heads), bias=bias)
+    def __init__(
+        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, fp8: bool = False
+    ) -> None:
+        features = kv_heads, heads // kv_heads + 2, width // heads
+        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, fp8=fp8)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
@@ -65,7 +68,8 @@ class QKVProjection(nnx.Module):
 class Attention(nnx.Module):
     """QKV projection, optional rotary positions, causal attention, output projection.
 
-    Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`).
+    Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`). fp8: both
+    projections multiply in float8; scores and their product with v do not.
     """
 
     def __init__(
@@ -79,9 +83,10 @@ class Attention(nnx.Module):
         rope_theta: float | None,
         dropout: float,
         out_scale: float,
+        fp8: bool = False,
     ) -> None:
-        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias)
-        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale)
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, fp8=fp8)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, fp8=fp8)
         self.rope_theta = rope_theta
         self.dropout = dropout
 

@@ -9,10 +9,10 @@ its weights varying, so the checked `shard_map` transposes that cast to the psum
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.collectives import psum
+from jaxdist.nn.float8 import product
 from jaxdist.nn.param import normal, zeros
 from jaxdist.precision import accumulation_dtype
 
@@ -24,17 +24,20 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 class ColumnParallelLinear(nnx.Module):
-    """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in)."""
+    """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in). fp8: the
+    product is taken in float8, see `jaxdist.nn.float8`."""
 
     def __init__(
-        self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool
-    ) -> None:
+        self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool,
+        fp8: bool = False,
+    ) -> None:  # fmt: skip
         spec = tuple("tensor" if dim == split else None for dim in range(len(features)))
         self.kernel = normal(rngs, (in_features, *features), in_features**-0.5, (None, *spec))
         self.bias = zeros(features, spec) if bias else None
+        self.fp8 = fp8
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.tensordot(x, self.kernel[...], 1)
+        y = product(x, self.kernel[...], fp8=self.fp8)
         return y if self.bias is None else add_bias(y, self.bias[...])
 
 
@@ -42,13 +45,16 @@ class RowParallelLinear(nnx.Module):
     """x [B, S, in_t] -> [B, S, out]: each device multiplies its rows, a psum over `tensor` adds the parts.
 
     `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
-    2.3).
+    2.3). fp8: the product is taken in float8, see `jaxdist.nn.float8`.
     """
 
-    def __init__(self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0) -> None:
+    def __init__(
+        self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0, fp8: bool = False
+    ) -> None:
         self.kernel = normal(rngs, (in_features, out_features), scale * in_features**-0.5, ("tensor", None))
         self.bias = zeros((out_features,), (None,)) if bias else None
+        self.fp8 = fp8
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = psum(x @ self.kernel[...], "tensor")
+        y = psum(product(x, self.kernel[...], fp8=self.fp8), "tensor")
         return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum: once, not once a device

@@ -37,7 +37,8 @@ class ModelDef(NamedTuple):
     logits: (params, embed params if tied else None, h) -> logits over the whole vocabulary, for sampling.
     layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage. stages: where
     they have not all the same number of blocks, those of each virtual stage; leaves of blocks then have as many rows
-    for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.arrange`.
+    for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.arrange`. fp8: whether
+    linear layers multiply in float8; the precision of a step must say the same.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -51,6 +52,7 @@ class ModelDef(NamedTuple):
     tied: bool
     chunks: int = 1
     stages: tuple[int, ...] = ()
+    fp8: bool = False
 
     @property
     def empty_rows(self) -> int:
@@ -114,4 +116,5 @@ def model_def(build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any 
         logits=logits,
         layers=len(split),
         tied=tied,
+        fp8=any(getattr(node, "fp8", False) for _, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Module)),
     )

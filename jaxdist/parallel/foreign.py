@@ -102,5 +102,8 @@ def program_and_region(
     if mode in ("sqrt", "offload"):
         raise UserError(f"memory.remat: {mode!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
                         "dots, a list of names; or build the model from jaxdist.nn layers")  # fmt: skip
+    if options.precision.fp8:
+        raise UserError("precision: fp8 is for models of jaxdist.nn layers; allowed with a user's loss_fn: bf16, in"
+                        " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself")  # fmt: skip
     loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
     return foreign_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region

@@ -47,7 +47,13 @@ def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
-    """The model, whose units cast operation by operation where the policy says so."""
+    """The model, whose units cast operation by operation where the policy says so. Raises `UserError` unless model and
+    policy agree on float8."""
+    if precision.fp8 and not model.fp8:
+        raise UserError("precision: fp8, but no layer of the model multiplies in float8; build it with fp8=True, as in"
+                        " gpt(..., fp8=True) or MLP(..., fp8=True), or take bf16")  # fmt: skip
+    if model.fp8 and not precision.fp8:
+        raise UserError("precision: layers of the model were built with fp8=True; allowed: fp8; or build it without")
     if not precision.per_op:
         return model
     embed, block, head, logits = (

@@ -13,7 +13,7 @@ import jax
 
 from jaxdist.config import Config, DevicesConfig, check_layout, resolve_mesh
 from jaxdist.errors import UserError
-from jaxdist.precision import enable_x64
+from jaxdist.precision import POLICIES, check_float8, enable_x64
 
 INITIALIZATION_S = 300  # until all processes have joined
 HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
@@ -163,7 +163,8 @@ def _count(devices: DevicesConfig) -> int:
 def start(config: Config) -> Config:
     """Bring up JAX for this configuration and return it with the mesh that the devices allow.
 
-    Raises `UserError` when the mesh does not fit the devices that are there.
+    Raises `UserError` when the mesh does not fit the devices that are there, or they cannot multiply as the precision
+    asks.
     """
     enable_x64(config.precision.policy)
     choose_platform(config.devices)
@@ -172,4 +173,5 @@ def start(config: Config) -> Config:
         join(job)
     config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
     check_layout(config)
+    check_float8(POLICIES[config.precision.policy], jax.devices())
     return config
