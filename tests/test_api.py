@@ -71,7 +71,7 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp17"}, "precision.policy: 'fp17' is not known; allowed: fp32, bf16, fp16, fp64, O0"),
+        ({"precision": "fp17"}, "precision.policy: 'fp17' is not known; allowed: fp32, bf16, fp16, fp8, fp64, O0"),
         ({"precision": "fp64"}, "64-bit types need jax_enable_x64"),
         ({"grad_sync": GradSync("rong")}, "'rong' is not known"),
         ({"strategy": "zero9"}, "'zero9' is not known"),
