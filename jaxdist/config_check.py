@@ -137,11 +137,15 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     if config.optimizer.warmup_steps > config.train.steps:
         raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
                         f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
+    if config.train.on_nonfinite == "rollback" and not config.checkpoint.every:
+        raise UserError("train.on_nonfinite: 'rollback' goes back to a checkpoint, and checkpoint.every is 0; allowed:"
+                        " stop, skip; or checkpoint.every=100")  # fmt: skip
     if config.train.loss_spike and (config.train.on_nonfinite == "skip" or config.train.loss_spike <= 1):
         raise UserError(f"train.loss_spike: {config.train.loss_spike:g} with train.on_nonfinite"
                         f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
                         " when its step has been taken")  # fmt: skip
     _check_precision(config)
+    _check_loss_scale(config)
     config = replace(config, memory=with_offload(config.memory))
     rest = _rest_axis(asdict(config.mesh))
     if planned and rest is not None:
@@ -176,6 +180,26 @@ def _check_precision(config: Config) -> None:
         raise UserError(f"optimizer.eps: {optimizer.eps:g} is zero in float16, in which this precision keeps the"
                         f" optimizer's state; allowed: at least {SMALLEST_FLOAT16:g}, such as 1e-4; or"
                         " precision.param_dtype=float32")  # fmt: skip
+
+
+def _check_loss_scale(config: Config) -> None:
+    """Refuse what would have no effect."""
+    precision, scale = config.precision, config.precision.loss_scale
+    scaled = precision.policy in ("fp16", "O1", "O2")
+    compute = precision.compute_dtype or (precision.half or "float16" if scaled else "float32")
+    mode = scale.mode or ("dynamic" if compute == "float16" and precision.policy != "O3" else "none")
+    moves = ("growth_factor", "backoff_factor", "growth_interval")
+    unused = {"dynamic": (), "fixed": moves, "none": ("init_scale", *moves)}[mode]
+    for key in unused:
+        value, usual = getattr(scale, key), getattr(type(scale)(), key)
+        if value != usual:
+            raise UserError(f"precision.loss_scale.{key}: {value:g} has no effect where the scale is {mode}; allowed:"
+                            f" {usual:g}; or precision.loss_scale.mode=dynamic")  # fmt: skip
+    skips, usual = precision.max_consecutive_skips, type(precision)().max_consecutive_skips
+    if mode == "none" and config.train.on_nonfinite != "skip" and skips != usual:
+        raise UserError(f"precision.max_consecutive_skips: {skips} has no effect: without a loss scale, and with"
+                        f" train.on_nonfinite {config.train.on_nonfinite}, no step is skipped; allowed: {usual}; or"
+                        " train.on_nonfinite=skip")  # fmt: skip
 
 
 def check_layout(config: Config) -> None:

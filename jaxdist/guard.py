@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
@@ -47,20 +48,38 @@ def scale_of(guard: Guard, rule: ScaleRule | None) -> jax.Array | float:
     return 1.0 if rule is None else jnp.where(guard.scale > 0, guard.scale, jnp.float32(rule.initial))
 
 
+def times(tree: PyTree, factor: jax.Array | float) -> PyTree:
+    """The tree, multiplied; as it is by 1.0 that is not an array."""
+    if isinstance(factor, float):
+        return tree if factor == 1 else jax.tree.map(lambda leaf: leaf * factor, tree)
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)
+
+
 def is_finite(*values: jax.Array) -> jax.Array:
     """Whether all of these numbers are; of whole gradients or losses: bool []."""
     return functools.reduce(jnp.logical_and, map(jnp.isfinite, values))
 
 
 def tree_is_finite(tree: PyTree) -> jax.Array:
-    """Whether all numbers in a tree of arrays are."""
+    """Whether all numbers in a tree of arrays are. For use under `jit`."""
+    device = jax.memory.Space.Device
+
+    def one(leaf: jax.Array) -> jax.Array:
+        near = leaf if jax.typeof(leaf).memory_space == device else jax.device_put(leaf, device)
+        return jnp.isfinite(near).all()
+
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in floats], jnp.ones((), bool))
+    return functools.reduce(jnp.logical_and, map(one, floats), jnp.ones((), bool))
 
 
-def is_held(guard: Guard, max_skips: int) -> jax.Array:
-    """Whether the state is held: more than this many steps in a row were not finite, and nothing changes any more."""
+def is_halted(guard: Guard, max_skips: int) -> jax.Array:
+    """Whether the state is halted: more than this many steps in a row were not finite, and nothing changes any more."""
     return guard.in_a_row > max_skips
+
+
+def released(guard: Any) -> Any:
+    """The guard of a state that goes on, whatever stopped it: how many steps in a row failed is forgotten. (): none."""
+    return guard and guard._replace(in_a_row=jax.device_put(np.int32(0), guard.in_a_row.sharding))
 
 
 def next_guard(guard: Guard, finite: jax.Array, rule: ScaleRule | None) -> Guard:
@@ -75,7 +94,7 @@ def next_guard(guard: Guard, finite: jax.Array, rule: ScaleRule | None) -> Guard
     return Guard(scale, jnp.where(grows, 0, good_steps), skipped, in_a_row)
 
 
-def told(guard: Guard, rule: ScaleRule | None) -> dict[str, jax.Array]:
+def guard_metrics(guard: Guard, rule: ScaleRule | None) -> dict[str, jax.Array]:
     """What a step says of it: "skipped" so far, "skipped_in_a_row", and "loss_scale" of the next step."""
     counts = {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
     return counts if rule is None else counts | {"loss_scale": guard.scale}

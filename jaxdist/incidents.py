@@ -10,6 +10,7 @@ import jax
 
 from jaxdist.data import Loader
 from jaxdist.forensics import Finding
+from jaxdist.guard import released
 from jaxdist.session import Run
 
 SAME = 3  # rollbacks to one checkpoint; the next ends the run
@@ -42,7 +43,7 @@ class Spikes:
         self._losses.append(loss)
 
 
-def told(step: int, loss: float, norm: float, scale: float | None) -> str:
+def skip_line(step: int, loss: float, norm: float, scale: float | None) -> str:
     """One line of a skipped step."""
     after = "" if scale is None else f"; loss scale now {scale:g}"
     return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
@@ -69,7 +70,8 @@ def roll_back(run: Run, error: NonFinite) -> str:
     if run.rollbacks[latest] > SAME:
         return f"{SAME} times from the checkpoint of step {latest} on; try a lower optimizer.lr"
     run.state = run.state._replace(params=(), opt_state=())  # no room for two
-    run.state, run.first_step = run.checkpoints.restore(latest, run.target), latest
+    state = run.checkpoints.restore(latest, run.target)
+    run.state, run.first_step = state._replace(guard=released(state.guard)), latest
     run.passed += error.step - latest
     if run.metrics is not None:
         run.metrics.rewind(latest)

@@ -82,6 +82,8 @@ def make_precision(
         field: np.dtype(jnp.dtype(dtype)) for field, dtype in given.items() if dtype is not None
     }
     chosen = chosen._replace(**dtypes)
+    if "compute" in dtypes:  # whatever it is by policy, float16 alone needs one; O3 is float16 without
+        chosen = chosen._replace(loss_scale="dynamic" if chosen.compute == jnp.float16 and policy != "O3" else 1.0)
     if per_op is not None:
         chosen = chosen._replace(per_op=per_op)
     if chosen.per_op and np.dtype(chosen.compute) not in HALVES:

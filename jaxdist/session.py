@@ -21,6 +21,7 @@ from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml, uneven
 from jaxdist.data import Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
+from jaxdist.guard import released
 from jaxdist.init import init_state
 from jaxdist.mesh import has_host_memory, make_mesh, sizes_of
 from jaxdist.nn import ModelDef
@@ -80,7 +81,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     name."""
     data = {key: value for key, value in asdict(config.data).items() if key not in ("path", "val_path")}
     whole = {
-        "model": asdict(resolve_model(config.model)),
+        "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key != "loss_chunk"},
         "data": {**data, "sha256": source.info["sha256"]},
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
@@ -138,7 +139,8 @@ def restore_or_init(
                 f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
             )
         check_identity(checkpoints.meta(latest), identity(config, source), folder)
-        return checkpoints.restore(latest, target)
+        state = checkpoints.restore(latest, target)
+        return state._replace(guard=released(state.guard))
     return fresh()
 
 

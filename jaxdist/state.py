@@ -29,11 +29,11 @@ class TrainState(NamedTuple):
     guard: Any = ()
 
 
-def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, held: jax.Array) -> TrainState:
+def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, halted: jax.Array) -> TrainState:
     """The state after a step that would make `new` of `old`. taken: or parameters and residual stay as they were (the
-    optimizer state has been kept by `hosted`). held: the number of the step and the guard stay, too."""
+    optimizer state has been kept by `hosted`). halted: the number of the step and the guard stay, too."""
     params, residual = choose(taken, (new.params, new.residual), (old.params, old.residual))
-    step, guard = choose(held, (old.step, old.guard), (new.step, new.guard))
+    step, guard = choose(halted, (old.step, old.guard), (new.step, new.guard))
     return new._replace(step=step, params=params, residual=residual, guard=guard)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.compiled import Metrics, TrainStep
-from jaxdist.guard import is_finite, is_held, next_guard, scale_of, told
+from jaxdist.guard import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.optim import apply_updates, global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
@@ -48,16 +48,21 @@ def make_gradients(
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
         loss_seed = 2.0 ** -math.ceil(math.log2(max(leaf.size for leaf in jax.tree.leaves(batch))))
-        scale = scale_of(state.guard, precision.scale_rule)
+        rule = precision.scale_rule
+        scale = scale_of(state.guard, rule)
 
         def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array, scale: Any) -> tuple[Any, ...]:
-            factor = loss_seed if precision.scale_rule is None else loss_seed * scale
             keys = sample_keys(seed, step, jax.tree.leaves(batch)[0].shape[0])
             batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
             diff, held = strategy.begin(params, specs, STACKED if isinstance(model, ModelDef) else None)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
-            loss, weight, grads = schedule(program, diff, held, parts, seed=factor, reduce_dtype=precision.reduce)
-            grads, residual = strategy.reduce(grads, residual, specs)
+            whole = loss_seed if rule is None else loss_seed * scale
+            loss, weight, grads = schedule(program, diff, held, parts, seed=whole, reduce_dtype=precision.reduce)
+            if rule is None:
+                grads, residual = strategy.reduce(grads, residual, specs)
+            else:  # the residual rests unscaled: the scale moves
+                grads, residual = strategy.reduce(grads, times(residual, scale), specs)
+                residual = times(residual, 1 / scale)
             return *sum_totals(jnp.stack([loss, weight]), sync), stack(trained, grads), residual
 
         run = region_of(
@@ -67,7 +72,8 @@ def make_gradients(
         loss, weight, grads, residual = run(state.params, state.residual, batch, state.step, scale)
         grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
-        grads = divide(grads, weight * loss_seed * scale, precision.param, deterministic=sync.deterministic)
+        total = times(weight * loss_seed, scale)
+        grads = divide(grads, total, precision.param, deterministic=sync.deterministic)
         return loss, weight, grads, residual
 
     return gradients
@@ -112,18 +118,18 @@ def make_train_step(
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             check_batch(batch, mesh, microbatches)
             loss, weight, grads, residual = gradients(state, batch)
-            metrics = {"loss": jnp.where(weight > 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
-            finite, held = is_finite(metrics["loss"], metrics["grad_norm"]), is_held(state.guard, max_skips)
-            taken, guard = finite & ~held, next_guard(state.guard, finite, policy.scale_rule)
+            metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
+            finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, max_skips)
+            taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params, taken=taken)
             new = TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual, guard)
-            state = advanced(state, new, taken=taken, held=held)
-            metrics |= told(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})
+            state = advanced(state, new, taken=taken, halted=halted)
+            metrics |= guard_metrics(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})
             return state, metrics
 
         layout = shardings_of(state)
-        names = ("loss", "weight", "grad_norm", *told(state.guard, policy.scale_rule))
+        names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))

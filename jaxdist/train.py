@@ -20,7 +20,7 @@ from jaxdist.config import Config, to_yaml
 from jaxdist.data import Loader, prefetch
 from jaxdist.errors import UserError
 from jaxdist.evaluate import make_eval_step, make_sampler
-from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, told, write_down
+from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, skip_line, write_down
 from jaxdist.mesh import batch_shards, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
@@ -75,12 +75,11 @@ class Clock:
 class Recorder:
     """Takes finished steps to console and metrics.jsonl."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, spikes: Spikes) -> None:
+        self._run, self._spikes = run, spikes
         self._late = LateMetrics()
         self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
         self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
-        self._spikes = Spikes(run.config.train.loss_spike)
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it."""
@@ -108,7 +107,7 @@ class Recorder:
             self._run.console.evaluation(step, evaluation)
         if self._run.metrics is not None:
             self._run.metrics.write(step, metrics | evaluation)
-        if is_bad(loss, norm):
+        if is_bad(loss, norm) or in_a_row:
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:
             self._spikes.check(step, loss)
@@ -117,11 +116,12 @@ class Recorder:
         """Say that a step was skipped, or raise `NonFinite`."""
         limit = self._run.max_skips
         if 0 < in_a_row <= limit:
-            self._run.console.line(told(step, loss, norm, scale))
+            self._run.console.line(skip_line(step, loss, norm, scale))
             return
-        name, value = ("loss", loss) if not math.isfinite(loss) else ("grad_norm", norm)
+        name, value = ("grad_norm", norm) if math.isfinite(loss) else ("loss", loss)
         row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""
-        text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr, or fp32"
+        other = "" if self._run.config.precision.policy == "fp32" else ", or precision=fp32"
+        text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr{other}"
         raise NonFinite(step, text, guarded=in_a_row > 0)
 
 
@@ -157,24 +157,43 @@ def loop(run: Run) -> tuple[int, bool]:
         run.source.train, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
         sharding=run.sharding,
     )  # fmt: skip
+    spikes = Spikes(config.train.loss_spike)
     while True:
         try:
-            return steps(run, loader)
+            return steps(run, loader, spikes)
         except NonFinite as error:
-            run.console.line(f"step {error.step}: {error}")
-            finding = look_into(run, error, loader)
-            why = roll_back(run, error) if config.train.on_nonfinite == "rollback" else "stopped"
-            write_down(run, error, finding, action=why or "rolled back")
-            if why:
-                raise
+            failed = error.with_traceback(None)  # its frames would keep the old state in memory
+        run.console.line(f"step {failed.step}: {failed}")
+        rolling = config.train.on_nonfinite == "rollback"
+        if failed.guarded and not rolling:  # the state is that before the step, and counts the step's batch
+            run.checkpoints.save(failed.step, run.state, meta_of(run))
+        finding = look_into(run, failed, loader)
+        why = roll_back(run, failed) if rolling else "stopped"
+        write_down(run, failed, finding, action=why or "rolled back")
+        if why:
+            raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
 
 
-def steps(run: Run, loader: Loader) -> tuple[int, bool]:
+def meta_of(run: Run) -> dict[str, Any]:
+    """What is saved beside a state."""
+    return identity(run.config, run.source) | {"schedule": schedule_keys(run.config), "batches_passed": run.passed}
+
+
+def save(run: Run, step: int) -> None:
+    """Save the state. Raises `NonFinite` where it is not finite."""
+    try:
+        run.checkpoints.save(step, run.state, meta_of(run))
+        return
+    except FloatingPointError as error:
+        text = str(error)
+    raise NonFinite(step, text, guarded=False)
+
+
+def steps(run: Run, loader: Loader, spikes: Spikes) -> tuple[int, bool]:
     """`loop`, to the first step that the run cannot take: raises `NonFinite`."""
     config, last = run.config, run.config.train.steps
     evaluate = Evaluator(run) if config.train.eval_every else None
-    meta = identity(config, run.source) | {"schedule": schedule_keys(config), "batches_passed": run.passed}
-    recorder = Recorder(run)
+    recorder = Recorder(run, spikes)
     step, stopped = run.first_step, False
     batches = prefetch(lambda i: loader.batch(i + run.passed), step, last)
     with StopSignal() as stop, closing(batches):
@@ -190,10 +209,7 @@ def steps(run: Run, loader: Loader) -> tuple[int, bool]:
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
                 recorder.catch_up(functools.partial(evaluate, run.state.params) if evaluate and evaluating else None)
             if saving:
-                try:
-                    run.checkpoints.save(step, run.state, meta)
-                except FloatingPointError as error:
-                    raise NonFinite(step, str(error), guarded=False) from error
+                save(run, step)
             if stopped:
                 break
     return step, not stopped

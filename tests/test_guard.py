@@ -18,11 +18,12 @@ from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config import Config, ModelConfig, load_config
 from jaxdist.data import Loader
 from jaxdist.errors import UserError
-from jaxdist.guard import ScaleRule, fresh_guard, next_guard, scale_of, tree_is_finite
+from jaxdist.guard import ScaleRule, fresh_guard, next_guard, released, scale_of, tree_is_finite
 from jaxdist.incidents import NonFinite, Spikes
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim import learning_rates
+from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import Precision
 from jaxdist.specs import batch_spec
 from jaxdist.state import shardings_of
@@ -140,13 +141,41 @@ def test_skipped_steps_are_as_if_they_were_not() -> None:
     assert (int(state.step), int(state.guard.skipped)) == (4, 2)
 
 
-def test_after_too_many_skips_the_state_is_held() -> None:
+@pytest.mark.slow
+def test_what_int8_sums_carry_does_not_move_with_the_scale() -> None:
+    """A scale that falls to a thousandth between two steps: the second adds what the first one's encoding lost."""
+    norms = []
+    for backoff in (1.0, 2.0**-10):
+        rule = ScaleRule(2.0**10, 1.0, backoff)
+        model = gpt(ModelConfig(layers=1, width=16, heads=2, vocab=32), max_length=LENGTH)
+        mesh, tx, sync = make_mesh(data=2), optax.sgd(0.0), GradSync("ring", wire_dtype="int8")
+        policy = Precision(jnp.float32, jnp.float32, jnp.float32, loss_scale=rule)
+        step = make_train_step(model, tx, mesh, precision=policy, grad_sync=sync, return_grads=True)
+        state = init_state(model, tx, mesh, grad_sync=sync)
+        for i, weight in enumerate((1.0, math.inf, 1.0)):
+            state, metrics = step(state, batch_of(mesh, i, weight))
+        norms.append(float(metrics["grad_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_after_too_many_skips_the_state_is_halted() -> None:
     bad = math.inf
     one, _ = params_after("fp32", [1.0], max_skips=1)
-    more, held = params_after("fp32", [1.0, bad, bad, 1.0, 1.0], max_skips=1)
+    more, halted = params_after("fp32", [1.0, bad, bad, 1.0, 1.0], max_skips=1)
     for a, b in zip(one, more, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert (int(held.step), int(held.guard.in_a_row), int(held.guard.skipped)) == (3, 2, 2)
+    assert (int(halted.step), int(halted.guard.in_a_row), int(halted.guard.skipped)) == (3, 2, 2)
+
+
+def test_a_weight_that_is_not_a_number_is_not_finite() -> None:
+    mesh, state, step = made("fp32")
+    state, metrics = step(state, batch_of(mesh, 0, math.nan))
+    assert int(metrics["skipped"]) == 1 and math.isnan(metrics["loss"])
+
+
+def test_a_state_that_goes_on_is_released() -> None:
+    guard = fresh_guard()._replace(in_a_row=jnp.int32(3), skipped=jnp.int32(4))
+    assert (int(released(guard).in_a_row), int(released(guard).skipped), released(())) == (0, 4, ())
 
 
 def test_a_state_without_a_guard_is_refused() -> None:
@@ -218,7 +247,11 @@ def test_a_run_stops_and_says_why(configure: Configure, tmp_path: Path, monkeypa
     assert "found: the sum of the batch's weights is not finite: the data's doing\n" in text
     [incident] = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert (incident["step"], incident["action"], incident["found"]["kind"]) == (3, "stopped", "weight")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]  # as before the bad batch
+    assert train(configure("parallel.microbatches=2"), tmp_path) == 0  # and goes on after it
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record.get("skipped") for record in records] == [None, None, 1, None, None, None]
 
 
 @pytest.mark.slow
@@ -284,6 +317,11 @@ def test_a_state_that_is_not_finite_is_not_saved(configure: Configure, tmp_path:
     (["train.on_nonfinite=ignore"], "train.on_nonfinite: 'ignore' is not known; allowed: one of stop, skip, rollback"),
     (["train.loss_spike=2", "train.on_nonfinite=skip"], "train.loss_spike: 2 with train.on_nonfinite skip; allowed: 0"),
     (["train.loss_spike=0.5"], "train.loss_spike: 0.5 with train.on_nonfinite stop; allowed: 0, or above 1"),
+    (["train.on_nonfinite=rollback", "checkpoint.every=0"], "train.on_nonfinite: 'rollback' goes back to a checkpoint"),
+    (["precision=bf16", "precision.loss_scale.init_scale=8"], "precision.loss_scale.init_scale: 8 has no effect where"),
+    (["precision=O1", "precision.loss_scale={mode: fixed, growth_factor: 4}"],
+     "precision.loss_scale.growth_factor: 4 has no effect where the scale is fixed; allowed: 2"),
+    (["precision.max_consecutive_skips=3"], "precision.max_consecutive_skips: 3 has no effect: without a loss scale"),
     (["precision.loss_scale=moving"], "precision.loss_scale.mode: 'moving' is not known; allowed: one of none, fixed"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together(configure: Configure, overrides: list[str], message: str) -> None:

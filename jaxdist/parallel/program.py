@@ -111,6 +111,8 @@ def make_program(
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
     gather = functools.partial(use, "blocks")
     choose = (by_condition if conditions else by_mask) if model.stages else None
+    if prefetch and model.stages:
+        raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
 
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return run("blocks", model.block, params, h, _fold(keys, layer))

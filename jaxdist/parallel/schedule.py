@@ -49,7 +49,7 @@ class Schedule(Protocol):
     """Run all microbatches, inside the manual region.
 
     microbatches: leaves [M, b, ...]. seed: the power of two that the loss is multiplied by before differentiation,
-    static, or an array where the loss is scaled; the caller multiplies gradients by 1 / (seed * global weight)
+    static; or an array, with the loss scale in it; the caller multiplies gradients by 1 / (seed * global weight)
     afterwards, which is exact for ragged batches because only a power of two has touched them. reduce_dtype: of the
     accumulated gradients, used at no less than fp32. Returns this device's (loss sum, weight sum, gradients with
     respect to diff times seed).

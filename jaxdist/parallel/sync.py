@@ -149,7 +149,7 @@ def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
 
 def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) -> PyTree:
     """Means from sums, in `dtype`; zeros where nothing was weighed. deterministic: see `rounded`."""
-    inverse = jnp.where(weight > 0, 1 / weight, jnp.zeros_like(weight))
+    inverse = jnp.where(weight != 0, 1 / weight, jnp.zeros_like(weight))
 
     def scaled(leaf: jax.Array) -> jax.Array:
         wide = accumulation_dtype(leaf.dtype)

@@ -87,7 +87,11 @@ class Scope(NamedTuple):
     def turns(self, equation: Any) -> "Scope":
         """In the body of a scan: a context a turn, if what goes into a turn is known at all, else counted only."""
         params, body = equation.params, equation.params["jaxpr"]
-        length, constants, carried = params["length"], params["num_consts"], params["num_carry"]
+        # Inputs are constants, carry and rows, outputs carry and rows; a row has a dim less inside. (The parameters say
+        # it too, in every version of jax in other words.)
+        length = params["length"]
+        carried = len(equation.outvars) - _rows(equation.outvars, body.jaxpr.outvars)
+        constants = len(equation.invars) - _rows(equation.invars, body.jaxpr.invars) - carried
         operands = [self.read(atom) for atom in equation.invars]
         rows = operands[constants + carried :]
         scope = self._replace(at_most=self.at_most * length)
@@ -117,6 +121,11 @@ def outermost(jaxpr: Any, mesh: Mapping[Any, int]) -> Scope:
     """At the start of a program."""
     stages = mesh.get(AXIS, 1)
     return Scope(np.arange(stages), np.ones(stages, np.int64), _bound(jaxpr, []), True, 1)
+
+
+def _rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many variables of a scan are rows inside."""
+    return sum(a.aval.ndim > b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
 
 def _bound(jaxpr: Any, values: Sequence[Value | None]) -> dict[Any, Value]:
