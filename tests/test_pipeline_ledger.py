@@ -82,6 +82,7 @@ def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, mi
         assert (each.bytes_per_call, each.calls, each.wire_bytes) == (h, ticks, ticks * h)
         some = (ticks,) * (stages - 1)
         assert each.stages == ((*some, 0) if each.phase == "forward" else (0, *some))
+        assert each.used == microbatches
         assert each.source.startswith("jaxdist/parallel/pipeline.py:") and pytorch_term(each) == "point to point"
     others, spread = (stages - 1) / stages, unit_bytes(model(tied=tied), "embed", "head")
     assert found.total("op") == pytest.approx({
@@ -208,7 +209,8 @@ def test_a_microbatch_goes_round_once_a_chunk() -> None:
     ticks = ticks_of(config)
     assert (ticks.chunks, ticks.length) == (2, 8 * 2 + 2 * 2 + 2 - 2)
     sends = [each for each in explain(config).ledger.collectives if each.op == "ppermute"]
-    assert [(each.purpose, each.calls) for each in sends] == [(TO_NEXT[1], 20), (TO_BEFORE[1], 20)]
+    assert [(each.purpose, each.calls, each.used) for each in sends] == [(TO_NEXT[1], 20, 16), (TO_BEFORE[1], 20, 16)]
+    assert "activations to the next stage, 16 of 20 used" in to_text(explain(config))
 
 
 def test_chunks_and_split_backward_passes_are_described() -> None:

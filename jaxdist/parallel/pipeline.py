@@ -83,12 +83,13 @@ def on_first_stage(function: Callable[[jax.Array], PyTree], h: jax.Array) -> PyT
     return by_condition(rank("pipe") == 0, lambda: typed_like(function(h), nothing), lambda: nothing)
 
 
-def send(x: jax.Array, places: int, *, ring: bool) -> jax.Array:
-    """x of the stage before (1) or after (-1); on the stage without one zeros, unless stages form a ring."""
+def send(x: jax.Array, places: int, *, ring: bool, used: int | None = None) -> jax.Array:
+    """x of the stage before (1) or after (-1); on the stage without one zeros, unless stages form a ring. used: how
+    many of a loop's sends across a boundary carry what is used, for the ledger; None: all."""
     count = stages_of_mesh()
     if count == 1:
         return x
-    with jax.named_scope(TO_NEXT if places > 0 else TO_BEFORE):
+    with jax.named_scope((TO_NEXT if places > 0 else TO_BEFORE) + ("" if used is None else f".{used}")):
         pairs = [(stage, (stage + places) % count) for stage in range(count)]
         return lax.ppermute(x, "pipe", [pair for pair in pairs if ring or pair[1] - pair[0] == places])
 
@@ -152,8 +153,10 @@ def run_ticks(
             state = machine.backward(state, row)
             for work in row.weights:
                 state = machine.weights(state, work)
-        ring = ticks.chunks > 1  # from the last stage on to the first one's next chunk
-        return state._replace(h=send(state.h, 1, ring=ring), dh=send(state.dh, -1, ring=ring)), None
+        # In a ring from the last stage on to the first one's next chunk, and so all boundaries together.
+        ring, used = ticks.chunks > 1, ticks.microbatches * ticks.chunks
+        h, dh = (send(x, places, ring=ring, used=used) for x, places in ((state.h, 1), (state.dh, -1)))
+        return state._replace(h=h, dh=dh), None
 
     state, _ = lax.scan(tick, start, machine.rows())
     return *state.totals, state.grads

@@ -44,6 +44,7 @@ _NOISE = re.compile(
     r"^(rematted_computation|checkpoint|while|body|cond|branch_\d+_fun|closed_call|shard_map|.*->.*"
     rf"|{FORWARD}|{BACKWARD})?$"
 )
+_USED = re.compile(rf"(?:{re.escape(TO_NEXT)}|{re.escape(TO_BEFORE)})\.(\d+)")
 
 
 class Collective(NamedTuple):
@@ -54,8 +55,8 @@ class Collective(NamedTuple):
     bandwidth-optimal algorithm of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the
     slowest that it crosses. phase: forward, backward, recompute (forward again, in the backward pass) or once a step.
     purpose: which parameter, gradient or activation. stages: calls of each stage of a pipeline, of which `calls` and
-    `wire_bytes` are the most. at_most: calls of a device that took every branch. conditional: in a branch that depends
-    on data; counted as taken.
+    `wire_bytes` are the most. at_most: calls of a device that took every branch. used: of a pipeline's sends, how many
+    across a boundary carry what is used; None: all. conditional: in a branch that depends on data; counted as taken.
     """
 
     op: str
@@ -72,6 +73,7 @@ class Collective(NamedTuple):
     purpose: str
     stages: tuple[int, ...] = ()
     at_most: int = 0
+    used: int | None = None
     conditional: bool = False
 
 
@@ -204,7 +206,7 @@ class _Reader:
         return Collective(
             op, axes, n, str(equation.invars[0].aval.dtype), nbytes, count, 1, wire_bytes(op, nbytes, n),
             self.link(axes), source_of(equation), phase, purpose, tuple(stages.tolist()), scope.at_most,
-            not scope.certain,
+            used_of(stack), not scope.certain,
         )  # fmt: skip
 
     def link(self, axes: tuple[str, ...]) -> str:
@@ -216,8 +218,9 @@ class _Reader:
     def meaning(self, op: str, stack: str) -> tuple[str, str]:
         """(phase, purpose) from the names on the way to an equation."""
         phase, name = phase_of(stack), scope_of(stack)
-        if name in SENDS:
-            return SENDS[name]
+        for send, meaning in SENDS.items():
+            if name.startswith(send):
+                return meaning
         if name in self.parameters:
             return phase, f"{'gradient of ' if op == 'reduce_scatter' else ''}{name}"
         if phase == "once a step":
@@ -239,6 +242,12 @@ def phase_of(stack: str) -> str:
         return "recompute" if BACKWARD in scopes else "forward"
     # Pipelines: the embedding of F is not differentiated where it stands, the halves of a backward pass are no more.
     return "forward" if FORWARD in scopes else "backward" if BACKWARD in scopes else "once a step"
+
+
+def used_of(stack: str) -> int | None:
+    """How many of a pipeline's sends are used, from the name stack of one."""
+    found = _USED.search(stack)
+    return int(found[1]) if found else None
 
 
 def scope_of(stack: str) -> str:

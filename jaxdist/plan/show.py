@@ -40,7 +40,8 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     rows = rows or max(len(collectives), len(explanation.activations or ()))
     lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
     for each in collectives[:rows]:
-        what = each.purpose + (" (in a branch)" if each.conditional else _on_stages(each.stages))
+        what = each.purpose + ("" if each.used is None else f", {each.used} of {each.calls} used")
+        what += " (in a branch)" if each.conditional else _on_stages(each.stages)
         lines.append((each.op, "+".join(each.axes), str(each.group_size), each.dtype, amount(each.bytes_per_call),
                       str(each.calls), amount(each.wire_bytes), each.link, each.phase, what, pytorch_term(each),
                       each.source))  # fmt: skip
