@@ -247,12 +247,11 @@ def test_layout_equals_one_device_in_fp32(case: Case) -> None:
 
 
 def crossed() -> list[Case]:
-    """Every strategy on every mesh, with one choice of options after the other, each followed by its opposite."""
+    """Every strategy on every mesh, each with all values of all options somewhere."""
     cases: list[Case] = []
-    options = [each for pair in zip(OPTIONS, reversed(OPTIONS), strict=True) for each in pair][: len(OPTIONS)]
-    for mesh in POWERS:
-        for strategy in strategies(mesh):
-            style, tied, microbatches = options[len(cases) % len(options)]
+    for j, mesh in enumerate(POWERS):
+        for i, strategy in enumerate(strategies(mesh)):
+            style, tied, microbatches = OPTIONS[(5 * i + 3 * j) % len(OPTIONS)]
             cases.append(Case(style, tied, strategy, microbatches, mesh))
     return cases
 
@@ -302,12 +301,14 @@ def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> Non
 
 
 def test_crossed_cases_hold_every_value_of_every_option() -> None:
-    """On every mesh with every strategy."""
-    for mesh in POWERS:
-        for strategy in strategies(mesh):
-            found = [case for case in crossed() if (case.mesh, case.strategy) == (mesh, strategy)]
-            for values in zip(*((case.style, case.tied, case.microbatches) for case in found), strict=True):
-                assert len(set(values)) == 2
+    """Every strategy on every mesh once, and each strategy with every value of every option."""
+    cases = crossed()
+    wanted = [(mesh, strategy) for mesh in POWERS for strategy in strategies(mesh)]
+    assert [(case.mesh, case.strategy) for case in cases] == wanted
+    for strategy in {case.strategy for case in cases}:
+        found = [case for case in cases if case.strategy == strategy]
+        for values in zip(*((case.style, case.tied, case.microbatches) for case in found), strict=True):
+            assert len(set(values)) == 2
 
 
 def test_everyday_cases_cover_every_pair_of_options() -> None:

@@ -80,6 +80,16 @@ def _run(isolated: bool, name: str, function: Callable[..., Any], *arguments: An
         return (isolate(function) if isolated else function)(*arguments)
 
 
+def _check(model: ModelDef, remat: Remat, *, isolated: bool, prefetch: int) -> None:
+    """Raise `UserError` for what does not go together."""
+    if prefetch:
+        check_prefetched(remat)
+    if isolated:
+        check_deterministic(remat)
+    if prefetch and model.stages:
+        raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
+
+
 def make_program(
     model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: Remat, isolated: bool = False, prefetch: int = 0,
     conditions: bool = True,
@@ -89,10 +99,7 @@ def make_program(
     Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`. prefetch:
     1 runs the blocks as `prefetched` does. conditions: see `Stages`.
     """
-    if prefetch:
-        check_prefetched(remat)
-    if isolated:
-        check_deterministic(remat)
+    _check(model, remat, isolated=isolated, prefetch=prefetch)
     units = unit_specs(specs)
     use, run = functools.partial(_use, strategy, specs, units), functools.partial(_run, isolated)
 
@@ -111,8 +118,6 @@ def make_program(
     head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
     gather = functools.partial(use, "blocks")
     choose = (by_condition if conditions else by_mask) if model.stages else None
-    if prefetch and model.stages:
-        raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
 
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return run("blocks", model.block, params, h, _fold(keys, layer))
