@@ -49,9 +49,10 @@ def scale_of(guard: Guard, rule: ScaleRule | None) -> jax.Array | float:
 
 
 def times(tree: PyTree, factor: jax.Array | float) -> PyTree:
-    """The tree, multiplied; as it is by 1.0 that is not an array."""
+    """The tree, multiplied; as it is where `scale_of` gave no array."""
     if isinstance(factor, float):
-        return tree if factor == 1 else jax.tree.map(lambda leaf: leaf * factor, tree)
+        assert factor == 1, factor
+        return tree
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)
 
 

@@ -56,14 +56,13 @@ def make_gradients(
             batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
             diff, held = strategy.begin(params, specs, STACKED if isinstance(model, ModelDef) else None)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
-            whole = loss_seed if rule is None else loss_seed * scale
+            factor = 1.0 if rule is None else scale
+            whole = loss_seed * factor
             loss, weight, grads = schedule(program, diff, held, parts, seed=whole, reduce_dtype=precision.reduce)
-            if rule is None:
-                grads, residual = strategy.reduce(grads, residual, specs)
-            else:  # the residual rests unscaled: the scale moves
-                grads, residual = strategy.reduce(grads, times(residual, scale), specs)
-                residual = times(residual, 1 / scale)
-            return *sum_totals(jnp.stack([loss, weight]), sync), stack(trained, grads), residual
+            # The residual rests unscaled: the scale moves.
+            grads, residual = strategy.reduce(grads, times(residual, factor), specs)
+            totals = sum_totals(jnp.stack([loss, weight]), sync)
+            return *totals, stack(trained, grads), times(residual, 1 / factor)
 
         run = region_of(
             region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P(), P()),
