@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.errors import UserError
 from jaxdist.guard import choose, fresh_guard
 from jaxdist.mesh import HOST, AnyMesh
+from jaxdist.optim import apply_updates
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
@@ -30,11 +31,10 @@ class TrainState(NamedTuple):
 
 
 def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, halted: jax.Array) -> TrainState:
-    """The state after a step that would make `new` of `old`. taken: or parameters and residual stay as they were (the
-    optimizer state has been kept by `hosted`). halted: the number of the step and the guard stay, too."""
-    params, residual = choose(taken, (new.params, new.residual), (old.params, old.residual))
+    """The state after a step that would make `new` of `old`. taken: or the residual stays as it was (for parameters and
+    optimizer state `updated` has seen to it). halted: the number of the step and the guard stay, too."""
     step, guard = choose(halted, (old.step, old.guard), (new.step, new.guard))
-    return new._replace(step=step, params=params, residual=residual, guard=guard)
+    return new._replace(step=step, residual=choose(taken, new.residual, old.residual), guard=guard)
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
@@ -88,23 +88,30 @@ def on_host(target: TrainState) -> TrainState:
     return target._replace(opt_state=jax.tree.map(one, target.opt_state))
 
 
-def hosted(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The optimizer for a state of which some may rest in host memory: that is fetched for the update, and its new
-    value put back. Types say where each array is; mixing spaces is an error. Takes taken=, a truth value: whether the
-    state changes at all, chosen while it is on the device."""
+def updated(
+    optimizer: optax.GradientTransformation, grads: PyTree, state: TrainState, *, taken: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """(parameters, optimizer state) after an update; taken: or both stay as they are, to the bit.
+
+    A condition, for a choice between two results would keep old and new side by side. What rests in host memory is
+    fetched, and put back afterwards. Types say where each array is; mixing memory spaces is an error.
+    """
 
     def move(leaf: jax.Array, *, like: Any) -> jax.Array:
         return leaf if jax.typeof(leaf).memory_space == like else jax.device_put(leaf, like)
 
-    def update(grads: PyTree, state: Any, params: PyTree = None, *, taken: Any = None, **_: Any) -> tuple[PyTree, Any]:
-        if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(state)):
-            grads, state = jax.lax.optimization_barrier((grads, state))  # or it is fetched before gradients are made
-        near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), state)
-        updates, new = optimizer.update(grads, near, params)
-        new = new if taken is None else choose(taken, new, near)
-        return updates, jax.tree.map(lambda leaf, old: move(leaf, like=jax.typeof(old).memory_space), new, state)
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+        return apply_updates(params, updates), opt_state
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    rest = state.opt_state
+    if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(rest)):
+        grads, rest = jax.lax.optimization_barrier((grads, rest))  # or it is fetched before gradients are made
+    near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), rest)
+    stay = lambda grads, opt_state, params: (params, opt_state)  # noqa: E731
+    params, new = jax.lax.cond(taken, update, stay, grads, near, state.params)
+    return params, jax.tree.map(lambda leaf, old: move(leaf, like=jax.typeof(old).memory_space), new, state.opt_state)
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -20,7 +20,7 @@ from jaxdist.compiled import Metrics, TrainStep
 from jaxdist.guard import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.nn import ModelDef
-from jaxdist.optim import apply_updates, global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
+from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.foreign import ForeignLoss, program_and_region
 from jaxdist.parallel.freeze import freezing
 from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
@@ -30,7 +30,7 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.precision import Precision, check_float8, make_precision
 from jaxdist.specs import STACKED, batch_spec
-from jaxdist.state import TrainState, advanced, check_state, hosted, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()
@@ -101,7 +101,7 @@ def make_train_step(
     schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
     once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
     placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)
-    optimizer = hosted(only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze))
+    optimizer = only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze)
     run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
 
     def build(state: TrainState) -> Any:
@@ -120,9 +120,8 @@ def make_train_step(
             metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
-            with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-                updates, opt_state = optimizer.update(grads, state.opt_state, state.params, taken=taken)
-            new = TrainState(state.step + 1, apply_updates(state.params, updates), opt_state, residual, guard)
+            params, opt_state = updated(optimizer, grads, state, taken=taken)
+            new = TrainState(state.step + 1, params, opt_state, residual, guard)
             state = advanced(state, new, taken=taken, halted=halted)
             metrics |= guard_metrics(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})
             return state, metrics

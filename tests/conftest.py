@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, strict dtype promotion, warnings are errors (see pyproject.toml)."""
 
+import gc
 import importlib.metadata
 import os
 
@@ -21,4 +22,5 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 
+gc.set_threshold(200_000, 100, 1000)  # tracing makes many objects, and few cycles
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -156,6 +156,7 @@ def test_full_remat_recomputes_the_products(strategy: str) -> None:
     assert foreign[1] > foreign[0]
 
 
+@pytest.mark.slow
 def test_bf16_gradients_are_near_fp32_even_of_frequent_tokens() -> None:
     """Sums over positions (embedding rows, biases) in bf16 would lose what is small beside the sum."""
     config = dataclasses.replace(CONFIG, tied=False)

@@ -1,5 +1,6 @@
 """Checkpoints: every layout into every other bit for bit, the newest kept, what is refused, kills and full disks."""
 
+import itertools
 import re
 import resource
 import signal
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from levels import levels
 
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import ModelConfig, OptimizerConfig, resolve_model
@@ -84,8 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("into", LAYOUTS)
-@pytest.mark.parametrize("source", ["one", "zero3"])
+@pytest.mark.parametrize(("source", "into"), levels(itertools.product(("one", "zero3"), LAYOUTS), everyday=3))
 def test_any_layout_into_any_other(saved: dict[str, Path], source: str, into: str) -> None:
     with Checkpoints(saved[source], keep=1) as checkpoints:
         assert checkpoints.latest() == 3

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from levels import levels
 
 from jaxdist import collectives, registry
 from jaxdist.collectives import Cost, Link, get_algorithm, make_link
@@ -65,8 +66,9 @@ def check(name: str, operation: str, size: int, *sizes: int, dtype: Any = jnp.fl
     assert got == want, (size, dtype)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize(("name", "operation"), CASES)
+@pytest.mark.parametrize(
+    ("name", "operation", "n"), levels(((*case, n) for case in CASES for n in range(1, 9)), everyday=3)
+)
 def test_costs_are_exact(name: str, operation: str, n: int) -> None:
     check(name, operation, 1000 if n % 2 else 7, n)
 
@@ -78,16 +80,15 @@ def test_costs_are_exact_in_pieces_and_other_types(name: str, operation: str) ->
     check(name, operation, 1 << 20, 8, dtype=jnp.int8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [*range(1, 10), 12, 16])
-@pytest.mark.parametrize(("name", "operation"), CASES)
+@pytest.mark.parametrize(
+    ("name", "operation", "n"), levels(((*case, n) for case in CASES for n in (*range(1, 10), 12, 16)), slow=4)
+)
 def test_costs_are_exact_everywhere(name: str, operation: str, n: int) -> None:
     for size in SIZES:
         check(name, operation, size, n, dtype=(jnp.float32, jnp.bfloat16, jnp.int8)[n % 3])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "operation"), CASES)
+@pytest.mark.parametrize(("name", "operation"), levels(CASES, slow=3))
 def test_costs_are_exact_on_64_devices(name: str, operation: str) -> None:
     for size in (7, 65537):
         check(name, operation, size, 64)

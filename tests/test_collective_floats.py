@@ -1,6 +1,7 @@
 """Sums of floats: how far from exact, the same bits on all devices, and `ordered`, whose bits do not depend on their
 number."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collective_cases import NAMES, has, on_every_device
+from levels import levels
 
 from jaxdist.collectives import all_reduce, reduce, reduce_scatter
 from jaxdist.collectives.algorithms.ordered import SMALL
@@ -60,9 +62,7 @@ def test_the_mean_is_the_sum_divided(name: str) -> None:
         np.testing.assert_allclose(mean, total / 3, rtol=2.0**-23)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize(("name", "n"), levels(itertools.product(NAMES, range(2, 9)), slow=3))
 def test_sums_of_all_sizes_are_within_the_bound_and_the_same_on_all_devices(name: str, n: int) -> None:
     check_sums(name, n, (1, 5000), tuple(UNIT_ROUNDOFF))
 

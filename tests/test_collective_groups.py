@@ -18,6 +18,7 @@ from collective_cases import (
     on_every_device,
     values,
 )
+from levels import levels
 
 from jaxdist.collectives import all_reduce, all_reduce_with_feedback, broadcast, reduce_scatter, send_recv
 from jaxdist.errors import UserError
@@ -51,13 +52,12 @@ def cases(chosen: list[tuple[int, Groups]]) -> list[Any]:
     return [(name, *case) for case in chosen for name in NAMES if name != "native" or complete(*case)]
 
 
-@pytest.mark.parametrize(("name", "devices", "groups"), cases(EVERYDAY), ids=str)
+@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(EVERYDAY), everyday=2), ids=str)
 def test_every_operation_is_exact_in_groups(name: str, devices: int, groups: Groups) -> None:
     check_exact(everyday_calls(name, len(groups[0]), devices=devices), algorithm=name, groups=groups, data=devices)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "devices", "groups"), cases(SLOW), ids=str)
+@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(SLOW), slow=3), ids=str)
 def test_every_operation_is_exact_in_more_groups(name: str, devices: int, groups: Groups) -> None:
     check_exact(everyday_calls(name, len(groups[0]), devices=devices), algorithm=name, groups=groups, data=devices)
 

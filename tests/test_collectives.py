@@ -1,6 +1,7 @@
 """Every algorithm in the folder against numpy, bit for bit, for every operation and all group sizes; the types of the
 results, and the errors."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
+from levels import levels
 
 from jaxdist.collectives import (
     all_gather,
@@ -55,22 +57,17 @@ SEVERAL_AXES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", EVERYDAY, ids=str)
+@pytest.mark.parametrize(("sizes", "name"), levels(itertools.product(EVERYDAY, NAMES), everyday=2), ids=str)
 def test_every_operation_is_exact(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(("name", "n"), levels(itertools.product(NAMES, range(1, 9)), slow=3))
 def test_every_op_and_size_is_exact(name: str, n: int) -> None:
     check_exact(all_calls(name, n), algorithm=name, data=n)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", SEVERAL_AXES, ids=str)
+@pytest.mark.parametrize(("name", "sizes"), levels(itertools.product(NAMES, SEVERAL_AXES), slow=3), ids=str)
 def test_every_operation_is_exact_over_several_axes(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 

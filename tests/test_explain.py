@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from levels import levels
 
 from jaxdist import make_train_step, registry, state_target
 from jaxdist.assemble import assemble
@@ -139,7 +140,7 @@ def kept(*overrides: str) -> dict[str, int]:
     return dict(totals)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", levels(NAMES, everyday=3))
 def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
     """And the head its own; the embedding nothing. To the byte, whatever the number of blocks."""
     for layers, precision, size in ((3, "fp32", 4), (5, "fp32", 4), (3, "bf16", 2)):
@@ -235,17 +236,13 @@ def test_a_carry_comes_from_all_that_goes_into_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
-    """Compiled: what is kept, and gradients, to the byte: no residual is shared or dropped. Under ddp up to a
-    stacked kernel more: Muon's update reads its new momentum, which the guard keeps apart from the state's."""
-    sizes, kernels = [], []
+    """Compiled: what is kept, and gradients, to the byte: no residual is shared or dropped."""
+    sizes = []
     for layers in (4, 8):
         found = explain(configured(*LLAMA, f"parallel.strategy={strategy}", f"model.layers={layers}"), compiled=True)
         [temporary] = [size for name, size in found.memory.items() if name.startswith("temporary")]
         sizes.append((temporary, found.memory["gradients"] + sum(each.bytes_per_device for each in found.activations)))
-        kernels.append([each.bytes_per_device for each in found.parameters if each.path.endswith("kernel")])
-    more = sizes[1][0] - sizes[0][0] - (sizes[1][1] - sizes[0][1])
-    kernel = max(after - before for before, after in zip(*kernels, strict=True))
-    assert 0 <= more <= (kernel if strategy == "ddp" else 0)
+    assert sizes[1][0] - sizes[0][0] == sizes[1][1] - sizes[0][1]
 
 
 def collective(op: str, **fields: Any) -> Collective:

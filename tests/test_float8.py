@@ -13,6 +13,7 @@ import optax
 import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
+from levels import levels
 from test_precision import equations, floats
 
 from jaxdist.assemble import make_model
@@ -187,6 +188,7 @@ def trained(precision: str) -> float:
     return float(np.mean(losses[-10:]))
 
 
+@pytest.mark.slow
 def test_training_ends_where_bf16_ends(emulated: None) -> None:
     loss, other = trained("fp8"), trained("bf16")
     assert 1.3 < other < 1.7 and 0 < abs(loss / other - 1) < 0.01
@@ -224,8 +226,7 @@ def test_a_pipeline_of_shards_is_typed() -> None:
     assert any(floats(each) == {E4M3.name, E5M2.name} for _, each in equations(traced.jaxpr))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "schedule", "remat", "axes"), LAYOUTS)
+@pytest.mark.parametrize(("strategy", "schedule", "remat", "axes"), levels(LAYOUTS, slow=2))
 def test_layouts_agree(emulated: None, strategy: str, schedule: str, remat: str, axes: dict[str, int]) -> None:
     """A device's scales are those of its shards, so layouts round differently: by float8_e5m2's 2^-3 in a single
     gradient, by less in a sum. A missing or doubled sum is off by 0.5 and more."""

@@ -64,9 +64,10 @@ WORK = ((1, "native"), (4, "native"), (4, "ring"))
 
 
 def every_pair() -> list[Any]:
-    """All of them, everyday a Latin square: so that each pair of choices occurs."""
+    """All of them; but for exhaustive runs a Latin square, so that each pair of choices occurs."""
+    marks = {0: [], 1: pytest.mark.exhaustive, 2: pytest.mark.exhaustive}
     return [
-        pytest.param(strategy, sizes, *work, marks=[pytest.mark.slow] if (i + j + k) % 3 else [])
+        pytest.param(strategy, sizes, *work, marks=marks[(i + j + k) % 3] or ([pytest.mark.slow] if i % 2 else []))
         for i, strategy in enumerate(STRATEGIES) for j, sizes in enumerate(SIZES) for k, work in enumerate(WORK)
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from levels import levels
 from poisoned import GRADIENT, LEAF, OUTPUT, poisoned
 
 from jaxdist import init_state, make_mesh, make_train_step
@@ -73,6 +74,9 @@ def place(mesh: Any, device: int) -> dict[str, int]:
     return {axis: int(n) for axis, n in zip(AXES, found, strict=True) if mesh.shape[axis] > 1}
 
 
+SHARED = pytest.mark.xdist_group("forensics")  # one compiled step
+
+
 @pytest.fixture(scope="module")
 def everyday() -> Bench:
     return bench(EVERYDAY, strategy="zero3", schedule="accumulate", microbatches=2)
@@ -110,6 +114,7 @@ PLACES = [
 ]
 
 
+@SHARED
 @pytest.mark.parametrize(("unit", "kind", "device", "block"), PLACES)
 def test_what_is_not_finite_is_skipped_and_named(
     everyday: Bench, unit: str, kind: int, device: int, block: int
@@ -117,12 +122,14 @@ def test_what_is_not_finite_is_skipped_and_named(
     trial(everyday, unit, kind, device, block)
 
 
+@SHARED
 def test_a_good_step_is_not_looked_into(everyday: Bench) -> None:
     state, metrics = everyday.step(everyday.make(), everyday.batch)
     assert (int(state.guard.skipped), int(metrics["skipped_in_a_row"])) == (0, 0)
     assert everyday.diagnose(state, everyday.batch) is None
 
 
+@SHARED
 def test_the_microbatch_is_named(everyday: Bench) -> None:
     """A token whose row of the table is so large that its variance overflows, in one microbatch of one device."""
     state = everyday.make()
@@ -142,6 +149,7 @@ def test_the_microbatch_is_named(everyday: Bench) -> None:
     assert {(each["data"], each["fsdp"]) for each in found.devices} == {(1, 0)}
 
 
+@SHARED
 def test_a_parameter_that_was_not_finite_before(everyday: Bench) -> None:
     state = everyday.make()
     scale = np.array(state.params["blocks"]["norm2"]["scale"])
@@ -154,7 +162,7 @@ def test_a_parameter_that_was_not_finite_before(everyday: Bench) -> None:
     assert found is not None and (found.kind, found.block, found.parameter) == ("parameter", 2, "blocks.norm2.scale")
 
 
-SLOW = [
+OTHERS = [
     ({"pipe": 2, "data": 2, "tensor": 2}, "ddp", "one_f_one_b", {}),
     ({"pipe": 4, "fsdp": 2}, "zero2", "zero_bubble", {"model": {"style": "llama"}}),
     ({"data": 4, "tensor": 2}, "zero1", "accumulate", {"remat": "full"}),
@@ -163,8 +171,7 @@ SLOW = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "strategy", "schedule", "options"), SLOW)
+@pytest.mark.parametrize(("sizes", "strategy", "schedule", "options"), levels(OTHERS, slow=2))
 def test_in_other_layouts(sizes: dict[str, int], strategy: str, schedule: str, options: dict[str, Any]) -> None:
     other = bench(sizes, strategy=strategy, schedule=schedule, microbatches=2, **options)
     stages = other.mesh.shape["pipe"]

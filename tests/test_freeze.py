@@ -11,6 +11,7 @@ import oracle
 import pytest
 from jax.sharding import NamedSharding
 from jaxprs import collectives
+from levels import levels
 
 from jaxdist import GradSync, init_state, make_mesh, make_optimizer, make_train_step, registry, state_target
 from jaxdist.checkpoint import Checkpoints
@@ -58,9 +59,7 @@ def train(strategy: str, sizes: dict[str, int], freeze: tuple[str, ...], steps: 
     return before, jax.device_get(state), grads
 
 
-@pytest.mark.parametrize("strategy", [
-    pytest.param(name, marks=[pytest.mark.slow] if name != "zero3" else []) for name in NAMES
-])  # fmt: skip
+@pytest.mark.parametrize("strategy", levels(reversed(NAMES), everyday=4, slow=2))
 def test_the_others_train_as_on_one_device(strategy: str) -> None:
     with jax.enable_x64(True):
         _, want, want_grads = train("ddp", {}, FREEZE)
@@ -106,9 +105,7 @@ def test_zero3_gathers_frozen_blocks_again_for_the_backward_pass() -> None:
     assert counts["reduce_scatter", "float32"] == 3
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "zero3")]
-)
+@pytest.mark.parametrize("strategy", levels(reversed(NAMES), everyday=4, slow=2))
 def test_frozen_blocks_take_no_memory_of_gradients(strategy: str) -> None:
     config = ModelConfig(style="llama", layers=8, width=64, heads=4, vocab=32, mlp_width=128)
     deep, mesh, tx = gpt(config, max_length=8), make_mesh(fsdp=4), optax.sgd(0.1)
@@ -169,6 +166,7 @@ def test_another_freeze_in_the_step_than_in_the_state() -> None:
         make_train_step(model(), optax.adam(0.1), make_mesh())(state, batch(0))
 
 
+@pytest.mark.slow
 def test_muon_and_adafactor_with_frozen_parameters() -> None:
     for name in ("muon", "adafactor"):
         tx, mesh = make_optimizer(OptimizerConfig(name=name), steps=3), make_mesh(fsdp=4)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from levels import levels
 
 from jaxdist import config_sync, init_state, make_mesh, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
@@ -57,12 +58,11 @@ def test_a_configuration_allows_what_the_collectives_have() -> None:
     assert config_sync.INT8 == wire.LOSSY
 
 
-@pytest.mark.parametrize(("strategy", "sizes", "sync"), [
-    ("zero3", {"data": 2, "fsdp": 2}, INT8),
-    pytest.param("ddp", {"data": 3}, INT8, marks=pytest.mark.slow),
-    pytest.param("ddp", {"data": 3}, GradSync("ring", wire_dtype="bfloat16"), marks=pytest.mark.slow),
-    pytest.param("zero3", {"data": 2, "fsdp": 2}, GradSync("ring", wire_dtype="bfloat16"), marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "sizes", "sync"), levels([
+    ("zero3", {"data": 2, "fsdp": 2}, INT8), ("ddp", {"data": 3}, INT8),
+    ("ddp", {"data": 3}, GradSync("ring", wire_dtype="bfloat16")),
+    ("zero3", {"data": 2, "fsdp": 2}, GradSync("ring", wire_dtype="bfloat16")),
+], slow=2), ids=str)  # fmt: skip
 def test_training_with_fewer_bytes_reaches_the_same_loss(strategy: str, sizes: Mesh, sync: GradSync) -> None:
     _, want = train(GradSync(), sizes, strategy, 60)
     state, got = train(sync, sizes, strategy, 60)
@@ -156,9 +156,8 @@ def test_fusing_copies_each_gradient_once_at_most() -> None:
     assert not re.findall(r" (?:concatenate|copy)\(", text)
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), [
-    ("zero3", {"fsdp": 4}), pytest.param("ddp", {"data": 1}, marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "sizes"), [("zero3", {"fsdp": 4}), ("ddp", {"data": 1})], ids=str)  # fmt: skip
 def test_a_residual_of_parameters_without_copies_is_saved(strategy: str, sizes: Mesh, tmp_path: Path) -> None:
     """Nothing is summed over copies there, and orbax saves no empty arrays."""
     state, _ = train(INT8, sizes, strategy, 1)

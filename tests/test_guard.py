@@ -238,6 +238,7 @@ def test_a_run_skips(configure: Configure, tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "incidents.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_stops_and_says_why(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                   capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     with monkeypatch.context() as patch:

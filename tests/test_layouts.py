@@ -13,6 +13,7 @@ import optax
 import oracle
 import pytest
 from jax.sharding import NamedSharding
+from levels import levels
 
 from jaxdist import registry
 from jaxdist.config import ModelConfig, resolve_model
@@ -66,8 +67,8 @@ EVERY = [
 ]
 
 
-def everyday() -> list[Case]:
-    """Every mesh once: strategies in turn, apart for meshes with fsdp and without, and options so that all pairs of
+def each_mesh() -> list[Case]:
+    """Once: strategies in turn, apart for meshes with fsdp and without, and options so that all pairs of
     options and strategies occur."""
     cases, seen = [], {True: 0, False: 0}
     for i, mesh in enumerate(POWERS):
@@ -78,7 +79,7 @@ def everyday() -> list[Case]:
     return cases
 
 
-EVERYDAY = everyday()
+EACH_MESH = each_mesh()
 EXTRA = [
     *(
         Case(("gpt2", "llama")[i % 2], i % 3 == 0, strategy, 1 + 3 * (i % 2), mesh)
@@ -115,7 +116,7 @@ APART = [
         ("llama", False, 1, (8, 1, 1), "native", "full", 1), ("gpt2", True, 2, (2, 3, 1), "native", "full", 1),
     )
 ]  # fmt: skip
-APART_EVERYDAY = [case for case in APART if case[2:5] in {
+SOME_APART = [case for case in APART if case[2:5] in {
     ("zero3", 1, (2, 2, 2)), ("ddp", 1, (2, 4, 1)), ("zero3", 4, (1, 4, 2)), ("zero2", 1, (4, 2, 1)),
 }]  # fmt: skip
 
@@ -231,17 +232,12 @@ def check_fp32(case: Case) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 1e-5
 
 
-@pytest.mark.parametrize("case", [
-    *EVERYDAY, *SOME, *APART_EVERYDAY,
-    *(pytest.param(case, marks=[] if i in (0, 1, 3, 4, 9, 11) else [pytest.mark.slow]) for i, case in enumerate(EXTRA)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=3, slow=2), ids=str)
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] if i % 7 else []) for i, case in enumerate([*EVERYDAY, *EXTRA, *SOME])
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *EXTRA, *SOME], everyday=12, slow=5), ids=str)
 def test_layout_equals_one_device_in_fp32(case: Case) -> None:
     check_fp32(case)
 
@@ -256,14 +252,13 @@ def crossed() -> list[Case]:
     return cases
 
 
-CROSSED = [case for case in crossed() if case not in EVERYDAY]
+CROSSED = [case for case in crossed() if case not in EACH_MESH]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [
-    *CROSSED,
-    *(case for case in ALGORITHMS if case not in SOME),
-    *(case for case in APART if case not in APART_EVERYDAY),
+    *levels(CROSSED, slow=3),
+    *levels(case for case in ALGORITHMS if case not in SOME),
+    *levels((case for case in APART if case not in SOME_APART), slow=2),
 ], ids=str)  # fmt: skip
 def test_every_strategy_on_every_mesh_equals_one_device(case: Case) -> None:
     check_wide(case)
@@ -272,7 +267,7 @@ def test_every_strategy_on_every_mesh_equals_one_device(case: Case) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_every_layout_equals_one_device(case: Case) -> None:
-    if case not in (*EVERYDAY, *CROSSED):
+    if case not in EACH_MESH:
         check_wide(case)
     check_fp32(case)
 
@@ -311,8 +306,8 @@ def test_crossed_cases_hold_every_value_of_every_option() -> None:
             assert len(set(values)) == 2
 
 
-def test_everyday_cases_cover_every_pair_of_options() -> None:
-    columns = list(zip(*((case.style, case.tied, case.strategy, case.microbatches) for case in EVERYDAY), strict=True))
+def test_one_case_a_mesh_covers_every_pair_of_options() -> None:
+    columns = list(zip(*((case.style, case.tied, case.strategy, case.microbatches) for case in EACH_MESH), strict=True))
     for one, other in itertools.combinations(columns, 2):
         assert set(zip(one, other, strict=True)) == set(itertools.product(one, other))
-    assert {case.mesh for case in EVERYDAY} == set(POWERS)
+    assert {case.mesh for case in EACH_MESH} == set(POWERS)

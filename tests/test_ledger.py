@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from levels import levels
 
 import jaxdist
 from jaxdist import make_mesh, make_train_step, registry, state_target
@@ -140,7 +141,7 @@ NEW_COMPILER = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.
 
 
 @pytest.mark.parametrize(("strategy", "options"), [
-    *((name, {}) for name in NAMES),
+    *levels(((name, {}) for name in NAMES), everyday=2),
     # The compiler must not move gathers out of the loop over microbatches, and merge none of those ahead.
     ("zero3", {"microbatches": 2}), ("zero3", {"prefetch": 1, "remat": "full"}),
     *(pytest.param("zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=NEW_COMPILER)

@@ -203,6 +203,7 @@ def test_interrupted_together_and_resumed(pair: Processes, alone: list[float], p
     assert "Traceback" not in processes.err(0) + processes.err(1)
 
 
+@pytest.mark.slow
 def test_signals_stop_a_run_that_can_go_on(make_folder: Callable[[], Path]) -> None:
     """Ctrl-C, then SIGTERM; in float64, which has to be turned on before JAX starts its devices."""
     folder = make_folder()
@@ -369,8 +370,9 @@ def trained_words(folder: Path) -> np.ndarray:
     return np.concatenate([np.asarray(leaf).ravel().view(np.uint32) for leaf in jax.tree.leaves(state)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [
+    pytest.param("one_f_one_b", marks=pytest.mark.slow), pytest.param("zero_bubble", marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_a_pipeline_across_two_processes_has_the_losses_of_one(
     make_folder: Callable[[], Path], schedule: str
 ) -> None:
@@ -395,10 +397,10 @@ def test_a_pipeline_across_two_processes_has_the_losses_of_one(
 @pytest.mark.slow
 def test_same_bits_in_one_process_and_in_two(make_folder: Callable[[], Path]) -> None:
     """As users compile: with the compiler's default optimisation. One device, then 2 processes with 2 devices each."""
-    ddp, zero3 = ("parallel.strategy=ddp", "mesh.data=4"), ("parallel.strategy=zero3", "mesh.fsdp=2", "mesh.data=2")
+    zero3 = ("parallel.strategy=zero3", "mesh.fsdp=2", "mesh.data=2")
     jobs: list[Processes] = []
     try:
-        for options, count in ((("parallel.strategy=ddp", "devices.simulated=1"), 1), (ddp, 2), (zero3, 2)):
+        for options, count in ((("parallel.strategy=ddp", "devices.simulated=1"), 1), (zero3, 2)):
             job, port = Processes(make_folder()), free_port()
             jobs.append(job)
             devices = [] if count == 1 else ["devices.simulated=2"]

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from levels import levels
 
 from jaxdist.config import ModelConfig, OptimizerConfig
 from jaxdist.init import state_target
@@ -58,9 +59,7 @@ def test_muon_takes_the_kernels_of_blocks() -> None:
     assert foreign["b"] is None and foreign["w"] is not None
 
 
-@pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "sgd", "lion", "adafactor"))]
-)
+@pytest.mark.parametrize("name", levels(("muon", "adamw", "adafactor", "sgd", "lion"), everyday=5, slow=2))
 def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
     """Adafactor, Muon and clipping look across a tensor: local statistics would differ here."""
     options = OptimizerConfig(name=name, lr=1e-2, clip_norm=0.1, eps=1e-6)

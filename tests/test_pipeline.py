@@ -10,6 +10,7 @@ import oracle
 import pytest
 import test_layouts as layouts
 from jax.sharding import NamedSharding
+from levels import levels
 
 from jaxdist import registry
 from jaxdist.compiled import TrainStep
@@ -54,13 +55,13 @@ class Case(NamedTuple):
 
 EVERYDAY = [
     Case("gpipe", 2, "llama", False, "zero1", 4, (1, 2, 1)),
-    Case("one_f_one_b", 4, "gpt2", True, "ddp", 8, (2, 1, 1)),
     Case("one_f_one_b", 2, "llama", True, "zero3", 4, (1, 2, 2), remat="full"),
     Case("interleaved", 2, "gpt2", True, "zero2", 4, (1, 2, 1), chunks=2),
     Case("zero_bubble", 4, "llama", False, "zero3", 8, (1, 2, 1)),
-    Case("zero_bubble", 2, "gpt2", True, "ddp", 2, (1, 1, 2), dropout=0.2),
 ]
 SLOW = [
+    Case("one_f_one_b", 4, "gpt2", True, "ddp", 8, (2, 1, 1)),
+    Case("zero_bubble", 2, "gpt2", True, "ddp", 2, (1, 1, 2), dropout=0.2),
     *(
         Case(
             schedule, pipe, ("gpt2", "llama")[(i + j) % 2], (i + j) % 3 == 0, strategy, microbatches, mesh,
@@ -150,14 +151,12 @@ def check_wide(case: Case) -> None:
     assert oracle.error(got.params, want.params) < 1e-10
 
 
-@pytest.mark.parametrize("case", [*EVERYDAY, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+@pytest.mark.parametrize("case", [*EVERYDAY, *levels(SLOW, slow=3)], ids=str)
 def test_pipelines_equal_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", [
-    EVERYDAY[1], *(pytest.param(case, marks=pytest.mark.slow) for case in (EVERYDAY[0], *EVERYDAY[2:5])),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", levels(EVERYDAY, slow=2), ids=str)
 def test_pipelines_equal_one_device_in_fp32(case: Case) -> None:
     with jax.enable_x64(True):
         want = layouts.reference(config_of(case), 32, "fp64")
@@ -166,9 +165,7 @@ def test_pipelines_equal_one_device_in_fp32(case: Case) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 1e-5
 
 
-@pytest.mark.parametrize("schedule", [
-    "zero_bubble", *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES if name != "zero_bubble"),
-])  # fmt: skip
+@pytest.mark.parametrize("schedule", levels(reversed(SCHEDULES), slow=4))
 def test_bf16(schedule: str) -> None:
     """As near to float64 as one stage is."""
     case = Case(schedule, 2, "llama", True, "zero3", 4, (1, 2, 1), chunks=1 + (schedule == "interleaved"))

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from levels import levels
 
 from jaxdist import make_mesh, make_train_step, registry, state_target
 from jaxdist.collectives import psum, to_varying
@@ -65,9 +66,10 @@ def unit_bytes(definition: Any, *names: str) -> int:
     return sum(4 * math.prod(leaf.shape) for name in names for leaf in jax.tree.leaves(definition.shapes[name]))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 6), (4, 2), (4, 8)])
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "tied"), levels(
+    ((name, *sizes, tied) for name in NAMES for sizes in ((2, 1), (2, 6), (4, 2), (4, 8)) for tied in (False, True)),
+    everyday=5,
+))  # fmt: skip
 def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:
     """But for the last stage, which sends nothing on, and the first, which sends nothing back. And once a step
     embedding and head are gathered from the stages and their gradients scattered, and the loss is summed; nothing else.
@@ -161,7 +163,7 @@ def test_what_depends_on_data_counts_as_the_branch_that_sends_most() -> None:
     assert (each.calls, each.stages, each.at_most, each.conditional) == (2, (2,), 2, True)
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", levels(reversed(NAMES), everyday=4))
 def test_the_compiled_program_sends_as_much(schedule: str) -> None:
     mesh, tx, definition = make_mesh(pipe=4, data=2), optax.sgd(1e-3), model()
     step = make_train_step(definition, tx, mesh, schedule=schedule, microbatches=4)

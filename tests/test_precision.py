@@ -14,6 +14,7 @@ import optax
 import oracle
 import pytest
 from jax.extend.core import jaxprs_in_params
+from levels import levels
 
 from jaxdist import registry
 from jaxdist.config import ModelConfig
@@ -300,9 +301,7 @@ def without_key_bias(grads: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", [
-    EVERYDAY,
-    *(pytest.param(case, marks=pytest.mark.slow if i % 5 in (0, 3) else pytest.mark.exhaustive)
-      for i, case in enumerate(EVERY)),
+    EVERYDAY, *levels(EVERY, slow=5),
 ], ids=str)  # fmt: skip
 def test_layouts_agree_within_a_policy(case: Case) -> None:
     """A layout adds in another order: single values differ by a rounding of the half type, 2^-11 (float16) or 2^-8
@@ -315,9 +314,8 @@ def test_layouts_agree_within_a_policy(case: Case) -> None:
     assert oracle.error(without_key_bias(grads), without_key_bias(alone_grads)) < 16 * rounding
 
 
-@pytest.mark.parametrize("name", [
-    "O2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16", "O1")),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["O2", "bf16", "fp16", "O1"])
 def test_training_ends_where_fp32_ends(name: str) -> None:
     """Within 1 %, on a model and batch whose gradients float16 holds: the sums' seed is 1/128, a power of two."""
     assert abs(trained(name) / trained("fp32") - 1) < 0.01

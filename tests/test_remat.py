@@ -13,6 +13,7 @@ import optax
 import pytest
 import test_layouts as layouts
 from jaxprs import collectives, names_of_values
+from levels import levels
 
 from jaxdist import make_mesh, make_train_step
 from jaxdist.config import ModelConfig
@@ -74,7 +75,7 @@ SLOW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *levels(SLOW, slow=3)], ids=str)
 def test_layout_equals_one_device(case: layouts.Case) -> None:
     layouts.check_wide(case)
 

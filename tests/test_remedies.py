@@ -58,6 +58,7 @@ def offered(*overrides: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_table_is_what_explain_then_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: both come from compiling. Remedies are applied as one would type them."""
     chosen = ("remat full", "optimizer state in host memory")

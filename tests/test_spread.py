@@ -20,6 +20,7 @@ import test_layouts
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from levels import levels
 
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
@@ -137,7 +138,7 @@ CROSSED = [
 
 
 @pytest.mark.parametrize("case", [
-    *EVERYDAY, *(pytest.param(case, marks=pytest.mark.slow) for case in CROSSED if case not in EVERYDAY)
+    *levels(EVERYDAY, everyday=2), *levels((case for case in CROSSED if case not in EVERYDAY), slow=4)
 ], ids=str)  # fmt: skip
 def test_spread_parameters_train_like_on_one_device(case: Case) -> None:
     check(case)

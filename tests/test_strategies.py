@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import ancestors, collectives, scans_with
+from levels import levels
 
 from jaxdist import registry
 from jaxdist.config import ModelConfig
@@ -27,6 +28,7 @@ from jaxdist.specs import BATCH_SPEC, bytes_per_device, spec_axes
 from jaxdist.step import make_train_step
 
 NAMES = registry.names("jaxdist.parallel.strategies")
+ALGORITHMS = [name for name in registry.names("jaxdist.collectives.algorithms") if name not in ("native", "ring")]
 LAYERS = 3
 LLAMA = ModelConfig(style="llama", layers=LAYERS, width=16, heads=4, vocab=32, mlp_width=32)
 GPT2 = ModelConfig(style="gpt2", layers=LAYERS, width=16, heads=4, vocab=32)
@@ -160,16 +162,11 @@ def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
 
 
 CUBE, ODD = {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}
-EVERYDAY = [("ddp", CUBE, GPT2), ("zero3", CUBE, GPT2), ("zero1", ODD, GPT2), ("zero2", ODD, GPT2)]
+EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
 
 
 @pytest.mark.parametrize(("name", "sizes", "config"), [
-    *EVERYDAY,
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA))
-        if case not in EVERYDAY
-    ),
+    *EVERYDAY, *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=3),
 ], ids=lambda value: value.style if isinstance(value, ModelConfig) else str(value))  # fmt: skip
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
@@ -201,7 +198,7 @@ def test_zero_shrinks_the_state_by_the_axis(name: str) -> None:
     assert held(fsdp=8) - counters == (held() - counters) // 8
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", levels(reversed(NAMES), everyday=4))
 def test_nothing_compiles_after_the_first_step(name: str) -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
     model = gpt(GPT2, max_length=8)
@@ -253,11 +250,9 @@ def test_optimizer_state_rests_like_its_parameter() -> None:
     assert len(sharded) == 2 * len(jax.tree.leaves(target.params))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("algorithm", [
-    "native", "ring",
-    *(pytest.param(algorithm, marks=pytest.mark.slow)
-      for algorithm in registry.names("jaxdist.collectives.algorithms") if algorithm not in ("native", "ring")),
+@pytest.mark.parametrize(("name", "algorithm"), [
+    *itertools.product(NAMES, ("native", "ring")),
+    *levels(itertools.product(NAMES, ALGORITHMS), slow=3),
 ])  # fmt: skip
 def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     """As far as a machine without a GPU can take it: StableHLO for CUDA, with every collective in it."""

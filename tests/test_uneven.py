@@ -13,6 +13,7 @@ import test_layouts as layouts
 import test_pipeline as pipelines
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from levels import levels
 from test_pipeline import Case
 
 from jaxdist.collectives import to_varying
@@ -58,8 +59,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow  # everyday: the first, below
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", levels(CASES, slow=3), ids=str)  # everyday: the first, below
 def test_uneven_stages_equal_one_device(case: Case) -> None:
     pipelines.check_wide(case)
 
@@ -78,6 +78,7 @@ def unreadable(params: Any, case: Case) -> Any:
     return {**params, "blocks": jax.device_put(blocks, jax.tree.map(lambda leaf: leaf.sharding, params["blocks"]))}
 
 
+@pytest.mark.slow
 def test_a_run_on_uneven_stages() -> None:
     """Gradients, parameters, evaluation and logits are one device's; what holds no block is zero after weight decay."""
     case = FIRST

@@ -1,0 +1,27 @@
+"""How often the cases of a parametrised test run: everyday, in slow runs (CI's), or in exhaustive ones."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def levels(cases: Iterable[Any], *, everyday: int = 0, slow: int = 1) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: every so manieth case runs everyday (0: none), every so manieth of the
+    others in slow runs, and with them the first that holds a value which none of these does (unless fewer than `slow`
+    cases hold it); the rest in exhaustive ones."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    values = [{(i, str(value)) for i, value in enumerate(case)} for case in cases]
+    common = {value for value, count in Counter(value for own in values for value in own).items() if count >= slow}
+    often = {i for i in range(len(cases)) if everyday and i % everyday == 0}
+    chosen = often | {i for i in range(len(cases)) if i % slow == 0}
+    seen = {value for i in chosen for value in values[i]}
+    params = []
+    for i, case in enumerate(cases):
+        if i not in chosen and values[i] & common - seen:
+            chosen.add(i)
+            seen |= values[i]
+        marks = [] if i in often else [pytest.mark.slow if i in chosen else pytest.mark.exhaustive]
+        params.append(pytest.param(*((case,) if hasattr(case, "_fields") else case), marks=marks))
+    return params
