@@ -80,6 +80,11 @@ def has_host_memory(mesh: AnyMesh) -> bool:
     return not isinstance(mesh, Mesh) or HOST in {kind.kind for kind in mesh.local_devices[0].addressable_memories()}
 
 
+def on_cpu(mesh: AnyMesh) -> bool:
+    """Whether these are CPU devices. A mesh without devices stands for one of GPUs."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """Axis sizes in mesh order, for printing: {"pipe": 1, "data": 2, ...}."""
     return {str(axis): int(size) for axis, size in mesh.shape.items()}

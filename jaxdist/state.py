@@ -89,12 +89,14 @@ def on_host(target: TrainState) -> TrainState:
 
 
 def updated(
-    optimizer: optax.GradientTransformation, grads: PyTree, state: TrainState, *, taken: jax.Array
+    optimizer: optax.GradientTransformation, grads: PyTree, state: TrainState, *, taken: jax.Array, branch: bool
 ) -> tuple[PyTree, PyTree]:
     """(parameters, optimizer state) after an update; taken: or both stay as they are, to the bit.
 
-    A condition, for a choice between two results would keep old and new side by side. What rests in host memory is
-    fetched, and put back afterwards. Types say where each array is; mixing memory spaces is an error.
+    branch: by a condition, in which XLA:CPU updates in place; it keeps old and new of a choice side by side. XLA:GPU
+    fuses a choice into the update (compiled for 8 H100, it takes no byte more than none), and waits at a condition.
+    What rests in host memory is fetched, and put back afterwards. Types say where each array is; mixing memory spaces
+    is an error.
     """
 
     def move(leaf: jax.Array, *, like: Any) -> jax.Array:
@@ -109,8 +111,11 @@ def updated(
     if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(rest)):
         grads, rest = jax.lax.optimization_barrier((grads, rest))  # or it is fetched before gradients are made
     near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), rest)
-    stay = lambda grads, opt_state, params: (params, opt_state)  # noqa: E731
-    params, new = jax.lax.cond(taken, update, stay, grads, near, state.params)
+    if branch:
+        stay = lambda grads, opt_state, params: (params, opt_state)  # noqa: E731
+        params, new = jax.lax.cond(taken, update, stay, grads, near, state.params)
+    else:
+        params, new = choose(taken, update(grads, near, state.params), (state.params, near))
     return params, jax.tree.map(lambda leaf, old: move(leaf, like=jax.typeof(old).memory_space), new, state.opt_state)
 
 

@@ -18,7 +18,7 @@ from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.compiled import Metrics, TrainStep
 from jaxdist.guard import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
-from jaxdist.mesh import BATCH_LIKE, AnyMesh
+from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.nn import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.foreign import ForeignLoss, program_and_region
@@ -120,7 +120,7 @@ def make_train_step(
             metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
-            params, opt_state = updated(optimizer, grads, state, taken=taken)
+            params, opt_state = updated(optimizer, grads, state, taken=taken, branch=on_cpu(mesh))
             new = TrainState(state.step + 1, params, opt_state, residual, guard)
             state = advanced(state, new, taken=taken, halted=halted)
             metrics |= guard_metrics(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})

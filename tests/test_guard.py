@@ -158,6 +158,21 @@ def test_what_int8_sums_carry_does_not_move_with_the_scale() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_on_gpus_a_choice_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for them, here on a CPU: a step that is not finite changes no bit; a condition is not in it."""
+    monkeypatch.setattr("jaxdist.step.on_cpu", lambda mesh: False)
+    compiled.cache_clear()
+    mesh, state, step = made("fp32")
+    assert "cond[" not in str(step.jitted(state).trace(state, batch_of(mesh, 0)).jaxpr)
+    want = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+    for i, weight in enumerate((math.inf, math.nan, 1.0)):
+        state, _ = step(state, batch_of(mesh, i, weight))
+        got = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=True)) == (weight != 1)
+    compiled.cache_clear()
+    assert int(state.guard.skipped) == 2
+
+
 def test_after_too_many_skips_the_state_is_halted() -> None:
     bad = math.inf
     one, _ = params_after("fp32", [1.0], max_skips=1)
@@ -165,6 +180,19 @@ def test_after_too_many_skips_the_state_is_halted() -> None:
     for a, b in zip(one, more, strict=True):
         np.testing.assert_array_equal(a, b)
     assert (int(halted.step), int(halted.guard.in_a_row), int(halted.guard.skipped)) == (3, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "O1"])
+def test_no_false_alarm_in_500_steps(precision: str) -> None:
+    """None without a scale; with one, where it is too large at the start, and gradients really are not finite."""
+    mesh, state, step = made(precision)
+    finite = []
+    for i in range(500):
+        state, metrics = step(state, batch_of(mesh, i % 20))
+        finite.append(math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]))
+    assert int(state.guard.skipped) == finite.count(False) and all(finite[10:])
+    assert all(finite) or precision in ("fp16", "O1")
 
 
 def test_a_weight_that_is_not_a_number_is_not_finite() -> None:
