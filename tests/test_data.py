@@ -108,8 +108,7 @@ def test_targets_are_inputs_shifted(size: int, seq_len: int, batch: int, start: 
     assert np.array_equal(rows["targets"], rows["inputs"] + 1)  # the text counts up
     assert np.array_equal(np.diff(rows["inputs"], axis=1), np.ones((batch, seq_len - 1)))
     assert np.all(rows["weights"] == 1)
-    assert np.array_equal(rows["sample"], np.arange(batch))
-    assert [rows[leaf].dtype for leaf in rows] == [np.int32, np.int32, np.float32, np.int32]
+    assert [rows[leaf].dtype for leaf in rows] == [np.int32, np.int32, np.float32]
 
 
 @FAST
@@ -163,7 +162,7 @@ def test_global_batch_does_not_depend_on_the_mesh(sizes: dict[str, int]) -> None
         with jax.transfer_guard("disallow"):
             batch = spread.batch(step)
         rows = alone.host_rows(step, slice(None))
-        assert list(batch) == ["inputs", "targets", "weights", "sample"]
+        assert list(batch) == ["inputs", "targets", "weights"]
         for leaf, value in as_numpy(batch).items():
             np.testing.assert_array_equal(value, rows[leaf], strict=True)
             assert batch[leaf].sharding == spread.sharding
