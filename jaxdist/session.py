@@ -35,6 +35,7 @@ from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
+NO_IDENTITY = ("path", "val_path", "token_dtype", "prefetch")  # of section data: the content is what counts
 MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
 
 
@@ -79,10 +80,10 @@ def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
 def identity(config: Config, source: Source) -> dict[str, Any]:
     """What must not change between a checkpoint and its resumption: it would be another experiment under the same
     name."""
-    data = {key: value for key, value in asdict(config.data).items() if key not in ("path", "val_path")}
+    data = {key: value for key, value in asdict(config.data).items() if key not in NO_IDENTITY}
     whole = {
         "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key != "loss_chunk"},
-        "data": {**data, "sha256": source.info["sha256"]},
+        "data": {**data, "dtype": source.train.dtype.name, "sha256": source.info["sha256"]},
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
@@ -107,7 +108,8 @@ def schedule_changes(run: "Run") -> str:
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` naming the first key that differs."""
-    saved = saved | {"parallel": {"chunks": 1, "stages": []} | saved.get("parallel", {})}  # older versions had no other
+    older = {"parallel": {"chunks": 1, "stages": []}, "data": {"packing": "none"}}  # versions that had no other
+    saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}
     for section in now:
         for key, value in now[section].items():
             before = saved.get(section, {}).get(key, value)  # an older version did not know the key
@@ -152,11 +154,22 @@ def check_vocabulary(config: Config, source: Source) -> None:
         )
 
 
+def packed(config: Config, source: Source) -> Source:
+    """The source with document starts only where `data.packing` wants them. Raises `UserError` if it has none."""
+    if config.data.packing == "none":
+        return source._replace(documents=None)
+    if source.documents is None:
+        raise UserError(f"data.packing: {config.data.packing!r} needs document starts, and data.source"
+                        f" {config.data.source} gives none; allowed: none; or data.source=tokens")  # fmt: skip
+    return source
+
+
 def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     """Load the data, lay out the state, write what is known before the first step."""
     lead = jax.process_index() == 0
     source = registry.load("jaxdist.data.sources", config.data.source, key="data.source")(config.data)
     check_vocabulary(config, source)
+    source = packed(config, source)
     mesh = make_mesh(**asdict(config.mesh))
     parts = assemble(config, mesh)
     checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))

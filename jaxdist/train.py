@@ -6,11 +6,11 @@ The loop never waits for the device: batches are made ahead by a thread, metrics
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,7 +30,10 @@ from jaxdist.runtime.stop import STOPPED, StopSignal
 from jaxdist.session import Run, build, describe, forward_parts, identity, run_environment, schedule_keys
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 
+T = TypeVar("T")
+
 DONE, FAILED = 0, 1
+WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
 
 
 class LateMetrics:
@@ -56,20 +59,34 @@ class LateMetrics:
 
 
 class Clock:
-    """Tokens per second between the moments at which steps were seen to be finished, evaluations left out."""
+    """Times between the moments at which steps were seen to be finished, evaluations left out."""
 
     def __init__(self, tokens_per_step: int) -> None:
-        self._tokens, self._mark = tokens_per_step, time.perf_counter()
+        self._tokens, self._mark, self._waited = tokens_per_step, time.perf_counter(), 0.0
 
     def restart(self) -> None:
         """Do not count the time since the last step."""
-        self._mark = time.perf_counter()
+        self._mark, self._waited = time.perf_counter(), 0.0
 
-    def rate(self) -> float:
-        """Tokens per second of the step that has just been seen."""
-        now, before = time.perf_counter(), self._mark
-        self._mark = now
-        return self._tokens / (now - before)
+    def awaited(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same, with the time that each was waited for counted."""
+        rest = iter(batches)
+        while True:
+            before = time.perf_counter()
+            try:
+                batch = next(rest)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - before
+            yield batch
+
+    def read(self) -> dict[str, float]:
+        """Of the step that has just been seen: tokens_per_s; data_wait, the fraction of its time that the loop waited
+        for the batch of the step after it."""
+        now = time.perf_counter()
+        seconds, waited = now - self._mark, self._waited
+        self._mark, self._waited = now, 0.0
+        return {"tokens_per_s": self._tokens / seconds, "data_wait": waited / seconds}
 
 
 class Recorder:
@@ -80,6 +97,7 @@ class Recorder:
         self._late = LateMetrics()
         self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
         self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
+        self.awaited = self._clock.awaited
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it."""
@@ -99,7 +117,7 @@ class Recorder:
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
-        metrics = {"loss": loss, **values, "lr": float(rate), "tokens_per_s": self._clock.rate()}
+        metrics = {"loss": loss, **values, "lr": float(rate), **self._clock.read()}
         metrics |= {"skipped": skipped} if in_a_row else {}
         self._run.console.step(step, metrics)
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
@@ -132,7 +150,8 @@ class Evaluator:
         config = run.config
         self._loader = Loader(
             run.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
-            sharding=run.sharding, shuffle=False, batches=config.train.eval_batches,
+            sharding=run.sharding, documents=run.source.documents and run.source.documents[1], shuffle=False,
+            batches=config.train.eval_batches,
         )  # fmt: skip
         self._step = make_eval_step(*forward_parts(run))
         self._unit = run.source.info["unit"]
@@ -155,7 +174,7 @@ def loop(run: Run) -> tuple[int, bool]:
     config = run.config
     loader = Loader(
         run.source.train, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
-        sharding=run.sharding,
+        sharding=run.sharding, documents=run.source.documents and run.source.documents[0],
     )  # fmt: skip
     spikes = Spikes(config.train.loss_spike)
     while True:
@@ -195,9 +214,9 @@ def steps(run: Run, loader: Loader, spikes: Spikes) -> tuple[int, bool]:
     evaluate = Evaluator(run) if config.train.eval_every else None
     recorder = Recorder(run, spikes)
     step, stopped = run.first_step, False
-    batches = prefetch(lambda i: loader.batch(i + run.passed), step, last)
+    batches = prefetch(lambda i: loader.batch(i + run.passed), step, last, config.data.prefetch)
     with StopSignal() as stop, closing(batches):
-        for batch in batches:
+        for batch in recorder.awaited(batches):
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 run.state, metrics = run.step(run.state, batch)
                 step += 1
@@ -259,6 +278,15 @@ def report(run: Run, samples: str) -> None:
     )
 
 
+def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
+    """The fraction of a run's time that it waited for data, by the records of metrics.jsonl but the first, in whose
+    step the program is compiled."""
+    timed = [record for record in records[1:] if "data_wait" in record]
+    seconds = [1 / record["tokens_per_s"] for record in timed]  # times the tokens of a step
+    waited = sum(record["data_wait"] * each for record, each in zip(timed, seconds, strict=True))
+    return waited / sum(seconds) if timed else 0.0
+
+
 def finish(run: Run, samples: str) -> None:
     """After the last step: what the run directory and the reader get. Process 0 only."""
     if samples:
@@ -266,7 +294,8 @@ def finish(run: Run, samples: str) -> None:
         run.console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
     if run.config.observe.report:
         report(run, samples)
-    evaluations = [record for record in read_metrics(run.folder / "metrics.jsonl") if "eval/bits_per_byte" in record]
+    records = read_metrics(run.folder / "metrics.jsonl")
+    evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]
         marks = [
@@ -274,6 +303,9 @@ def finish(run: Run, samples: str) -> None:
             for name, mark in run.baselines.items()
         ]
         run.console.line(", ".join([f"held-out text: {bits:.3f} bits per byte", *marks]))
+    waited = data_wait(records)
+    if waited > WAIT_LIMIT:
+        run.console.line(f"waited for data {waited:.0%} of the time: docs/data.md says what helps")
     run.console.line(f"run directory: {run.folder}")
 
 
