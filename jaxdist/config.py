@@ -61,6 +61,9 @@ class DataConfig:
 
     source: str = setting("text", "where the data comes from", folder="jaxdist.data.sources")
     path: str = setting("stdlib", "text: a file or folder, or stdlib (Python's own sources); tokens: a file or folder")
+    mixture: tuple[str, ...] = setting(
+        (), "sources mixed by weights in place of source and path, each 'NAME WEIGHT SOURCE PATH': [web 0.7 tokens ids]"
+    )
     seq_len: int = setting(128, "positions of a training sequence", at_least=1)
     global_batch: int = setting(32, "sequences of one optimizer step, over all devices and microbatches", at_least=1)
     held_out: float = setting(0.05, "fraction of the data kept for evaluation", above=0, at_most=0.5)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdist.config import Config, to_yaml
-from jaxdist.data import Loader, prefetch
+from jaxdist.data import BLOCK, Loader, MixedLoader, Part, make_loader, prefetch
 from jaxdist.errors import UserError
 from jaxdist.evaluate import make_eval_step, make_sampler
 from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, skip_line, write_down
@@ -144,24 +144,32 @@ class Recorder:
 
 
 class Evaluator:
-    """Mean loss over the same held-out windows, every time."""
+    """Mean loss over the same held-out windows, every time; of a mixture, over those of each part."""
 
     def __init__(self, run: Run) -> None:
-        config = run.config
-        self._loader = Loader(
-            run.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
-            sharding=run.sharding, documents=run.source.documents and run.source.documents[1], shuffle=False,
-            batches=config.train.eval_batches,
-        )  # fmt: skip
+        config, whole = run.config, [Part("", BLOCK, run.source)]
+        self._parts = [
+            (part.name, part.samples / BLOCK, Loader(
+                part.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
+                sharding=run.sharding, documents=part.source.documents and part.source.documents[1], shuffle=False,
+                batches=config.train.eval_batches,
+            ))
+            for part in run.source.parts or whole
+        ]  # fmt: skip
         self._step = make_eval_step(*forward_parts(run))
         self._unit = run.source.info["unit"]
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """{"eval/loss": nats a token, and for bytes "eval/bits_per_byte"}."""
-        parts = [self._step(params, self._loader.batch(i)) for i in range(self._loader.batches or 0)]
-        loss, weight = np.asarray(jax.device_get(parts), np.float64).sum(axis=0).tolist()
-        bits = {"eval/bits_per_byte": loss / weight / math.log(2)} if self._unit == "bytes" else {}
-        return {"eval/loss": loss / weight, **bits}
+        """{"eval/loss": nats a token, for bytes "eval/bits_per_byte", of a mixture "eval/loss/NAME" for each part}.
+        The loss of a mixture is the mean of its parts' by their shares."""
+        mean, named = 0.0, dict[str, float]()
+        for name, share, loader in self._parts:
+            sums = [self._step(params, loader.batch(i)) for i in range(loader.batches or 0)]
+            loss, weight = np.asarray(jax.device_get(sums), np.float64).sum(axis=0).tolist()
+            mean += share * loss / weight
+            named |= {f"eval/loss/{name}": loss / weight} if name else {}
+        bits = {"eval/bits_per_byte": mean / math.log(2)} if self._unit == "bytes" else {}
+        return {"eval/loss": mean, **bits, **named}
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -172,9 +180,9 @@ def due(step: int, every: int, last: int) -> bool:
 def loop(run: Run) -> tuple[int, bool]:
     """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
     config = run.config
-    loader = Loader(
-        run.source.train, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
-        sharding=run.sharding, documents=run.source.documents and run.source.documents[0],
+    loader = make_loader(
+        run.source, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
+        sharding=run.sharding,
     )  # fmt: skip
     spikes = Spikes(config.train.loss_spike)
     while True:
@@ -208,7 +216,7 @@ def save(run: Run, step: int) -> None:
     raise NonFinite(step, text, guarded=False)
 
 
-def steps(run: Run, loader: Loader, spikes: Spikes) -> tuple[int, bool]:
+def steps(run: Run, loader: Loader | MixedLoader, spikes: Spikes) -> tuple[int, bool]:
     """`loop`, to the first step that the run cannot take: raises `NonFinite`."""
     config, last = run.config, run.config.train.steps
     evaluate = Evaluator(run) if config.train.eval_every else None

@@ -55,7 +55,7 @@ def test_a_run_on_prepared_documents_that_waits_for_them(
         train(load_config(tmp_path / "tiny.yaml", ["data.packing=none"]), tmp_path / "run")
     assert train(load_config(tmp_path / "tiny.yaml", ["data.prefetch=3", "data.token_dtype=uint8"]),
                  tmp_path / "run") == 0  # fmt: skip
-    with pytest.raises(UserError, match=r"^data\.packing: 'documents' needs .* data\.source text gives none"):
+    with pytest.raises(UserError, match=r"^data\.packing: 'documents' needs .* source text gives none"):
         train(load_config(tmp_path / "tiny.yaml", ["data.source=text"]), tmp_path / "other")
     assert json.loads((tmp_path / "run" / "env.json").read_text())["data"]["unit"] == "bytes"
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -182,7 +182,11 @@ class Loader:
         """
         if step < 0 or (self.batches is not None and step >= self.batches):
             raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
-        starts, counts = self.windows.starts(step * self.global_batch + np.arange(self.global_batch)[rows])
+        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
+
+    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of samples `k` (int64), as in `host_rows`."""
+        starts, counts = self.windows.starts(k)
         ids = self._views[starts]
         weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
         if self.documents is not None:
@@ -194,21 +198,36 @@ class Loader:
 
         No communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
         """
-        read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        return global_batch_of(self, step)
 
-        def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "the callback is asked for data, not for a shape"
-            start, stop, _ = index[0].indices(self.global_batch)
-            if (start, stop) not in read:  # devices and leaves ask for the same rows
-                read[start, stop] = self.host_rows(step, slice(start, stop))
-            return read[start, stop][leaf]
 
-        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
-            rows = lambda index: rows_of(leaf, index)  # noqa: E731
-            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
+class HostBatches(Protocol):
+    """What gives rows of global batches on the host: `Loader`."""
 
-        with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-            return {leaf: whole(leaf, each) for leaf, each in batch_shapes(self.global_batch, self.seq_len).items()}
+    seq_len: int
+    global_batch: int
+    sharding: NamedSharding
+
+    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]: ...
+
+
+def global_batch_of(made: HostBatches, step: int) -> dict[str, jax.Array]:
+    """Rows on the host to global arrays, each range of rows read once: devices and leaves ask for the same."""
+    read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "the callback is asked for data, not for a shape"
+        start, stop, _ = index[0].indices(made.global_batch)
+        if (start, stop) not in read:
+            read[start, stop] = made.host_rows(step, slice(start, stop))
+        return read[start, stop][leaf]
+
+    def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
+        rows = lambda index: rows_of(leaf, index)  # noqa: E731
+        return jax.make_array_from_callback(each.shape, made.sharding, rows, dtype=each.dtype)
+
+    with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
+        return {leaf: whole(leaf, each) for leaf, each in batch_shapes(made.global_batch, made.seq_len).items()}
 
 
 def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -23,6 +23,15 @@ class Source(NamedTuple):
     info: dict[str, Any]
     # Of both sides, where documents start: int64, increasing from 0. None: not known, or not asked for.
     documents: tuple[np.ndarray, np.ndarray] | None = None
+    parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
+
+
+class Part(NamedTuple):
+    """A source in a mixture."""
+
+    name: str
+    samples: int  # of those of a block, `jaxdist.data.mixture.BLOCK`
+    source: Source
 
 
 def read_error(key: str, path: Path, error: OSError) -> UserError:
