@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -102,6 +103,13 @@ def test_what_is_interrupted_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts"]
 
 
+def test_what_another_is_writing_is_left_alone(tmp_path: Path) -> None:
+    other = folder_of(tmp_path / f".out.{os.getpid()}.part", {"train.bin": b"ids"})
+    with pytest.raises(UserError, match=r"^--out: cannot write .*\.part': File exists"):
+        prepared(tmp_path)
+    assert (other / "train.bin").read_bytes() == b"ids"
+
+
 def damage(out: Path, name: str, change: Any) -> None:
     content = bytearray((out / name).read_bytes())
     change(content)
@@ -174,7 +182,7 @@ def test_without_manifest_the_index_is_looked_at(tmp_path: Path) -> None:
         ({"a.jsonl": b'{"text": "\\ud800"}'}, {}, r"INPUT: .*a\.jsonl, line 1: is not a line of JSON with valid text"),
         ({"a": b"text"}, {"held_out": 0.6}, "--held-out: 0.6 is out of range"),
         ({"a": b"text", "out/x": b""}, {}, "--out: .*out' exists"),
-        ({"a": b"text"}, {"out": "a/out"}, "--out: cannot write .*a/out': Not a directory"),
+        ({"a": b"text"}, {"out": "a/out"}, "--out: cannot write .*a/.*': Not a directory"),
     ],
 )
 def test_errors(tmp_path: Path, files: dict[str, bytes], options: dict[str, Any], message: str) -> None:

@@ -210,7 +210,10 @@ def prepare(
     work = Work(input_files(inputs), field, found, end.encode(), held_out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True)  # if it is there, it is not ours to remove: another host may be at work
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    try:
         manifest = _write_both(partial, work)
         with (partial / MANIFEST).open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(manifest, indent=2) + "\n")
@@ -218,10 +221,15 @@ def prepare(
             os.fsync(stream.fileno())
         partial.rename(out)
     except OSError as error:
-        raise UserError(f"--out: cannot write {str(out)!r}: {error.strerror}; check disk and permissions") from error
+        raise _cannot_write(out, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
     return manifest
+
+
+def _cannot_write(out: Path, error: OSError) -> UserError:
+    return UserError(f"--out: cannot write {str(error.filename or out)!r}: {error.strerror}; check the disk and "
+                     "what is there")  # fmt: skip
 
 
 def _write_both(folder: Path, work: Work) -> dict[str, Any]:
