@@ -61,11 +61,22 @@ class DataConfig:
 
     source: str = setting("text", "where the data comes from", folder="jaxdist.data.sources")
     path: str = setting("stdlib", "text: a file or folder, or stdlib (Python's own sources); tokens: a file or folder")
+    mixture: tuple[str, ...] = setting(
+        (), "sources mixed by weights in place of source and path, each 'NAME WEIGHT SOURCE PATH': [web 0.7 tokens ids]"
+    )
     seq_len: int = setting(128, "positions of a training sequence", at_least=1)
     global_batch: int = setting(32, "sequences of one optimizer step, over all devices and microbatches", at_least=1)
     held_out: float = setting(0.05, "fraction of the data kept for evaluation", above=0, at_most=0.5)
     val_path: str | None = setting(None, "tokens: file of held-out token ids; null: val.bin beside train.bin")
-    token_dtype: str = setting("uint16", "tokens: type of the ids in the file", choices=("uint16", "uint32"))
+    token_dtype: str | None = setting(
+        None, "tokens: type of the ids in the files; null: what manifest.json says, uint16 without one",
+        choices=("uint8", "uint16", "uint32"),
+    )  # fmt: skip
+    packing: str = setting(
+        "none", "documents: the first token of a document is no target (tokens with an index of document starts)",
+        choices=("none", "documents"),
+    )  # fmt: skip
+    prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.config_memory import check_memory, with_offload
 from jaxdist.config_sync import check_grad_sync
-from jaxdist.config_values import show
+from jaxdist.config_values import parse_mixture, show
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -150,8 +150,10 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     rest = _rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
+    parts = _mixture_parts(config.data)
     if not planned:
-        _check_paths(config.data)
+        for each in parts or (config.data,):
+            _check_paths(each)
     device_count = None if planned else known_devices(config.devices)
     if device_count is not None:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
@@ -326,6 +328,16 @@ def _check_batch(config: Config, mesh: dict[str, int]) -> None:
         f" {mesh['expert']} x microbatches {microbatches}); nearest batch sizes that work: {_near(batches, batch)};"
         f" parallel.microbatches that work with {batch}: {counts}"
     )
+
+
+def _mixture_parts(data: DataConfig) -> list[DataConfig]:
+    """The section as each part of a mixture sees it."""
+    parts = parse_mixture(data.mixture) if data.mixture else ()
+    for key, usual in (("source", "text"), ("path", "stdlib"), ("val_path", None)):
+        if parts and getattr(data, key) != usual:
+            raise UserError(f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
+                            f" {show(usual)}; or data.mixture=[]")  # fmt: skip
+    return [replace(data, mixture=(), source=part.source, path=part.path) for part in parts]
 
 
 def _check_paths(data: DataConfig) -> None:

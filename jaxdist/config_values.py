@@ -10,9 +10,10 @@ import math
 import re
 import typing
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 from jaxdist import registry
 from jaxdist.errors import UserError
@@ -29,6 +30,42 @@ _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
     "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
     "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16",
 }  # fmt: skip
+
+
+SMALLEST_SHARE = 1e-4  # of a source in a mixture
+
+
+class MixturePart(NamedTuple):
+    """One source of `data.mixture`."""
+
+    name: str
+    weight: float
+    source: str
+    path: str
+
+
+def parse_mixture(items: Sequence[str]) -> tuple[MixturePart, ...]:
+    """The sources of `data.mixture`, each "NAME WEIGHT SOURCE PATH". Raises `UserError`."""
+    parts = []
+    for i, item in enumerate(items):
+        fields = item.split(maxsplit=3)
+        number = re.fullmatch(r"[0-9]*\.?[0-9]+", fields[1]) if len(fields) == 4 else None
+        if number is None or not re.fullmatch(r"\w+", fields[0]):
+            raise UserError(f"data.mixture[{i}]: {show(item)}; allowed: NAME WEIGHT SOURCE PATH, such as"
+                            " 'code 0.3 text my/code'")  # fmt: skip
+        rule = Rule("", folder="jaxdist.data.sources")
+        check_value(fields[2], str, False, rule, f"data.mixture[{i}]")
+        parts.append(MixturePart(fields[0], float(fields[1]), fields[2], fields[3]))
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names) or len(names) == 1:
+        raise UserError(f"data.mixture: sources named {', '.join(names)}; allowed: two or more, of different names; for"
+                        " one, use data.source and data.path")  # fmt: skip
+    total = sum(Fraction(str(part.weight)) for part in parts)
+    for part in parts:
+        if not part.weight or Fraction(str(part.weight)) < total * Fraction(str(SMALLEST_SHARE)):
+            raise UserError(f"data.mixture: weight {part.weight:g} of {part.name} is too small; allowed: at least"
+                            f" {SMALLEST_SHARE:g} of the sum, {float(total):g}")  # fmt: skip
+    return tuple(parts)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.data import Loader
+from jaxdist.data import Loader, MixedLoader
 from jaxdist.forensics import Finding
 from jaxdist.guard import released
 from jaxdist.session import Run
@@ -49,7 +49,7 @@ def skip_line(step: int, loss: float, norm: float, scale: float | None) -> str:
     return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
 
 
-def look_into(run: Run, error: NonFinite, loader: Loader) -> Finding | None:
+def look_into(run: Run, error: NonFinite, loader: Loader | MixedLoader) -> Finding | None:
     """Run the failing step again and say on the console where it went wrong. Consumes the run's state."""
     if not error.guarded:
         return None

@@ -14,12 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist import registry
 from jaxdist.assemble import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml, uneven
-from jaxdist.data import Source, bigram_bits, trigram_bits
+from jaxdist.data import Source, bigram_bits, load_source, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.guard import released
 from jaxdist.init import init_state
@@ -35,6 +34,7 @@ from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
+NO_IDENTITY = ("path", "val_path", "token_dtype", "prefetch", "mixture")  # of section data: the content is what counts
 MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
 
 
@@ -79,10 +79,11 @@ def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
 def identity(config: Config, source: Source) -> dict[str, Any]:
     """What must not change between a checkpoint and its resumption: it would be another experiment under the same
     name."""
-    data = {key: value for key, value in asdict(config.data).items() if key not in ("path", "val_path")}
+    data = {key: value for key, value in asdict(config.data).items() if key not in NO_IDENTITY}
+    data["mixture"] = [[part.name, part.samples] for part in source.parts]
     whole = {
         "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key != "loss_chunk"},
-        "data": {**data, "sha256": source.info["sha256"]},
+        "data": {**data, "dtype": source.train.dtype.name, "sha256": source.info["sha256"]},
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
@@ -107,7 +108,9 @@ def schedule_changes(run: "Run") -> str:
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` naming the first key that differs."""
-    saved = saved | {"parallel": {"chunks": 1, "stages": []} | saved.get("parallel", {})}  # older versions had no other
+    # Older versions had no other.
+    older = {"parallel": {"chunks": 1, "stages": []}, "data": {"packing": "none", "mixture": []}}
+    saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}
     for section in now:
         for key, value in now[section].items():
             before = saved.get(section, {}).get(key, value)  # an older version did not know the key
@@ -148,15 +151,28 @@ def check_vocabulary(config: Config, source: Source) -> None:
     """Raise `UserError` when the data holds ids that the model has no row for."""
     if source.vocab > config.model.vocab:
         raise UserError(
-            f"model.vocab: {config.model.vocab} is too small for {config.data.path!r}, whose ids need {source.vocab}"
+            f"model.vocab: {config.model.vocab} is too small for {source.info['path']!r}, whose ids need {source.vocab}"
         )
+
+
+def packed(config: Config, source: Source) -> Source:
+    """The source with document starts only where `data.packing` wants them. Raises `UserError` if it has none."""
+    if source.parts:
+        return source._replace(parts=tuple(part._replace(source=packed(config, part.source)) for part in source.parts))
+    if config.data.packing == "none":
+        return source._replace(documents=None)
+    if source.documents is None:
+        raise UserError(f"data.packing: {config.data.packing!r} needs document starts, and source"
+                        f" {source.info['name']} gives none; allowed: none; or data.source=tokens")  # fmt: skip
+    return source
 
 
 def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     """Load the data, lay out the state, write what is known before the first step."""
     lead = jax.process_index() == 0
-    source = registry.load("jaxdist.data.sources", config.data.source, key="data.source")(config.data)
+    source = load_source(config.data)
     check_vocabulary(config, source)
+    source = packed(config, source)
     mesh = make_mesh(**asdict(config.mesh))
     parts = assemble(config, mesh)
     checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
@@ -183,7 +199,9 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
 
 
 def ngram_baselines(source: Source) -> dict[str, float]:
-    """Bits per token of counting models on the held-out text; empty for vocabularies too large to count."""
+    """Bits per token of counting models on the held-out text; empty for mixtures, and for vocabularies too large."""
+    if source.parts:
+        return {}
     bits = {
         "bigram": bigram_bits(source.train, source.held_out, source.vocab),
         "trigram": trigram_bits(source.train, source.held_out, source.vocab),

@@ -6,18 +6,18 @@ The loop never waits for the device: batches are made ahead by a thread, metrics
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdist.config import Config, to_yaml
-from jaxdist.data import Loader, prefetch
+from jaxdist.data import BLOCK, Loader, MixedLoader, Part, make_loader, prefetch
 from jaxdist.errors import UserError
 from jaxdist.evaluate import make_eval_step, make_sampler
 from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, skip_line, write_down
@@ -30,7 +30,10 @@ from jaxdist.runtime.stop import STOPPED, StopSignal
 from jaxdist.session import Run, build, describe, forward_parts, identity, run_environment, schedule_keys
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 
+T = TypeVar("T")
+
 DONE, FAILED = 0, 1
+WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
 
 
 class LateMetrics:
@@ -56,20 +59,34 @@ class LateMetrics:
 
 
 class Clock:
-    """Tokens per second between the moments at which steps were seen to be finished, evaluations left out."""
+    """Times between the moments at which steps were seen to be finished, evaluations left out."""
 
     def __init__(self, tokens_per_step: int) -> None:
-        self._tokens, self._mark = tokens_per_step, time.perf_counter()
+        self._tokens, self._mark, self._waited = tokens_per_step, time.perf_counter(), 0.0
 
     def restart(self) -> None:
         """Do not count the time since the last step."""
-        self._mark = time.perf_counter()
+        self._mark, self._waited = time.perf_counter(), 0.0
 
-    def rate(self) -> float:
-        """Tokens per second of the step that has just been seen."""
-        now, before = time.perf_counter(), self._mark
-        self._mark = now
-        return self._tokens / (now - before)
+    def awaited(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same, with the time that each was waited for counted."""
+        rest = iter(batches)
+        while True:
+            before = time.perf_counter()
+            try:
+                batch = next(rest)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - before
+            yield batch
+
+    def read(self) -> dict[str, float]:
+        """Of the step that has just been seen: tokens_per_s; data_wait, the fraction of its time that the loop waited
+        for the batch of the step after it."""
+        now = time.perf_counter()
+        seconds, waited = now - self._mark, self._waited
+        self._mark, self._waited = now, 0.0
+        return {"tokens_per_s": self._tokens / seconds, "data_wait": waited / seconds}
 
 
 class Recorder:
@@ -80,6 +97,7 @@ class Recorder:
         self._late = LateMetrics()
         self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
         self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
+        self.awaited = self._clock.awaited
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it."""
@@ -99,7 +117,7 @@ class Recorder:
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
-        metrics = {"loss": loss, **values, "lr": float(rate), "tokens_per_s": self._clock.rate()}
+        metrics = {"loss": loss, **values, "lr": float(rate), **self._clock.read()}
         metrics |= {"skipped": skipped} if in_a_row else {}
         self._run.console.step(step, metrics)
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
@@ -126,23 +144,32 @@ class Recorder:
 
 
 class Evaluator:
-    """Mean loss over the same held-out windows, every time."""
+    """Mean loss over the same held-out windows, every time; of a mixture, over those of each part."""
 
     def __init__(self, run: Run) -> None:
-        config = run.config
-        self._loader = Loader(
-            run.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
-            sharding=run.sharding, shuffle=False, batches=config.train.eval_batches,
-        )  # fmt: skip
+        config, whole = run.config, [Part("", BLOCK, run.source)]
+        self._parts = [
+            (part.name, part.samples / BLOCK, Loader(
+                part.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
+                sharding=run.sharding, documents=part.source.documents and part.source.documents[1], shuffle=False,
+                batches=config.train.eval_batches,
+            ))
+            for part in run.source.parts or whole
+        ]  # fmt: skip
         self._step = make_eval_step(*forward_parts(run))
         self._unit = run.source.info["unit"]
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """{"eval/loss": nats a token, and for bytes "eval/bits_per_byte"}."""
-        parts = [self._step(params, self._loader.batch(i)) for i in range(self._loader.batches or 0)]
-        loss, weight = np.asarray(jax.device_get(parts), np.float64).sum(axis=0).tolist()
-        bits = {"eval/bits_per_byte": loss / weight / math.log(2)} if self._unit == "bytes" else {}
-        return {"eval/loss": loss / weight, **bits}
+        """{"eval/loss": nats a token, for bytes "eval/bits_per_byte", of a mixture "eval/loss/NAME" for each part}.
+        The loss of a mixture is the mean of its parts' by their shares."""
+        mean, named = 0.0, dict[str, float]()
+        for name, share, loader in self._parts:
+            sums = [self._step(params, loader.batch(i)) for i in range(loader.batches or 0)]
+            loss, weight = np.asarray(jax.device_get(sums), np.float64).sum(axis=0).tolist()
+            mean += share * loss / weight
+            named |= {f"eval/loss/{name}": loss / weight} if name else {}
+        bits = {"eval/bits_per_byte": mean / math.log(2)} if self._unit == "bytes" else {}
+        return {"eval/loss": mean, **bits, **named}
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -153,8 +180,8 @@ def due(step: int, every: int, last: int) -> bool:
 def loop(run: Run) -> tuple[int, bool]:
     """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
     config = run.config
-    loader = Loader(
-        run.source.train, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
+    loader = make_loader(
+        run.source, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
         sharding=run.sharding,
     )  # fmt: skip
     spikes = Spikes(config.train.loss_spike)
@@ -189,15 +216,15 @@ def save(run: Run, step: int) -> None:
     raise NonFinite(step, text, guarded=False)
 
 
-def steps(run: Run, loader: Loader, spikes: Spikes) -> tuple[int, bool]:
+def steps(run: Run, loader: Loader | MixedLoader, spikes: Spikes) -> tuple[int, bool]:
     """`loop`, to the first step that the run cannot take: raises `NonFinite`."""
     config, last = run.config, run.config.train.steps
     evaluate = Evaluator(run) if config.train.eval_every else None
     recorder = Recorder(run, spikes)
     step, stopped = run.first_step, False
-    batches = prefetch(lambda i: loader.batch(i + run.passed), step, last)
+    batches = prefetch(lambda i: loader.batch(i + run.passed), step, last, config.data.prefetch)
     with StopSignal() as stop, closing(batches):
-        for batch in batches:
+        for batch in recorder.awaited(batches):
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 run.state, metrics = run.step(run.state, batch)
                 step += 1
@@ -259,6 +286,15 @@ def report(run: Run, samples: str) -> None:
     )
 
 
+def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
+    """The fraction of a run's time that it waited for data, by the records of metrics.jsonl but the first, in whose
+    step the program is compiled."""
+    timed = [record for record in records[1:] if "data_wait" in record]
+    seconds = [1 / record["tokens_per_s"] for record in timed]  # times the tokens of a step
+    waited = sum(record["data_wait"] * each for record, each in zip(timed, seconds, strict=True))
+    return waited / sum(seconds) if timed else 0.0
+
+
 def finish(run: Run, samples: str) -> None:
     """After the last step: what the run directory and the reader get. Process 0 only."""
     if samples:
@@ -266,7 +302,8 @@ def finish(run: Run, samples: str) -> None:
         run.console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
     if run.config.observe.report:
         report(run, samples)
-    evaluations = [record for record in read_metrics(run.folder / "metrics.jsonl") if "eval/bits_per_byte" in record]
+    records = read_metrics(run.folder / "metrics.jsonl")
+    evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]
         marks = [
@@ -274,6 +311,9 @@ def finish(run: Run, samples: str) -> None:
             for name, mark in run.baselines.items()
         ]
         run.console.line(", ".join([f"held-out text: {bits:.3f} bits per byte", *marks]))
+    waited = data_wait(records)
+    if waited > WAIT_LIMIT:
+        run.console.line(f"waited for data {waited:.0%} of the time: docs/data.md says what helps")
     run.console.line(f"run directory: {run.folder}")
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -106,12 +106,25 @@ class SpreadWindows:
         return np.where(counts, place * self.count // self.chosen, 0) * self.seq_len, counts
 
 
+def targets_across(starts: np.ndarray, first: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which targets are the first token of another document than their input: (rows, columns) in [rows, seq_len].
+
+    starts: where documents start, increasing. first: the first position of each window; target j of a window is the
+    token at first + j + 1.
+    """
+    low, high = np.searchsorted(starts, first + 1), np.searchsorted(starts, first + 1 + seq_len)
+    rows = np.repeat(np.arange(first.size), high - low)
+    within = np.arange(rows.size) - np.repeat(np.cumsum(high - low) - (high - low), high - low)
+    return rows, starts[low[rows] + within] - first[rows] - 1
+
+
 class Loader:
     """Global batches of a 1-D token array (memory-mapped or not), each process reading only the rows its devices hold.
 
     `sharding` splits dim 0 of every leaf (`NamedSharding(mesh, P(BATCH_AXES))`). With `shuffle`, endless shuffled
     epochs from `seed` (`ShuffledWindows`). Without, the fixed set for evaluation (`SpreadWindows`): `self.batches`
-    batches, at most `batches`; None means the whole text.
+    batches, at most `batches`; None means the whole text. With `documents`, the positions (increasing) at which
+    documents start, a target that is the first token of a document has weight 0: nothing before it is of its document.
 
     Raises `UserError` if the tokens are fewer than a window, or the devices do not divide the batch.
     """
@@ -123,6 +136,7 @@ class Loader:
         seq_len: int,
         global_batch: int,
         sharding: NamedSharding,
+        documents: np.ndarray | None = None,
         seed: int = 0,
         shuffle: bool = True,
         batches: int | None = None,
@@ -145,6 +159,7 @@ class Loader:
         self.seq_len = seq_len
         self.global_batch = global_batch
         self.sharding = sharding
+        self.documents = documents
         self.windows: ShuffledWindows | SpreadWindows
         if shuffle:
             self.windows = ShuffledWindows(tokens.size, seq_len=seq_len, seed=seed)
@@ -162,50 +177,64 @@ class Loader:
     def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
         """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
 
-        inputs, targets int32 [rows, S]; weights float32 [rows, S], 1 where a target counts; sample int32 [rows], the
-        row in the global batch. Raises `IndexError` for a step outside a fixed set.
+        inputs, targets int32 [rows, S]; weights float32 [rows, S], 1 where a target counts. Raises `IndexError` for a
+        step outside a fixed set.
         """
         if step < 0 or (self.batches is not None and step >= self.batches):
             raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
-        sample = np.arange(self.global_batch)[rows]
-        starts, counts = self.windows.starts(step * self.global_batch + sample)
+        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
+
+    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of samples `k` (int64), as in `host_rows`."""
+        starts, counts = self.windows.starts(k)
         ids = self._views[starts]
         weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
-        return {
-            "inputs": ids[:, :-1].astype(np.int32),
-            "targets": ids[:, 1:].astype(np.int32),
-            "weights": weights,
-            "sample": sample.astype(np.int32),
-        }
+        if self.documents is not None:
+            weights[targets_across(self.documents, starts, self.seq_len)] = 0
+        return {"inputs": ids[:, :-1].astype(np.int32), "targets": ids[:, 1:].astype(np.int32), "weights": weights}
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The global batch of a step: the leaves of `host_rows` with B rows, as global arrays in `sharding`.
 
         No communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
         """
-        read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        return global_batch_of(self, step)
 
-        def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "the callback is asked for data, not for a shape"
-            start, stop, _ = index[0].indices(self.global_batch)
-            if (start, stop) not in read:  # devices and leaves ask for the same rows
-                read[start, stop] = self.host_rows(step, slice(start, stop))
-            return read[start, stop][leaf]
 
-        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
-            rows = lambda index: rows_of(leaf, index)  # noqa: E731
-            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
+class HostBatches(Protocol):
+    """What gives rows of global batches on the host: `Loader`."""
 
-        with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-            return {leaf: whole(leaf, each) for leaf, each in batch_shapes(self.global_batch, self.seq_len).items()}
+    seq_len: int
+    global_batch: int
+    sharding: NamedSharding
+
+    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]: ...
+
+
+def global_batch_of(made: HostBatches, step: int) -> dict[str, jax.Array]:
+    """Rows on the host to global arrays, each range of rows read once: devices and leaves ask for the same."""
+    read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "the callback is asked for data, not for a shape"
+        start, stop, _ = index[0].indices(made.global_batch)
+        if (start, stop) not in read:
+            read[start, stop] = made.host_rows(step, slice(start, stop))
+        return read[start, stop][leaf]
+
+    def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
+        rows = lambda index: rows_of(leaf, index)  # noqa: E731
+        return jax.make_array_from_callback(each.shape, made.sharding, rows, dtype=each.dtype)
+
+    with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
+        return {leaf: whole(leaf, each) for leaf, each in batch_shapes(made.global_batch, made.seq_len).items()}
 
 
 def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The leaves of a batch: shapes and dtypes of `Loader.batch`."""
     grid = (global_batch, seq_len)
-    leaves = {"inputs": (grid, np.int32), "targets": (grid, np.int32), "weights": (grid, np.float32),
-              "sample": (grid[:1], np.int32)}  # fmt: skip
-    return {leaf: jax.ShapeDtypeStruct(shape, dtype) for leaf, (shape, dtype) in leaves.items()}
+    leaves = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+    return {leaf: jax.ShapeDtypeStruct(grid, dtype) for leaf, dtype in leaves.items()}
 
 
 def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Generator[T, None, None]:

@@ -21,6 +21,17 @@ class Source(NamedTuple):
     # name, path, unit ("bytes" or "tokens"), train and held_out (sizes in units), files and held_out_files (numbers of
     # files on the two sides; a file cut in two counts on both), sha256 (hex, over names, sizes and content in order)
     info: dict[str, Any]
+    # Of both sides, where documents start: int64, increasing from 0. None: not known, or not asked for.
+    documents: tuple[np.ndarray, np.ndarray] | None = None
+    parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
+
+
+class Part(NamedTuple):
+    """A source in a mixture."""
+
+    name: str
+    samples: int  # of those of a block, `jaxdist.data.mixture.BLOCK`
+    source: Source
 
 
 def read_error(key: str, path: Path, error: OSError) -> UserError:
@@ -29,9 +40,10 @@ def read_error(key: str, path: Path, error: OSError) -> UserError:
     return UserError(f"{key}: cannot read {named!r}: {error.strerror}; check the file and its permissions")
 
 
-def hash_fraction(name: str) -> float:
+def hash_fraction(name: str | bytes) -> float:
     """A number in [0, 1) that depends on nothing but `name`: the leading 8 bytes of its SHA-256."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+    encoded = name.encode("utf-8", "surrogateescape") if isinstance(name, str) else name
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") / 2**64
 
 
 def held_out_files(names: Sequence[str], fraction: float) -> list[bool]:
@@ -54,6 +66,12 @@ def split_tail(ids: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray
     """Views of all but the last `fraction` of `ids`, and of that last part (at least one id)."""
     cut = ids.size - max(1, int(ids.size * fraction))
     return ids[:cut], ids[cut:]
+
+
+def split_starts(starts: np.ndarray, cut: int) -> tuple[np.ndarray, np.ndarray]:
+    """Document starts of the two parts of ids that are cut at `cut`. The rest of a cut document is one of its own."""
+    after = starts[starts > cut] - cut
+    return starts[starts < cut], np.concatenate([np.zeros(1, np.int64), after])
 
 
 def fingerprint(parts: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]) -> str:

@@ -1,21 +1,14 @@
 """Plain text as bytes: the standard library of the running Python, a file, or a folder. 256 ids, no tokenizer."""
 
-import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from jaxdist.config import DataConfig
+from jaxdist.data.files import read_text, text_files
 from jaxdist.data.source import Source, fingerprint, held_out_files, read_error, require_windows, split_tail
 from jaxdist.errors import UserError
-
-# Installed packages, test suites and what the build of this Python wrote: none of them is the same on two machines with
-# the same Python. pydoc_data is one generated file of 0.75 MB, which alone would be most of the held-out text.
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
-_BUILD_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
-_PROBE_BYTES = 8192
 
 
 def text(config: DataConfig) -> Source:
@@ -87,31 +80,11 @@ def _read(path: Path) -> dict[str, bytes]:
 def _read_folder(root: Path, *, library: bool) -> dict[str, bytes]:
     """Contents of the non-empty text files under `root`, by relative POSIX path. No file is skipped for an error."""
     contents: dict[str, bytes] = {}
-    for file in _files(root, library=library):
+    for file in text_files(root, library=library):
         try:
-            with file.open("rb") as stream:
-                head = stream.read(_PROBE_BYTES)
-                if head and b"\0" not in head:
-                    contents[file.relative_to(root).as_posix()] = head + stream.read()
+            content = read_text(file)
         except OSError as error:
             raise read_error("data.path", file, error) from error
+        if content:
+            contents[file.relative_to(root).as_posix()] = content
     return contents
-
-
-def _files(root: Path, *, library: bool) -> Iterator[Path]:
-    """Regular files under `root` but hidden ones and links; with `library`, what belongs to the standard library."""
-
-    def wanted(name: str) -> bool:
-        if library:
-            return name not in _NOT_LIBRARY and not name.startswith(_BUILD_PREFIXES)
-        return not name.startswith(".")
-
-    def stop(error: OSError) -> None:
-        raise error  # os.walk would leave out a folder it cannot list
-
-    for folder, subfolders, files in os.walk(root, onerror=stop):
-        subfolders[:] = [name for name in subfolders if wanted(name)]  # the ones os.walk goes into, if not links
-        for name in files:
-            file = Path(folder, name)
-            if wanted(name) and (name.endswith(".py") or not library) and not file.is_symlink() and file.is_file():
-                yield file

@@ -1,59 +1,115 @@
-"""Token ids in flat binary files as nanoGPT writes them: no header, uint16 or uint32, little-endian."""
+"""Token ids in flat binary files as nanoGPT writes them: no header, uint8, uint16 or uint32, little-endian."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config import DataConfig
-from jaxdist.data.source import CHUNK_BYTES, Source, file_pieces, fingerprint, read_error, require_windows, split_tail
+from jaxdist.data.manifest import Entry, checked_pieces, document_starts, entry_of
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error, require_windows, split_starts, split_tail
 from jaxdist.errors import UserError
 
 _MAX_ID = 2**31 - 1  # batches are int32
+_USUAL_DTYPE = "uint16"  # what nanoGPT writes
 
 
 def tokens(config: DataConfig) -> Source:
     """Ids of `data.path`, mapped into memory read-only.
 
     `data.path`: a file, or a folder that holds `train.bin`. Held out is the file `data.val_path`; without it `val.bin`
-    beside `train.bin`; without that the last `data.held_out` of the training file. `data.token_dtype` is the type in
-    the files. Both files are read once in full, for the largest id (vocab = 1 + that) and the fingerprint: about a
-    second per GB.
+    beside `train.bin`; without that the last `data.held_out` of the training file.
 
-    Raises `UserError`: missing, unreadable, empty, not a whole number of ids, ids above 2**31 - 1 or shorter than a
-    window.
+    What `manifest.json` beside a file says of it (`jaxdist.data.manifest`) holds: the type of the ids, their number,
+    that they are bytes; and the file's SHA-256 is compared. Without a manifest, `data.token_dtype` is the type, and
+    vocab = 1 + the largest id. With `data.packing` documents, document starts come from `train.index`, `val.index`.
+    Both files are read once in full, for fingerprint and vocab: about a second per GB.
+
+    Raises `UserError`: missing, unreadable, empty, damaged, not a whole number of ids, ids above 2**31 - 1 or shorter
+    than a window; a `data.token_dtype` that the manifest contradicts; no document starts.
     """
-    dtype = np.dtype(config.token_dtype).newbyteorder("<")
     try:
         train_file, val_file = _files(config)
-        train = _map(train_file, dtype, key="data.path")
-        whole = [("train", train_file, train)]
-        if val_file is None:
-            train, held_out = split_tail(train, config.held_out)
-        else:
-            held_out = _map(val_file, dtype, key="data.val_path")
-            whole.append(("held_out", val_file, held_out))
-        digest = fingerprint((role, ids.nbytes, file_pieces(file)) for role, file, ids in whole)
+        first = _open(train_file, config.token_dtype, _USUAL_DTYPE, key="data.path")
+        whole = {"train": first}
+        if val_file is not None:
+            whole["held_out"] = _open(val_file, config.token_dtype, first.ids.dtype.name, key="data.val_path")
+        last = whole.get("held_out", first)
+        if last.ids.dtype != first.ids.dtype:
+            raise UserError(
+                f"data.val_path: {str(val_file)!r} holds {last.ids.dtype.name} ids, {str(train_file)!r} "
+                f"{first.ids.dtype.name}; use files of one type"
+            )
+        digest = fingerprint((role, file.ids.nbytes, file.pieces()) for role, file in whole.items())
+        documents = None
+        if config.packing == "documents" and val_file is None:
+            documents = split_starts(_starts(first), split_tail(first.ids, config.held_out)[0].size)
+        elif config.packing == "documents":
+            documents = _starts(first), _starts(last)
     except OSError as error:
         raise read_error("data.path", Path(config.path), error) from error
-    largest = max(_largest(ids) for _, _, ids in whole)
-    if largest > _MAX_ID:
-        raise UserError(
-            f"data.path: {str(train_file)!r} holds the id {largest}, above the limit {_MAX_ID}; "
-            f"data.token_dtype is {config.token_dtype}: is that what the file was written as?"
-        )
+    train, held_out = (first.ids, last.ids) if val_file is not None else split_tail(first.ids, config.held_out)
     info = {
         "name": "tokens",
         "path": config.path,
-        "unit": "tokens",
+        "unit": "bytes" if first.entry is not None and first.entry.tokenizer == "bytes" else "tokens",
         "train": int(train.size),
         "held_out": int(held_out.size),
         "files": 1,
         "held_out_files": 1,
         "sha256": digest,
     }
-    source = Source(train, held_out, largest + 1, info)
+    source = Source(train, held_out, max(file.vocab() for file in whole.values()), info, documents)
     require_windows(source, seq_len=config.seq_len)
     return source
+
+
+class _File(NamedTuple):
+    """A file of ids, and what its manifest says."""
+
+    path: Path
+    ids: np.ndarray
+    entry: Entry | None
+
+    def pieces(self) -> Iterable[bytes]:
+        return checked_pieces(self.path, self.entry)
+
+    def vocab(self) -> int:
+        """1 + the largest id there may be."""
+        if self.entry is not None:
+            return self.entry.vocab
+        largest = _largest(self.ids)
+        if largest > _MAX_ID:
+            raise UserError(
+                f"data.path: {str(self.path)!r} holds the id {largest}, above the limit {_MAX_ID}; data.token_dtype is "
+                f"{self.ids.dtype.name}: is that what the file was written as?"
+            )
+        return largest + 1
+
+
+def _open(file: Path, wanted: str | None, usual: str, *, key: str) -> _File:
+    """The ids of a file, of the type that the manifest says, or else `wanted`, or else `usual`."""
+    if not file.is_file():
+        raise UserError(f"{key}: {str(file)!r} is not a regular file; give a file of token ids")
+    entry = entry_of(file)
+    if entry is not None and wanted not in (None, entry.dtype):
+        raise UserError(
+            f"data.token_dtype: {wanted!r}, but {str(entry.manifest)!r} says that the ids are {entry.dtype}; allowed: "
+            f"null, {entry.dtype}"
+        )
+    said = entry.dtype if entry is not None else wanted or usual
+    return _File(file, _map(file, np.dtype(said).newbyteorder("<"), key=key), entry)
+
+
+def _starts(file: _File) -> np.ndarray:
+    starts = document_starts(file.path, file.ids.size, file.entry)
+    if starts is None:
+        raise UserError(
+            f"data.packing: 'documents' needs the document starts of {str(file.path)!r}, and there is no .index beside "
+            "it; write the data with scripts/prepare_data.py, or use data.packing=none"
+        )
+    return starts
 
 
 def _files(config: DataConfig) -> tuple[Path, Path | None]:
@@ -65,6 +121,9 @@ def _files(config: DataConfig) -> tuple[Path, Path | None]:
         raise UserError(f"data.path: {str(train)!r} does not exist; {hint}")
     if config.val_path is None:
         beside = train.with_name("val.bin")
+        entry = entry_of(train)
+        if train.name == "train.bin" and entry is not None and "val.bin" in entry.files and not beside.exists():
+            raise UserError(f"data.path: {str(beside)!r} is in manifest.json and does not exist; copy it again")
         return train, beside if train.name == "train.bin" and beside.exists() else None
     val = Path(config.val_path).expanduser()
     if not val.exists():
@@ -76,8 +135,6 @@ def _files(config: DataConfig) -> tuple[Path, Path | None]:
 
 def _map(file: Path, dtype: np.dtype, *, key: str) -> np.ndarray:
     """The ids of a file, mapped read-only."""
-    if not file.is_file():
-        raise UserError(f"{key}: {str(file)!r} is not a regular file; give a file of token ids")
     size = file.stat().st_size
     if size == 0:
         raise UserError(f"{key}: {str(file)!r} is empty; give a file with token ids in it")

@@ -1,0 +1,137 @@
+"""Several sources, mixed with weights. Which one sample k comes from is a pure function of k.
+
+Samples come in blocks of BLOCK. In each block each source has its exact number of samples, and at any place in it no
+source is a whole sample or more ahead of its share or behind. So a batch has the proportions of the whole to within two
+samples: random draws would stray by the square root of its size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist import registry
+from jaxdist.config import DataConfig
+from jaxdist.config_values import SMALLEST_SHARE, parse_mixture
+from jaxdist.data.loader import Loader, global_batch_of
+from jaxdist.data.source import Part, Source, fingerprint
+from jaxdist.errors import UserError
+
+BLOCK = round(1 / SMALLEST_SHARE)
+
+
+def load_source(config: DataConfig) -> Source:
+    """What `data` says: a source, or a mixture of some. Raises `UserError`, also where bytes and other tokens meet."""
+    if not config.mixture:
+        found: Source = registry.load("jaxdist.data.sources", config.source, key="data.source")(config)
+        return found
+    said = parse_mixture(config.mixture)
+    counts = block_counts([each.weight for each in said])
+    parts = tuple(
+        Part(each.name, count, load_source(replace(config, mixture=(), source=each.source, path=each.path)))
+        for each, count in zip(said, counts, strict=True)
+    )
+    units = {part.name: part.source.info["unit"] for part in parts}
+    if len(set(units.values())) > 1:
+        raise UserError(f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; ids of one"
+                        " kind can be mixed; prepare all with one tokenizer")  # fmt: skip
+    infos = [part.source.info for part in parts]
+    total = {key: sum(info[key] for info in infos) for key in ("train", "held_out", "files", "held_out_files")}
+    parts_of = ((f"{part.name} {part.source.train.dtype.name}", 64, [part.source.info["sha256"].encode()])
+                for part in parts)  # fmt: skip
+    info = {
+        "name": "mixture of " + ", ".join(f"{part.name} ({part.samples / BLOCK:g})" for part in parts),
+        "path": ", ".join(info["path"] for info in infos), "unit": infos[0]["unit"], **total,
+        "sha256": fingerprint(parts_of),
+    }  # fmt: skip
+    nothing = np.zeros(0, np.int32)
+    return Source(nothing, nothing, max(part.source.vocab for part in parts), info, None, parts)
+
+
+def block_counts(weights: Sequence[float]) -> list[int]:
+    """How many of BLOCK samples each source has: its share, rounded so that the sum is BLOCK (largest remainders)."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    quotas = [weight * BLOCK / sum(exact) for weight in exact]
+    counts = [int(quota) for quota in quotas]
+    for i in sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])[: BLOCK - sum(counts)]:
+        counts[i] += 1
+    assert min(counts) >= 1 and sum(counts) == BLOCK
+    return counts
+
+
+def block_order(counts: Sequence[int]) -> np.ndarray:
+    """The source of each sample of a block: after n samples source i has had counts[i] n / BLOCK to within
+    1 - 1 / (2m - 2), m sources (Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32)."""
+    block, twice = sum(counts), 2 * len(counts) - 2
+    assert twice > 0, "one source is no mixture"
+    behind = [0] * len(counts)  # times block * twice
+    order = np.zeros(block, np.int64)
+    for n in range(block):
+        behind = [each + twice * count for each, count in zip(behind, counts, strict=True)]
+        ready = [i for i, each in enumerate(behind) if each >= block]
+        order[n] = chosen = min(ready, key=lambda i: Fraction((twice - 1) * block - behind[i], counts[i]))
+        behind[chosen] -= twice * block
+    return order
+
+
+class MixedLoader:
+    """Global batches as `Loader` gives them, of the parts of a mixture, each with its own shuffled epochs."""
+
+    def __init__(
+        self, parts: Sequence[Part], *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
+    ) -> None:
+        self.seq_len, self.global_batch, self.sharding = seq_len, global_batch, sharding
+        self._order = block_order([part.samples for part in parts])
+        self._counts = np.array([part.samples for part in parts])
+        self._rank = np.empty(BLOCK, np.int64)  # of a sample among those of its source in the block
+        for i, part in enumerate(parts):
+            self._rank[self._order == i] = np.arange(part.samples)
+        self._loaders = [
+            _loader_of(part.source, seq_len, global_batch, sharding, _seed_of(seed, i)) for i, part in enumerate(parts)
+        ]
+
+    def choose(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part of each sample `k`, and which of the part's own samples it is, both from 0."""
+        block, place = np.divmod(k, BLOCK)
+        part = self._order[place]
+        return part, block * self._counts[part] + self._rank[place]
+
+    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
+        """As `Loader.host_rows`."""
+        if step < 0:
+            raise IndexError(f"no batch {step}: they are numbered from 0")
+        part, own = self.choose(step * self.global_batch + np.arange(self.global_batch)[rows])
+        made = [(part == i, loader.samples(own[part == i])) for i, loader in enumerate(self._loaders)]
+        whole = {leaf: np.empty((part.size, self.seq_len), value.dtype) for leaf, value in made[0][1].items()}
+        for here, values in made:
+            for leaf, value in values.items():
+                whole[leaf][here] = value
+        return whole
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """As `Loader.batch`."""
+        return global_batch_of(self, step)
+
+
+def _seed_of(seed: int, part: int) -> int:
+    """Parts with the same text are not read in the same order."""
+    return int(np.random.SeedSequence(seed, spawn_key=(part,)).generate_state(1, np.uint64)[0])
+
+
+def make_loader(
+    source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
+) -> Loader | MixedLoader:
+    """The training batches of a source, or of a mixture."""
+    if source.parts:
+        return MixedLoader(source.parts, seq_len=seq_len, global_batch=global_batch, sharding=sharding, seed=seed)
+    return _loader_of(source, seq_len, global_batch, sharding, seed)
+
+
+def _loader_of(source: Source, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int) -> Loader:
+    return Loader(
+        source.train, seq_len=seq_len, global_batch=global_batch, sharding=sharding, seed=seed,
+        documents=source.documents and source.documents[0],
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+"""Text to files of token ids, for the source `tokens`: the work of `scripts/prepare_data.py`.
+
+The folder that is written: `train.bin` and `val.bin` (ids), `train.index` and `val.index` (document starts), and
+`manifest.json`; `jaxdist.data.manifest` says what they hold. It appears under its name when all of it is complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.data.files import read_text, text_files
+from jaxdist.data.manifest import FORMAT, ID_DTYPES, MANIFEST
+from jaxdist.data.source import hash_fraction, read_error, split_tail
+from jaxdist.errors import UserError
+
+_BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # tokenised together
+_BY_DOCUMENT = "documents with int(SHA-256 of the text, first 8 bytes) / 2**64 < limit"
+_BY_POSITION = "the last fraction of each document: all are the same text"
+
+
+class Input(NamedTuple):
+    """A file that is read."""
+
+    path: Path
+    named: bool  # not found in a folder
+    size: int  # bytes
+
+
+class Document(NamedTuple):
+    """A text, and where it was found."""
+
+    text: bytes
+    where: str  # for messages
+    taken: int  # bytes of the input
+
+
+class Tokenizer(NamedTuple):
+    """Texts to ids."""
+
+    name: str
+    vocab: int
+    sha256: str | None  # of its file
+    encode: Callable[[Sequence[Document], bytes], list[np.ndarray]]  # the bytes are added to the end of each text
+
+
+def input_files(inputs: Sequence[str | Path]) -> list[Input]:
+    """All files of the inputs in order; of a folder those that the source `text` looks at, by relative path."""
+    found = []
+    for name in inputs:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise UserError(f"INPUT: {str(path)!r} does not exist; give text files, .jsonl files or folders of them")
+        try:
+            folder = path.is_dir()
+            inside = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix()) if folder else [path]
+            found += [Input(file, not folder, file.stat().st_size) for file in inside]
+        except OSError as error:
+            raise read_error("INPUT", path, error) from error
+    return found
+
+
+def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
+    """One document a file, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are empty,
+    unless they were named themselves."""
+    for file, named, size in files:
+        try:
+            if file.suffix == ".jsonl":
+                yield from _lines(file, field)
+            else:
+                yield Document(file.read_bytes() if named else read_text(file), str(file), size)
+        except OSError as error:
+            raise read_error("INPUT", file, error) from error
+
+
+def _lines(file: Path, field: str) -> Iterator[Document]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            where = f"{file}, line {number}"
+            try:
+                record = json.loads(line) if line.strip() else {field: ""}
+                text = record.get(field) if isinstance(record, dict) else None
+                encoded = text.encode() if isinstance(text, str) else None  # half a surrogate pair is no text
+            except ValueError as error:
+                raise UserError(f"INPUT: {where}: is not a line of JSON with valid text ({error})") from error
+            if encoded is None:
+                raise UserError(f"INPUT: {where}: holds no text under {field!r}; name its key with --field")
+            yield Document(encoded, where, len(line))
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Every byte is an id."""
+
+    def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
+        return [np.frombuffer(document.text + end, np.uint8) for document in batch]
+
+    return Tokenizer("bytes", 256, None, encode)
+
+
+def file_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a JSON file of the package `tokenizers`. Nothing is added at the ends of a text, none is cut.
+
+    Raises `UserError` where the package is not installed, or the file holds no tokenizer.
+    """
+    try:
+        from tokenizers import Tokenizer as Model
+    except ImportError as error:
+        raise UserError(
+            f"--tokenizer: {str(path)!r} needs the package tokenizers, which is not installed; pip install "
+            "'jaxdist[hf]', or use --tokenizer bytes"
+        ) from error
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise read_error("--tokenizer", path, error) from error
+    try:
+        model = Model.from_str(content.decode())
+    except Exception as error:  # the package raises nothing more exact
+        raise UserError(f"--tokenizer: {str(path)!r} holds no tokenizer ({error}); give a tokenizer.json") from error
+    model.no_truncation()
+    model.no_padding()
+
+    def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
+        texts = []
+        for document in batch:
+            try:
+                texts.append((document.text + end).decode())
+            except UnicodeDecodeError as error:
+                raise UserError(f"INPUT: {document.where}: is not UTF-8 ({error}); use --tokenizer bytes") from error
+        return [np.array(one.ids, np.uint32) for one in model.encode_batch(texts, add_special_tokens=False)]
+
+    return Tokenizer(path.name, 1 + max(model.get_vocab().values()), hashlib.sha256(content).hexdigest(), encode)
+
+
+class _File:
+    """A file that is being written, with its size and its hash."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.stream = stack.enter_context(path.open("wb"))
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def add(self, values: np.ndarray) -> None:
+        piece = values.tobytes()
+        self.stream.write(piece)
+        self.digest.update(piece)
+        self.size += len(piece)
+
+    def finish(self) -> dict[str, Any]:
+        """To the disk itself. What the manifest says of it."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
+
+
+class _Side:
+    """The ids and document starts of one side."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, stack: ExitStack) -> None:
+        self.name, self.dtype = name, dtype
+        self.ids, self.index = (_File(folder / f"{name}.{kind}", stack) for kind in ("bin", "index"))
+        self.tokens = self.documents = 0
+
+    def add(self, ids: np.ndarray) -> None:
+        if ids.size:
+            assert int(ids.max()) <= np.iinfo(self.dtype).max
+            self.index.add(np.array([self.tokens], "<u8"))
+            self.ids.add(ids.astype(self.dtype))
+            self.tokens += ids.size
+            self.documents += 1
+
+    def finish(self) -> dict[str, Any]:
+        counts = {"tokens": self.tokens, "documents": self.documents}
+        return {f"{self.name}.bin": counts | self.ids.finish(), f"{self.name}.index": self.index.finish()}
+
+
+class Work(NamedTuple):
+    """What is to be done."""
+
+    files: Sequence[Input]
+    field: str
+    tokenizer: Tokenizer
+    end: bytes
+    held_out: float
+
+
+def prepare(
+    inputs: Sequence[str | Path], out: Path, *, tokenizer: str = "bytes", field: str = "text", end: str = "",
+    held_out: float = 0.05,
+) -> dict[str, Any]:  # fmt: skip
+    """Write the ids of `inputs` (files, `.jsonl` files, folders) to the new folder `out`. Returns the manifest.
+
+    tokenizer: `bytes`, or a JSON file of the package `tokenizers`. field: the key of the text in `.jsonl` files. end:
+    added to the end of each document before it is tokenised. held_out: which documents go to val.bin depends on their
+    text alone, so the same text is never on both sides; if one side would be empty, the document nearest to the limit
+    changes sides; if all documents are one text, its end is held out. Empty documents are left out.
+
+    Raises `UserError`: what cannot be read, is no text, or is too little.
+    """
+    if out.exists():
+        raise UserError(f"--out: {str(out)!r} exists; give the name of a new folder, or remove it")
+    if not 0 < held_out <= 0.5:
+        raise UserError(f"--held-out: {held_out:g} is out of range; allowed: a number > 0 and <= 0.5")
+    found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser())
+    work = Work(input_files(inputs), field, found, end.encode(), held_out)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        partial.mkdir(parents=True)  # if it is there, it is not ours to remove: another host may be at work
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    try:
+        manifest = _write_both(partial, work)
+        with (partial / MANIFEST).open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(manifest, indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.rename(out)
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
+    return manifest
+
+
+def _cannot_write(out: Path, error: OSError) -> UserError:
+    return UserError(f"--out: cannot write {str(error.filename or out)!r}: {error.strerror}; check the disk and "
+                     "what is there")  # fmt: skip
+
+
+def _write_both(folder: Path, work: Work) -> dict[str, Any]:
+    """Both sides, by the rule that leaves neither of them empty. Returns the manifest."""
+    limit: float | None = work.held_out
+    files, low, high = _write(folder, work, limit)
+    if low == high:
+        limit = None
+    elif not files["val.bin"]["tokens"]:
+        limit = float(np.nextafter(low, 1))
+    elif not files["train.bin"]["tokens"]:
+        limit = high
+    if limit != work.held_out:
+        files, _, _ = _write(folder, work, limit)
+    if not (files["train.bin"]["tokens"] and files["val.bin"]["tokens"]):
+        names = ", ".join(str(file.path) for file in work.files[:3])
+        raise UserError(f"INPUT: too little text for two sides in {names or 'no files'}; files in folders that are "
+                        "hidden, binary or links are left out")  # fmt: skip
+    by_position = {"rule": _BY_POSITION, "fraction": work.held_out}
+    rule = by_position if limit is None else {"rule": _BY_DOCUMENT, "limit": limit}
+    return {
+        "format": FORMAT, "dtype": _dtype(work.tokenizer).name, "vocab": work.tokenizer.vocab,
+        "tokenizer": work.tokenizer.name, "tokenizer_sha256": work.tokenizer.sha256, "end": work.end.decode(),
+        "documents": files["train.bin"]["documents"] + files["val.bin"]["documents"], "held_out": rule, "files": files,
+    }  # fmt: skip
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return next(np.dtype(name) for name in ID_DTYPES if tokenizer.vocab - 1 <= np.iinfo(name).max).newbyteorder("<")
+
+
+def _write(folder: Path, work: Work, limit: float | None) -> tuple[dict[str, Any], float, float]:
+    """Both sides, held out below `limit` (None: the end of each document). Returns what the manifest says of the files,
+    and the smallest and the largest hash of a document."""
+    low, high = 1.0, 0.0
+    with ExitStack() as stack:
+        train, val = (_Side(folder, name, _dtype(work.tokenizer), stack) for name in ("train", "val"))
+        advance = _progress(sum(file.size for file in work.files), stack)
+        for batch in _batches(documents(work.files, work.field), advance):
+            for document, ids in zip(batch, work.tokenizer.encode(batch, work.end), strict=True):
+                place = hash_fraction(document.text)
+                low, high = min(low, place), max(high, place)
+                if limit is None:
+                    kept, held = split_tail(ids, work.held_out)
+                    train.add(kept)
+                    val.add(held)
+                else:
+                    (val if place < limit else train).add(ids)
+        return train.finish() | val.finish(), low, high
+
+
+def _batches(found: Iterator[Document], advance: Callable[[int], None]) -> Iterator[list[Document]]:
+    """Documents with text in them, some at a time."""
+    batch: list[Document] = []
+    for document in found:
+        advance(document.taken)
+        batch += [document] if document.text else []
+        if len(batch) == _BATCH_DOCUMENTS or sum(len(each.text) for each in batch) > _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _progress(total: int, stack: ExitStack) -> Callable[[int], None]:
+    """A bar on standard error, of bytes. Returns what moves it."""
+    from rich.console import Console  # slow to import
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+    task = bar.add_task("", total=total)
+    return lambda count: bar.advance(task, count)
+
+
+def summary(manifest: dict[str, Any], out: Path) -> list[str]:
+    """What was written, in lines, and how to train on it."""
+    lines = [
+        f"{name:<9}  {said['tokens']:,} tokens ({manifest['dtype']}), {said['documents']:,} documents, "
+        f"sha256 {said['sha256'][:16]}"
+        for name, said in manifest["files"].items() if "tokens" in said
+    ]  # fmt: skip
+    name, vocab = manifest["tokenizer"], manifest["vocab"]
+    return [*lines, f"tokenizer  {name}, {vocab:,} ids", f"train with data.source=tokens data.path={out} "
+            f"model.vocab={vocab}"]  # fmt: skip

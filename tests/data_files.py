@@ -1,0 +1,48 @@
+"""Files of text and of token ids, and loaders, for the tests of `jaxdist.data`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import DataConfig
+from jaxdist.data import Loader
+from jaxdist.mesh import BATCH_AXES, make_mesh
+
+
+def sharding(**sizes: int) -> NamedSharding:
+    return NamedSharding(make_mesh(devices=None, **sizes), P(BATCH_AXES))
+
+
+def config(path: Path | str, **changes: Any) -> DataConfig:
+    return dataclasses.replace(DataConfig(), **{"path": str(path), "seq_len": 4, **changes})
+
+
+def numbers(size: int) -> np.ndarray:
+    """Ids that are their own positions, so that a window shows where it was cut."""
+    return np.arange(size, dtype=np.uint32)
+
+
+def loader(size: int = 1000, *, seq_len: int = 7, global_batch: int = 8, **options: Any) -> Loader:
+    options.setdefault("sharding", sharding(data=1))
+    return Loader(numbers(size), seq_len=seq_len, global_batch=global_batch, **options)
+
+
+def folder_of(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def many_files(number: int) -> dict[str, bytes]:
+    return {f"part{i // 10}/{i}.txt": f"<{i}> some text\n".encode() for i in range(number)}
+
+
+def ids_file(path: Path, values: Any, dtype: str = "uint16") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.asarray(values, dtype).tofile(path)
+    return path
