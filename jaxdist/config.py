@@ -16,8 +16,8 @@ from jaxdist.config_memory import MODES, NAMES
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "LossScaleConfig", "MemoryConfig",
     "MeshConfig", "ModelConfig", "ObserveConfig", "OffloadConfig", "OptimizerConfig", "ParallelConfig",
-    "PrecisionConfig", "TrainConfig", "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model",
-    "to_yaml", "uneven",
+    "PrecisionConfig", "TrainConfig", "XlaConfig", "check_layout", "known_devices", "load_config", "resolve_mesh",
+    "resolve_model", "to_yaml", "uneven",
 ]  # fmt: skip
 
 POLICIES = ("fp32", "bf16", "fp16", "fp8", "fp64", "O0", "O1", "O2", "O3")  # as `jaxdist.precision` has them
@@ -222,6 +222,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class XlaConfig:
+    """Settings of the compiler: docs/compiler.md. `devices.xla: plain` is short for `{preset: plain}`."""
+
+    preset: str = setting(
+        "fast", "fast: what was measured to help on this kind of device; plain: the compiler as it comes",
+        choices=("fast", "plain"),
+    )  # fmt: skip
+    flags: tuple[str, ...] = setting((), "more flags, [--xla_name=value]; XLA_FLAGS of the environment wins over them")
+
+
+@dataclass(frozen=True)
 class DevicesConfig:
     """The devices."""
 
@@ -230,6 +241,7 @@ class DevicesConfig:
     fit: str = setting(
         "exact", "a mesh too large for the GPUs: exact refuses it, shrink reduces it", choices=("exact", "shrink")
     )
+    xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.plan.footprint import held
 from jaxdist.precision import Precision
+from jaxdist.runtime.compiler import settings
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
 
@@ -194,7 +195,8 @@ def ngram_baselines(source: Source) -> dict[str, float]:
 def run_environment(mesh: Mesh) -> dict[str, Any]:
     """What env.json says."""
     kinds = [device.device_kind for device in mesh.devices.flat]
-    return environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
+    described = environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
+    return {**described, "compiler": settings()}
 
 
 def plural(word: str, count: int) -> str:
