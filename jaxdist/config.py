@@ -242,6 +242,10 @@ class DevicesConfig:
         "exact", "a mesh too large for the GPUs: exact refuses it, shrink reduces it", choices=("exact", "shrink")
     )
     xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
+    compilation_cache: str | bool = setting(
+        True, "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this one, "
+        "also on CPUs from jax 0.11", switch=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

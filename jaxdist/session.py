@@ -31,6 +31,7 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.plan.footprint import held
 from jaxdist.precision import Precision
+from jaxdist.runtime.cache import CacheHits, cache_row
 from jaxdist.runtime.compiler import settings
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
@@ -63,6 +64,7 @@ class Run:
     console: Console
     metrics: MetricsWriter | None  # None on processes other than 0
     baselines: dict[str, float]
+    cache: CacheHits
 
     @property
     def sharding(self) -> NamedSharding:
@@ -155,7 +157,7 @@ def check_vocabulary(config: Config, source: Source) -> None:
 
 def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     """Load the data, lay out the state, write what is known before the first step."""
-    lead = jax.process_index() == 0
+    lead, cache = jax.process_index() == 0, stack.enter_context(CacheHits())
     source = registry.load("jaxdist.data.sources", config.data.source, key="data.source")(config.data)
     check_vocabulary(config, source)
     mesh = make_mesh(**asdict(config.mesh))
@@ -179,7 +181,7 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     passed = checkpoints.meta(first_step).get("batches_passed", 0) if first_step else 0
     return Run(
         config, folder, mesh, source, parts.precision, parts.model, parts.target, parts.step, state, first_step,
-        passed, {}, parts.max_skips, parts.diagnosis, checkpoints, console, metrics, baselines,
+        passed, {}, parts.max_skips, parts.diagnosis, checkpoints, console, metrics, baselines, cache,
     )  # fmt: skip
 
 
@@ -236,6 +238,8 @@ def describe(run: Run) -> dict[str, str]:
     }
     if config.memory.offload.optimizer and (device.platform == "cpu" or not has_host_memory(run.mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
+    if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
+        rows["cache"] = cache
     if run.baselines:
         marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"

@@ -198,9 +198,12 @@ def steps(run: Run, loader: Loader, spikes: Spikes) -> tuple[int, bool]:
     batches = prefetch(lambda i: loader.batch(i + run.passed), step, last)
     with StopSignal() as stop, closing(batches):
         for batch in batches:
+            loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 run.state, metrics = run.step(run.state, batch)
                 step += 1
+            if step == run.first_step + 1 and run.cache.count > loaded:
+                run.console.line("the program of a step came from the compilation cache")
                 recorder.dispatched(step, metrics)
             stopped = stop.requested(step) and step < last
             evaluating = evaluate is not None and due(step, config.train.eval_every, last)

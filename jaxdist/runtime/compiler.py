@@ -18,6 +18,7 @@ import jax
 from jaxdist.config import Config
 from jaxdist.config_devices import KEY, flag_name
 from jaxdist.errors import UserError
+from jaxdist.runtime.cache import folder_in_use
 
 PROBE = "import jaxlib.xla_client as xc; xc.CompileOptions().executable_build_options.debug_options"
 PROBE_S = 60.0
@@ -152,4 +153,5 @@ def settings() -> dict[str, Any]:
     return {
         "xla_flags": os.environ.get("XLA_FLAGS", "").split(),
         "optimization_level": str(jax.config.values["jax_optimization_level"]),
+        "compilation_cache": folder_in_use(),
     }

@@ -16,6 +16,7 @@ from jaxdist.config import Config, DevicesConfig, check_layout, resolve_mesh
 from jaxdist.config_check import GPU_PLUGINS
 from jaxdist.errors import UserError
 from jaxdist.precision import POLICIES, check_float8, enable_x64
+from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
 
 INITIALIZATION_S = 300  # until all processes have joined
@@ -195,6 +196,7 @@ def start(config: Config) -> Config:
         join(job)
     config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
     set_options(config, jax.default_backend())
+    set_up(config.devices.compilation_cache, jax.default_backend())
     check_layout(config)
     check_float8(POLICIES[config.precision.policy], jax.devices())
     return config
