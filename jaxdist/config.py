@@ -50,6 +50,10 @@ class ModelConfig:
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    attention: str = setting(
+        "auto", "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+    )  # fmt: skip
     loss_chunk: int | None = setting(
         None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
     )
@@ -243,8 +247,8 @@ class DevicesConfig:
     )
     xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
     compilation_cache: str | bool = setting(
-        True, "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this one, "
-        "also on CPUs from jax 0.11", switch=True,
+        True, "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this "
+        "one, also on CPUs from jax 0.11", switch=True,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist import registry
-from jaxdist.assemble import assemble, make_model
+from jaxdist.assemble import assemble, attention_of, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml, uneven
@@ -37,6 +37,7 @@ from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
+HOW = ("attention", "loss_chunk")  # keys of section model that say how it is computed, not what
 MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
 
 
@@ -75,7 +76,10 @@ class Run:
 def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.evaluate`) are made of: the model without dropout, in the run's layout."""
     strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
-    model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False)
+    attention, _ = attention_of(run.config, run.precision, run.mesh)
+    model = make_model(
+        run.config, run.precision, stages=run.mesh.shape["pipe"], training=False, attention=attention
+    )
     return in_precision(model, run.precision), run.mesh, specs_of_arrays(run.target.params), strategy
 
 
@@ -84,7 +88,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     name."""
     data = {key: value for key, value in asdict(config.data).items() if key not in ("path", "val_path")}
     whole = {
-        "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key != "loss_chunk"},
+        "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key not in HOW},
         "data": {**data, "sha256": source.info["sha256"]},
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
@@ -236,6 +240,9 @@ def describe(run: Run) -> dict[str, str]:
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
+    if "." not in model.name:
+        kernel, why = attention_of(config, run.precision, run.mesh)
+        rows["attention"] = kernel + (f", because {why}" if why else "")
     if config.memory.offload.optimizer and (device.platform == "cpu" or not has_host_memory(run.mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
     if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
