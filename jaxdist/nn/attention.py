@@ -64,8 +64,8 @@ def why_not_cudnn(
     """Why cuDNN's kernel cannot compute this attention, or None.
 
     capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" where they have none. dtype: of
-    queries, keys and values. Any length will do. Sources: jax/_src/cudnn/fused_attention_stablehlo.py of jax 0.10 and 0.12,
-    `check_is_flash_attention`; 8.0: the support matrix of cuDNN's scaled dot product attention.
+    queries, keys and values. Any length will do. Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in
+    jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0 cuDNN's documentation of its attention.
     """
     if not re.fullmatch(r"\d+\.\d+", capability):
         return "the devices are no NVIDIA GPUs"
