@@ -1,23 +1,27 @@
 """From a configuration to what trains: model, optimizer, layout of the state, step. Nothing is allocated."""
 
+import fnmatch
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, PrecisionConfig
+from jaxdist.config_check import GPU_PLUGINS
 from jaxdist.errors import UserError
 from jaxdist.forensics import make_diagnosis
 from jaxdist.guard import ScaleRule
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
-from jaxdist.nn import ModelDef
+from jaxdist.nn import ModelDef, why_not_cudnn
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.arrange import arrange, order_of_blocks
 from jaxdist.parallel.sync import GradSync
@@ -54,9 +58,40 @@ def precision_of(config: PrecisionConfig) -> Precision:
     return chosen._replace(loss_scale=1.0 if mode == "none" else rule)
 
 
-def make_model(config: Config, precision: Precision, *, stages: int, training: bool) -> ModelDef:
-    """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout."""
-    options = config.model if training else replace(config.model, dropout=0.0)
+def cuda_capability(config: Config, mesh: AnyMesh) -> str:
+    """The compute capability of the mesh's devices, "" if they are no NVIDIA GPUs. A mesh without devices stands for
+    GPUs of the oldest kind that matters, where jax's CUDA plugin is there to trace for them."""
+    if isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+        return str(getattr(device, "compute_capability", "")) if device.platform == "gpu" else ""
+    plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS if "cuda" in name)
+    return "8.0" if plugin and config.devices.platform != "cpu" else ""
+
+
+def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[str, str | None]:
+    """The kernel of attention, xla or cudnn, and why not cudnn. Raises `UserError` where `model.attention` is cudnn and
+    it cannot be. A model of somebody else's gets what is asked for."""
+    model = config.model
+    if "." in model.name:
+        return model.attention, None
+    wide = any(fnmatch.fnmatchcase("blocks.attention.qkv.linear.kernel", each) for each in precision.keep_fp32)
+    if model.attention == "xla":
+        return "xla", "model.attention=xla"
+    why = why_not_cudnn(
+        capability=cuda_capability(config, mesh), dtype=jnp.float32 if wide else precision.compute,
+        head_width=model.width // model.heads, dropout=model.dropout, per_op=precision.per_op,
+    )  # fmt: skip
+    if model.attention == "cudnn" and why is not None:
+        raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")
+    return ("cudnn" if why is None else "xla"), why
+
+
+def make_model(
+    config: Config, precision: Precision, *, stages: int, training: bool, attention: str = "xla"
+) -> ModelDef:
+    """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout.
+    attention: the kernel, of `attention_of`."""
+    options = replace(config.model, attention=attention, dropout=config.model.dropout if training else 0.0)
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
     fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
     if fp8 and not {"fp8", "keywords"} & _keywords(build):
@@ -78,7 +113,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
     precision = precision_of(config.precision)
     stages, chunks = mesh.shape["pipe"], parallel.chunks
-    model = make_model(config, precision, stages=stages, training=True)
+    attention, _ = attention_of(config, precision, mesh)
+    model = make_model(config, precision, stages=stages, training=True, attention=attention)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
         "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,

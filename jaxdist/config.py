@@ -16,8 +16,8 @@ from jaxdist.config_memory import MODES, NAMES
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "LossScaleConfig", "MemoryConfig",
     "MeshConfig", "ModelConfig", "ObserveConfig", "OffloadConfig", "OptimizerConfig", "ParallelConfig",
-    "PrecisionConfig", "TrainConfig", "check_layout", "known_devices", "load_config", "resolve_mesh", "resolve_model",
-    "to_yaml", "uneven",
+    "PrecisionConfig", "TrainConfig", "XlaConfig", "check_layout", "known_devices", "load_config", "resolve_mesh",
+    "resolve_model", "to_yaml", "uneven",
 ]  # fmt: skip
 
 POLICIES = ("fp32", "bf16", "fp16", "fp8", "fp64", "O0", "O1", "O2", "O3")  # as `jaxdist.precision` has them
@@ -50,6 +50,10 @@ class ModelConfig:
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    attention: str = setting(
+        "auto", "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+    )  # fmt: skip
     loss_chunk: int | None = setting(
         None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
     )
@@ -233,6 +237,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class XlaConfig:
+    """Settings of the compiler: docs/compiler.md. `devices.xla: plain` is short for `{preset: plain}`."""
+
+    preset: str = setting(
+        "fast", "fast: what was measured to help on this kind of device; plain: the compiler as it comes",
+        choices=("fast", "plain"),
+    )  # fmt: skip
+    flags: tuple[str, ...] = setting((), "more flags, [--xla_name=value]; XLA_FLAGS of the environment wins over them")
+
+
+@dataclass(frozen=True)
 class DevicesConfig:
     """The devices."""
 
@@ -241,6 +256,11 @@ class DevicesConfig:
     fit: str = setting(
         "exact", "a mesh too large for the GPUs: exact refuses it, shrink reduces it", choices=("exact", "shrink")
     )
+    xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
+    compilation_cache: str | bool = setting(
+        True, "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this "
+        "one, also on CPUs from jax 0.11", switch=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

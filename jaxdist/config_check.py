@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.config_devices import check_flags
 from jaxdist.config_memory import check_memory, with_offload
 from jaxdist.config_sync import check_grad_sync
 from jaxdist.config_values import parse_mixture, show
@@ -144,6 +145,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         raise UserError(f"train.loss_spike: {config.train.loss_spike:g} with train.on_nonfinite"
                         f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
                         " when its step has been taken")  # fmt: skip
+    check_flags(config.devices.xla.flags)
     _check_precision(config)
     _check_loss_scale(config)
     config = replace(config, memory=with_offload(config.memory))

@@ -48,7 +48,7 @@ def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
 @dataclass(frozen=True)
 class Key:
     """One key of a section: `kind` is bool, int, float, str, tuple[str, ...], tuple[int, ...] or the dataclass of a
-    nested section; str also where a list of texts may stand (`Rule.listed`)."""
+    nested section; str also where a list of texts or a boolean may stand (`Rule.listed`, `Rule.switch`)."""
 
     name: str
     kind: Any
@@ -346,6 +346,7 @@ def _override_value(key: Key, raw: str, dotted: str) -> Any:
     if key.optional and raw.strip() in ("", "~", "null"):
         return None
     quoted = ("'", '"', "[") if key.rule.listed else ("'", '"')
-    if key.kind is str and not raw.lstrip().startswith(quoted):
+    boolean = key.rule.switch and isinstance(_WORDS.get(raw.strip().lower()), bool)
+    if key.kind is str and not raw.lstrip().startswith(quoted) and not boolean:
         return raw
     return parse_yaml(raw, f"{dotted}={show(raw)}")

@@ -76,6 +76,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     folder: str = ""  # the package that is the registry of this key's names
     listed: tuple[str, ...] = ()  # a list of some of these may stand in place of one text
+    switch: bool = False  # true or false may stand in place of a text
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -94,6 +95,7 @@ class Rule:
             bounds = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
             parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
             text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
+        text = "true, false, or " + text if self.switch else text
         text += f", or {self.also}" if self.also is not None else ""
         text += f", or a list of some of {', '.join(self.listed)}" if self.listed else ""
         return text + (", or null" if optional else "")
@@ -150,6 +152,8 @@ def check_value(value: Any, kind: Any, optional: bool, rule: Rule, key: str) -> 
         return _check_list(value, kind, rule, key)
     if rule.listed and isinstance(value, list | tuple):
         return _check_list(value, tuple[str, ...], Rule(rule.doc, choices=rule.listed), key)
+    if rule.switch and type(value) is bool:
+        return value
     if kind is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
     if kind is float and type(value) is int:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist.assemble import assemble, make_model
+from jaxdist.assemble import assemble, attention_of, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, GradSyncConfig, resolve_model, to_yaml, uneven
@@ -30,11 +30,14 @@ from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.plan.footprint import held
 from jaxdist.precision import Precision
+from jaxdist.runtime.cache import CacheHits, cache_row
+from jaxdist.runtime.compiler import settings
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, specs_of_arrays
 
 PyTree = Any
 NO_IDENTITY = ("path", "val_path", "token_dtype", "prefetch", "mixture")  # of section data: the content is what counts
+HOW = ("attention", "loss_chunk")  # keys of section model that say how it is computed, not what
 MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
 
 
@@ -62,6 +65,7 @@ class Run:
     console: Console
     metrics: MetricsWriter | None  # None on processes other than 0
     baselines: dict[str, float]
+    cache: CacheHits
 
     @property
     def sharding(self) -> NamedSharding:
@@ -72,7 +76,10 @@ class Run:
 def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.evaluate`) are made of: the model without dropout, in the run's layout."""
     strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
-    model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False)
+    attention, _ = attention_of(run.config, run.precision, run.mesh)
+    model = make_model(
+        run.config, run.precision, stages=run.mesh.shape["pipe"], training=False, attention=attention
+    )
     return in_precision(model, run.precision), run.mesh, specs_of_arrays(run.target.params), strategy
 
 
@@ -82,7 +89,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     data = {key: value for key, value in asdict(config.data).items() if key not in NO_IDENTITY}
     data["mixture"] = [[part.name, part.samples] for part in source.parts]
     whole = {
-        "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key != "loss_chunk"},
+        "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key not in HOW},
         "data": {**data, "dtype": source.train.dtype.name, "sha256": source.info["sha256"]},
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
@@ -169,7 +176,7 @@ def packed(config: Config, source: Source) -> Source:
 
 def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     """Load the data, lay out the state, write what is known before the first step."""
-    lead = jax.process_index() == 0
+    lead, cache = jax.process_index() == 0, stack.enter_context(CacheHits())
     source = load_source(config.data)
     check_vocabulary(config, source)
     source = packed(config, source)
@@ -194,7 +201,7 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     passed = checkpoints.meta(first_step).get("batches_passed", 0) if first_step else 0
     return Run(
         config, folder, mesh, source, parts.precision, parts.model, parts.target, parts.step, state, first_step,
-        passed, {}, parts.max_skips, parts.diagnosis, checkpoints, console, metrics, baselines,
+        passed, {}, parts.max_skips, parts.diagnosis, checkpoints, console, metrics, baselines, cache,
     )  # fmt: skip
 
 
@@ -212,7 +219,8 @@ def ngram_baselines(source: Source) -> dict[str, float]:
 def run_environment(mesh: Mesh) -> dict[str, Any]:
     """What env.json says."""
     kinds = [device.device_kind for device in mesh.devices.flat]
-    return environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
+    described = environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
+    return {**described, "compiler": settings()}
 
 
 def plural(word: str, count: int) -> str:
@@ -250,8 +258,13 @@ def describe(run: Run) -> dict[str, str]:
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
+    if "." not in model.name:
+        kernel, why = attention_of(config, run.precision, run.mesh)
+        rows["attention"] = kernel + (f", because {why}" if why else "")
     if config.memory.offload.optimizer and (device.platform == "cpu" or not has_host_memory(run.mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
+    if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
+        rows["cache"] = cache
     if run.baselines:
         marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"

@@ -225,10 +225,13 @@ def steps(run: Run, loader: Loader | MixedLoader, spikes: Spikes) -> tuple[int, 
     batches = prefetch(lambda i: loader.batch(i + run.passed), step, last, config.data.prefetch)
     with StopSignal() as stop, closing(batches):
         for batch in recorder.awaited(batches):
+            loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 run.state, metrics = run.step(run.state, batch)
                 step += 1
                 recorder.dispatched(step, metrics)
+            if step == run.first_step + 1 and run.cache.count > loaded:
+                run.console.line("the program of a step came from the compilation cache")
             stopped = stop.requested(step) and step < last
             evaluating = evaluate is not None and due(step, config.train.eval_every, last)
             saving = due(step, config.checkpoint.every, last) or step == last or stopped

@@ -3,7 +3,9 @@
     python scripts/bench_step.py [--steps 30] [--config FILE] [--json OUT] [section.key=value ...]
 
 Both are compiled, warmed up and run alternately in one process; the figures are medians. Ratio = plain / jaxdist time:
-1.00 is no overhead, above is faster than plain.
+1.00 is no overhead, above is faster than plain. Also printed: the time in which a call of the step returns to Python
+(on CPUs, where XLA may compute in the caller's thread, this is no measure of dispatch), what compiles after the
+warm-up, and how long the first step takes to come, XLA's compiling left out.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from jaxdist.config import Config, DevicesConfig, MeshConfig, load_config, resol
 from jaxdist.errors import UserError
 
 PyTree = Any
+BEGAN = time.perf_counter()
 
 
 def plain_step(config: Config, optimizer: Any) -> Any:
@@ -78,9 +81,22 @@ def check_comparable(config: Config) -> None:
             raise UserError(f"{key}: {value!r}, but the plain step of this benchmark has only {allowed!r}")
 
 
-def measure(config: Config, steps: int) -> dict[str, Any]:
-    """Median seconds of both, interleaved; asserts that both compute the same losses."""
-    import jax
+class Compiles:
+    """Counts what XLA compiles from now on, and the seconds that takes."""
+
+    def __init__(self) -> None:
+        import jax
+
+        self.count, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count, self.seconds = self.count + 1, self.seconds + duration_secs
+
+
+def make_ours(config: Config) -> tuple[Any, Any, Any, Any]:
+    """(step, state, optimizer, loader) of jaxdist."""
     from jax.sharding import NamedSharding
 
     from jaxdist.data import Loader
@@ -89,45 +105,66 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     from jaxdist.mesh import make_mesh
     from jaxdist.models.gpt import gpt
     from jaxdist.optim import make_optimizer
-    from jaxdist.runtime.start import start
     from jaxdist.specs import BATCH_SPEC
     from jaxdist.step import make_train_step
 
-    config = start(config)
     mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, steps=config.train.steps)
     model = gpt(config.model, max_length=config.data.seq_len)
-    ours = init_state(model, optimizer, mesh, strategy=config.parallel.strategy)
-    params = jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), jax.device_get(ours.params))
-    plain: Any = (params, jax.jit(optimizer.init)(params))
-    step = make_train_step(model, optimizer, mesh, strategy=config.parallel.strategy)
-    plain_run = plain_step(config, optimizer)
     loader = Loader(
         text(config.data).train, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
         sharding=NamedSharding(mesh, BATCH_SPEC),
     )  # fmt: skip
-    times: dict[str, list[float]] = {"jaxdist": [], "plain": []}
-    for i in range(steps + 3):
+    step = make_train_step(model, optimizer, mesh, strategy=config.parallel.strategy)
+    return step, init_state(model, optimizer, mesh, strategy=config.parallel.strategy), optimizer, loader
+
+
+def measure(config: Config, steps: int) -> dict[str, Any]:
+    """Median seconds of both, interleaved; asserts that both compute the same losses."""
+    import jax
+
+    from jaxdist.runtime.start import start
+
+    compiles = Compiles()
+    step, ours, optimizer, loader = make_ours(start(config))
+    batch = loader.batch(0)
+    params = jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), jax.device_get(ours.params))
+    ours, first = jax.block_until_ready(step(ours, batch))
+    ready, compiling = time.perf_counter() - BEGAN, compiles.seconds
+    plain: Any = (params, jax.jit(optimizer.init)(params))
+    plain_run = plain_step(config, optimizer)
+    plain, plain_first = plain_run(plain, jax.tree.map(lambda leaf: leaf.addressable_data(0), batch))
+    assert math.isclose(first["loss"], plain_first["loss"], rel_tol=1e-5), "not the same model"
+    spans = {"jaxdist": (0, 2), "plain": (2, 4), "host": (0, 1), "plain_host": (2, 3)}  # of the moments below
+    times: dict[str, list[float]] = {name: [] for name in spans}
+    warm = compiles.count
+    for i in range(1, steps + 3):
+        if i == 3:
+            warm = compiles.count
         batch = loader.batch(i)
         local = jax.tree.map(lambda leaf: leaf.addressable_data(0), batch)
-        began = time.perf_counter()
-        ours, metrics = jax.block_until_ready(step(ours, batch))
-        middle = time.perf_counter()
-        plain, plain_metrics = jax.block_until_ready(plain_run(plain, local))
-        ended = time.perf_counter()
-        if i == 0:
-            assert math.isclose(metrics["loss"], plain_metrics["loss"], rel_tol=1e-5), "not the same model"
+        moments = [time.perf_counter()]
+        ours, metrics = step(ours, batch)
+        moments.append(time.perf_counter())
+        jax.block_until_ready((ours, metrics))
+        moments.append(time.perf_counter())
+        plain, plain_metrics = plain_run(plain, local)
+        moments.append(time.perf_counter())
+        jax.block_until_ready((plain, plain_metrics))
+        moments.append(time.perf_counter())
         if i >= 3:
-            times["jaxdist"].append(middle - began)
-            times["plain"].append(ended - middle)
+            for name, (begin, end) in spans.items():
+                times[name].append(moments[end] - moments[begin])
         if sys.stderr.isatty():
             print(f"\r{i + 1}/{steps + 3}", end="", file=sys.stderr)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    device = mesh.devices.flat[0]
     return {
         **{f"{name}_s": seconds for name, seconds in medians.items()},
         "ratio": medians["plain"] / medians["jaxdist"],
+        "recompilations": compiles.count - warm,
+        "first_step_s": ready - compiling,
+        "compile_s": compiling,
         "steps": steps,
-        "device": device.device_kind,
+        "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
 
@@ -151,6 +188,14 @@ def main() -> int:
     print(
         f"jaxdist {result['jaxdist_s'] * 1e3:.1f} ms, plain JAX {result['plain_s'] * 1e3:.1f} ms a step (medians of "
         f"{result['steps']}), ratio {result['ratio']:.3f}, {result['device']}, jax {result['jax']}"
+    )
+    print(
+        f"host {result['host_s'] * 1e3:.2f} ms a step until the call returns (plain JAX"
+        f" {result['plain_host_s'] * 1e3:.2f} ms), {result['recompilations']} programs compiled after the warm-up"
+    )
+    print(
+        f"from the start of the script to the end of the first step {result['first_step_s']:.1f} s, and"
+        f" {result['compile_s']:.1f} s in XLA"
     )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

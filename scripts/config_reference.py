@@ -23,7 +23,7 @@ def reference() -> str:
         for dotted, key in all_keys(section.kind, f"{name}."):
             if not key.nested:
                 kind = "list" if is_list(key.kind) else key.kind.__name__
-                kind += " or list" if key.rule.listed else ""
+                kind += " or list" if key.rule.listed else " or bool" if key.rule.switch else ""
                 kind += " or null" if key.optional else ""
                 allowed = key.rule.allowed(key.kind, key.optional)
                 lines.append(f"| `{dotted}` | {kind} | `{show(key.default)}` | {allowed} | {key.rule.doc} |")

@@ -96,7 +96,8 @@ def test_run_directory(finished: Path, configure: Configure) -> None:
         "config.yaml", "env.json", "metrics.jsonl", "samples.txt", "report.html", "checkpoints",
     }  # fmt: skip
     assert load_config(finished / "config.yaml") == configure()
-    assert json.loads((finished / "env.json").read_text())["devices"] == {"cpu": 8}
+    environment = json.loads((finished / "env.json").read_text())
+    assert environment["devices"] == {"cpu": 8} and environment["compiler"]["optimization_level"] == "UNKNOWN"
     assert (finished / "samples.txt").read_text().startswith("def")
     assert "<html" in (finished / "report.html").read_text()
     assert steps_saved(finished) == ["3", "6"]

@@ -92,6 +92,7 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:
         dropout=config.dropout,
         out_scale=out_scale,
         fp8=fp8,
+        kernel=config.attention.replace("auto", "xla"),
     )
     mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, fp8=fp8)
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
@@ -110,6 +111,6 @@ class GPT(nnx.Module):
 def gpt(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False) -> ModelDef:
     """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
     fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
-    head do not."""
+    head do not. config.attention: "auto" is "xla" here, `jaxdist.assemble` knows what it runs on."""
     full = resolve_model(config)
     return model_def(lambda rngs: GPT(full, max_length, rngs, fp8=fp8), tied=bool(full.tied), param_dtype=param_dtype)

@@ -1,7 +1,7 @@
 """Layers that own the mesh axis `tensor`: each declares the PartitionSpecs of its parameters and issues the matching
 collectives. Layers take sizes and dtypes from their arrays, so the same code runs on a shard and on the whole."""
 
-from jaxdist.nn.attention import Attention, QKVProjection
+from jaxdist.nn.attention import Attention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
@@ -39,5 +39,6 @@ __all__ = [
     "vocab_cross_entropy",
     "vocab_logits",
     "whole_vocab",
+    "why_not_cudnn",
     "zeros",
 ]

@@ -4,6 +4,9 @@ Legend: B batch, S and T sequence, D model width, K head width, G query heads of
 n key/value heads on this device.
 """
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +50,40 @@ def causal_attention(
     return jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
 
 
+def cudnn_attention(q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array) -> jax.Array:
+    """The same without dropout, by cuDNN's fused kernel: no scores in memory. Softmax in fp32. For what
+    `why_not_cudnn` has nothing against; there is no fallback."""
+    by_head = q_BSnGK.reshape(*q_BSnGK.shape[:2], -1, q_BSnGK.shape[-1])  # heads of a group side by side, as cuDNN's
+    context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, is_causal=True, implementation="cudnn")
+    return context.reshape(q_BSnGK.shape)
+
+
+def why_not_cudnn(
+    *, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False
+) -> str | None:
+    """Why cuDNN's kernel cannot compute this attention, or None.
+
+    capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" where they have none. dtype: of
+    queries, keys and values. Any length will do. Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in
+    jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0 cuDNN's documentation of its attention.
+    """
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        return "the devices are no NVIDIA GPUs"
+    generation = float(capability)
+    if generation < 8:
+        return f"cuDNN's kernel needs compute capability 8.0 (Ampere), not {capability}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN computes attention in bfloat16 or float16, not {jnp.dtype(dtype)}"
+    if per_op:
+        return "precision.per_op casts operation by operation, and cuDNN's is one"
+    if dropout:
+        return "model.dropout drops inside attention, by sample, which cuDNN's kernel cannot"
+    widest = 256 if generation >= 9 else 128
+    if head_width % 8 or head_width > widest:
+        return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"
+    return None
+
+
 class QKVProjection(nnx.Module):
     """h [B, S, D] -> q [B, S, n, G, K], k and v [B, S, n, K] in one matrix product.
 
@@ -69,7 +106,7 @@ class Attention(nnx.Module):
     """QKV projection, optional rotary positions, causal attention, output projection.
 
     Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`). fp8: both
-    projections multiply in float8; scores and their product with v do not.
+    projections multiply in float8; scores and their product with v do not. kernel: xla, or cudnn without dropout.
     """
 
     def __init__(
@@ -84,7 +121,9 @@ class Attention(nnx.Module):
         dropout: float,
         out_scale: float,
         fp8: bool = False,
+        kernel: str = "xla",
     ) -> None:
+        self.kernel = kernel
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, fp8=fp8)
         self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, fp8=fp8)
         self.rope_theta = rope_theta
@@ -95,6 +134,9 @@ class Attention(nnx.Module):
         if self.rope_theta is not None:
             q = rotary(q.reshape(*q.shape[:2], -1, q.shape[-1]), self.rope_theta).reshape(q.shape)
             k = rotary(k, self.rope_theta)
-        context = causal_attention(q, k, v, keys_B, dropout=self.dropout)
+        if self.kernel == "cudnn":
+            context = cudnn_attention(q, k, v)
+        else:
+            context = causal_attention(q, k, v, keys_B, dropout=self.dropout)
         context = checkpoint_name(context.reshape(*h_BSD.shape[:2], -1), "attention.context")
         return checkpoint_name(self.out(context), "attention.out")

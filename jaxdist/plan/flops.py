@@ -26,6 +26,10 @@ def _flops_of_equation(equation: Any) -> float:
     if name == "conv_general_dilated":
         kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    if name.startswith("dot_product_attention_"):  # cuDNN's: 2 products, backward 5; masked halves count, as without it
+        (*_, queries, heads, width), keys = equation.invars[0].aval.shape, equation.invars[1].aval.shape[-3]
+        products = 2 if "fwd" in name else 5
+        return 2.0 * products * equation.invars[0].aval.shape[0] * heads * queries * keys * width
     inside = [flops_of(sub) for sub in jaxprs_in_params(params)]
     if name == "cond":
         return max(inside, default=0.0)

@@ -1,6 +1,7 @@
 """From a configuration to running devices: platform, simulated devices, joining a multi-process job, the true mesh."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import socket
@@ -12,8 +13,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.config import Config, DevicesConfig, check_layout, resolve_mesh
+from jaxdist.config_check import GPU_PLUGINS
 from jaxdist.errors import UserError
 from jaxdist.precision import POLICIES, check_float8, enable_x64
+from jaxdist.runtime.cache import set_up
+from jaxdist.runtime.compiler import set_flags, set_options
 
 INITIALIZATION_S = 300  # until all processes have joined
 HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
@@ -138,6 +142,24 @@ def fail_alone() -> Iterator[None]:
         os._exit(2 if isinstance(error, UserError) else 1)
 
 
+def has_devices() -> bool:
+    """Whether JAX has started its devices: it then refuses another number of simulated ones."""
+    count = jax.config.values["jax_num_cpu_devices"]
+    try:
+        jax.config.update("jax_num_cpu_devices", 2 if count == 1 else 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def expected_backend(devices: DevicesConfig) -> str:
+    """gpu or cpu: what JAX will take, as far as that can be told without asking it."""
+    plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS)
+    only_cpu = devices.platform == "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu"
+    return "gpu" if plugin and not only_cpu else "cpu"
+
+
 def choose_platform(devices: DevicesConfig) -> None:
     """Set the platform and the number of simulated CPU devices. When JAX has its devices already, as in a notebook,
     they stay what they are, and the mesh is judged by them."""
@@ -161,17 +183,20 @@ def _count(devices: DevicesConfig) -> int:
 
 
 def start(config: Config) -> Config:
-    """Bring up JAX for this configuration and return it with the mesh that the devices allow.
+    """Bring up JAX and its compiler for this configuration and return it with the mesh that the devices allow.
 
     Raises `UserError` when the mesh does not fit the devices that are there, or they cannot multiply as the precision
     asks.
     """
     enable_x64(config.precision.policy)
+    set_flags(config, expected_backend(config.devices), started=has_devices())
     choose_platform(config.devices)
     job = describe_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
         join(job)
     config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
+    set_options(config, jax.default_backend())
+    set_up(config.devices.compilation_cache, jax.default_backend())
     check_layout(config)
     check_float8(POLICIES[config.precision.policy], jax.devices())
     return config

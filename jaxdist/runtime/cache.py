@@ -1,0 +1,99 @@
+"""The persistent compilation cache (`devices.compilation_cache`): where it is, and who may write there.
+
+An entry is machine code that this process will run, so a folder that others can write to is refused.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from jaxdist.errors import UserError
+
+KEY = "devices.compilation_cache"
+HIT = "/jax/compilation_cache/cache_hits"
+# jax 0.10.2: programs with collectives inside conditions (pipelines, a guarded Muon) crash or hang when loaded.
+CPU_SINCE = (0, 11)
+
+
+def default_folder(environ: Mapping[str, str]) -> Path:
+    """$XDG_CACHE_HOME/jaxdist/jax-VERSION, or the same under ~/.cache."""
+    given = environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored (XDG)
+    return base / "jaxdist" / f"jax-{jax.__version__}"
+
+
+def check_private(folder: Path) -> None:
+    """Raise `UserError` if somebody else could put an entry into this folder, or another folder in its place."""
+    folder = folder.resolve()
+    mend = f"allowed: a folder of your own; chmod go-w {folder}, or {KEY}=false"
+    found = folder.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UserError(f"{KEY}: {str(folder)!r} can be written to by others, and what lies there is run; {mend}")
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UserError(f"{KEY}: {str(folder)!r} lies in {str(parent)!r}, where others could replace it; {mend}")
+
+
+def why_off(value: str | bool, backend: str) -> str | None:
+    """Why there is no cache on this backend, or None. value: true, false or a folder."""
+    if value is False:
+        return f"{KEY}=false"
+    if backend != "cpu":
+        return None
+    if jax.__version_info__[:2] < CPU_SINCE:
+        return f"jax {jax.__version__} on CPUs crashes on some programs that it loads"
+    return "on CPUs only in a folder that is given" if value is True else None
+
+
+def set_up(value: str | bool, backend: str) -> None:
+    """Turn the cache on for what compiles from now on. JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE in
+    the environment win: then nothing is done. Raises `UserError` for a folder that cannot be made or is not private.
+    """
+    given = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & set(os.environ)
+    if given or why_off(value, backend):
+        return
+    folder = default_folder(os.environ) if value is True else Path(str(value)).expanduser()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{KEY}: {str(folder)!r}: {error.strerror}; allowed: a folder that can be written to, or"
+                        " false") from error  # fmt: skip
+    check_private(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+
+
+def folder_in_use() -> str | None:
+    """Where JAX keeps compiled programs, or None."""
+    return jax.config.values["jax_compilation_cache_dir"] if jax.config.values["jax_enable_compilation_cache"] else None
+
+
+class CacheHits:
+    """Counts the programs that came from the cache while it is open. With no cache the count stays 0."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _listen(self, event: str, **_: Any) -> None:
+        self.count += event == HIT
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_listener(self._listen)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        jax.monitoring.unregister_event_listener(self._listen)
+
+
+def cache_row(value: str | bool, backend: str, hits: int) -> str | None:
+    """What a run says about its cache, or nothing where it has none and none was asked for by a folder."""
+    folder, why = folder_in_use(), why_off(value, backend)
+    if folder is not None:
+        return f"{folder}, {hits} programs from it so far" if hits else f"{folder}, nothing from it so far"
+    return f"off: {why}" if why and isinstance(value, str) else None

@@ -1,0 +1,157 @@
+"""Settings of the compiler (`devices.xla`): what each is for and who says so, and how they reach XLA.
+
+XLA reads `XLA_FLAGS` once, when JAX starts its devices, and aborts the process on a flag that it does not know. So the
+flags are tried first, in a process of their own that starts no devices (a third of a second). GPU flags are known to
+jaxlib itself, without a GPU plugin, so this works on every machine. docs/compiler.md has the same table.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.config import Config
+from jaxdist.config_devices import KEY, flag_name
+from jaxdist.errors import UserError
+from jaxdist.runtime.cache import folder_in_use
+
+PROBE = "import jaxlib.xla_client as xc; xc.CompileOptions().executable_build_options.debug_options"
+PROBE_S = 60.0
+
+
+class Setting(NamedTuple):
+    """One setting. name: an option of jax, or a flag of XLA ("--xla_..."). value: what is set or advised. versions:
+    first jax that has it, and first that has it no more."""
+
+    name: str
+    value: str
+    reason: str
+    source: str
+    versions: tuple[tuple[int, int], tuple[int, int]] = ((0, 10), (99, 0))
+
+    @property
+    def here(self) -> bool:
+        """Whether the jax that is installed has it."""
+        return self.versions[0] <= jax.__version_info__[:2] < self.versions[1]
+
+
+# What `preset: fast` sets. "gpu" only without prefetching (`parallel.prefetch: 0`): the prefetching recipe arranges its
+# own overlap, and hid less of its communication at O1 than at the default level. Async collectives, the latency-hiding
+# scheduler, command buffers and cuBLASLt are on by themselves. Nothing for the CPU: nothing was measured to help there.
+PRESETS: Mapping[str, tuple[Setting, ...]] = {
+    "gpu": (
+        # Source: XLA docs/effort_levels.md for what it does. Figures: step of a 355 M GPT, FSDP over 8 H200, compiled
+        # ahead of time and replayed; 2982 MiB of temporary memory instead of 2960. Also jax 0.11.2 and 0.12.0.1.
+        Setting(
+            "jax_optimization_level", "O1",
+            "collective pipelining and loop unrolling: 88 % of the communication hidden, 30 % without; none synchronous"
+            " in the loops, 2 without",
+            "XLA docs/effort_levels.md; measured on compiled schedules, no GPU ran",
+        ),
+    ),
+    "cpu": (),
+}  # fmt: skip
+
+# What depends on model and mesh: not set by a preset, worth trying in `devices.xla.flags`. Each was measured as above.
+ADVICE = (
+    Setting(
+        "--xla_gpu_all_gather_combine_threshold_bytes", "125829120",
+        "parallel.prefetch=1 with blocks of more than 30 MiB (the default): between one and two blocks' bytes; 1.3 B, 8"
+        " GPUs: 98.5 % hidden", "measured; JAX-Toolbox GPU_performance.md: at least one layer's bytes",
+    ),
+    Setting(
+        "--xla_gpu_reduce_scatter_combine_threshold_bytes", "125829120", "the same, for the gradients", "the same",
+    ),
+    Setting(
+        "--xla_gpu_experimental_parallel_collective_overlap_limit", "2",
+        "parallel.prefetch=1 on 256 GPUs in one axis: 98.5 % hidden; not on 8", "measured",
+    ),
+    Setting(
+        "--xla_gpu_pipeline_all_gather", "on", "a part of O1: 1 synchronous collective instead of 3, +11 % temporary"
+        " memory", "measured", ((0, 11), (99, 0)),
+    ),
+    Setting(
+        "--xla_gpu_enable_pipelined_all_gather", "true", "the same by its older name, which 0.11 and later still know",
+        "option dump of XLA",
+    ),
+    Setting(
+        "--xla_gpu_enable_while_loop_double_buffering", "true", "a part of O1: with the former 17 asynchronous pairs"
+        " instead of 10, but 2 synchronous", "measured",
+    ),
+)  # fmt: skip
+
+
+def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list[str]:
+    """The flags to add to XLA_FLAGS, whose value is `given`. A flag of the environment wins over one of `flags`, and
+    that over one of the preset."""
+    wanted = {each.name: f"{each.name}={each.value}" for each in preset if each.name.startswith("--") and each.here}
+    wanted |= {flag_name(flag): flag for flag in flags}
+    known = {flag_name(flag) for flag in given.split()}
+    return [flag for name, flag in wanted.items() if name not in known]
+
+
+def refused(flags: Sequence[str]) -> str | None:
+    """Why XLA would abort on these flags, or None."""
+    environ = {**os.environ, "XLA_FLAGS": " ".join(flags)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, timeout=PROBE_S, check=False
+    )
+    if done.returncode == 0:
+        return None
+    found = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)|(Couldn't interpret value .*)", done.stderr)
+    if found is None:
+        return f"a value is refused ({done.stderr.strip().splitlines()[-1:] or ['no message']})"
+    return f"unknown: {found[1]}" if found[1] else found[2]
+
+
+def check_known(flags: Sequence[str], given: str) -> None:
+    """Raise `UserError` naming the flag on which XLA would abort. given: the value of XLA_FLAGS."""
+    if refused([*given.split(), *flags]) is None:
+        return
+    jaxlib = f"jaxlib {version('jaxlib')}"
+    for flag in flags:
+        if refused([flag]) is not None:
+            raise UserError(f"{KEY}: {jaxlib} does not know {flag}, or not this value, and would"
+                            " abort; allowed: flags of this version (docs/compiler.md); remove it")  # fmt: skip
+    raise UserError(f"XLA_FLAGS: {given!r} in the environment: {jaxlib} would abort on it"
+                    f" ({refused(given.split())}); remove what it does not know")  # fmt: skip
+
+
+def set_flags(config: Config, backend: str, *, started: bool) -> None:
+    """Add what `devices.xla` asks for to XLA_FLAGS. Must run before JAX starts its devices.
+
+    backend: gpu or cpu, as far as it is known by then. started: JAX has its devices already, as in a notebook; then the
+    preset is left out, and flags that were asked for are a `UserError`, as are those that XLA would abort on.
+    """
+    xla, given = config.devices.xla, os.environ.get("XLA_FLAGS", "")
+    flags = resolve(PRESETS[backend] if xla.preset == "fast" else (), xla.flags, given)
+    if started and xla.flags and flags:
+        raise UserError(f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
+                        " or put them into XLA_FLAGS before JAX starts")  # fmt: skip
+    if flags and not started:
+        check_known(flags, given)
+        os.environ["XLA_FLAGS"] = " ".join([*given.split(), *flags])
+
+
+def set_options(config: Config, backend: str) -> None:
+    """Set the preset's options of jax for this backend, where neither the environment nor a program has set them."""
+    if config.devices.xla.preset != "fast" or config.parallel.prefetch:
+        return
+    for each in PRESETS[backend]:
+        untouched = each.name.upper() not in os.environ and str(jax.config.values[each.name]) == "UNKNOWN"
+        if not each.name.startswith("--") and each.here and untouched:
+            jax.config.update(each.name, each.value)
+
+
+def settings() -> dict[str, Any]:
+    """What the compiler runs with, for env.json."""
+    return {
+        "xla_flags": os.environ.get("XLA_FLAGS", "").split(),
+        "optimization_level": str(jax.config.values["jax_optimization_level"]),
+        "compilation_cache": folder_in_use(),
+    }

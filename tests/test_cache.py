@@ -1,0 +1,113 @@
+"""The compilation cache: a folder of one's own, on where it is safe."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxdist.errors import UserError
+from jaxdist.runtime import cache
+from jaxdist.runtime.cache import CacheHits, cache_row, check_private, default_folder, folder_in_use, set_up, why_off
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home of its own; JAX's settings come back afterwards."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    before = {name: jax.config.values[name] for name in names}
+    for name, value in zip(names, (None, True), strict=True):
+        jax.config.update(name, value)
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_folder_of_ones_own_on_gpus(home: Path) -> None:
+    set_up(True, "gpu")
+    folder = home / ".cache" / "jaxdist" / f"jax-{jax.__version__}"
+    assert folder_in_use() == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+    set_up(True, "gpu")  # and again, now that it is there
+    assert cache_row(True, "gpu", 2) == f"{folder}, 2 programs from it so far"
+
+
+def test_folders(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/jaxdist") / f"jax-{jax.__version__}"
+    assert default_folder({"XDG_CACHE_HOME": "relative"}) == default_folder({})
+    set_up("~/programs/mine", "gpu")
+    assert folder_in_use() == str(home / "programs" / "mine")
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    set_up(str(home / "on_cpu"), "cpu")
+    assert folder_in_use() == str(home / "on_cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "backend", "version", "text"),
+    [
+        (False, "gpu", (0, 12, 0), "devices.compilation_cache=false"),
+        (True, "cpu", (0, 12, 0), "only in a folder that is given"),
+        ("~/x", "cpu", (0, 10, 2), "crashes"),
+        (True, "cpu", (0, 10, 2), "crashes"),
+    ],
+)
+def test_where_it_stays_off(
+    value: str | bool, backend: str, version: tuple[int, ...], text: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "__version_info__", version)
+    set_up(value, backend)
+    assert text in (why_off(value, backend) or "") and folder_in_use() is None and not list(home.iterdir())
+    assert cache_row(value, backend, 0) == (f"off: {why_off(value, backend)}" if value == "~/x" else None)
+
+
+@pytest.mark.parametrize("name", ["JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"])
+def test_the_environment_wins(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "false")
+    set_up(True, "gpu")
+    assert not list(home.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_folder_that_others_can_write_to(mode: int, home: Path) -> None:
+    folder = home / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(UserError, match=r"devices\.compilation_cache: .*shared' can be written to by others.*go-w"):
+        set_up(str(folder), "gpu")
+    (folder / "inner").mkdir(mode=0o700)
+    if mode & 0o002:
+        with pytest.raises(UserError, match="lies in '.*shared', where others could replace it"):
+            set_up(str(folder / "inner"), "gpu")
+    folder.chmod(mode | 0o1000)  # sticky: entries are their owners'
+    set_up(str(folder / "inner"), "gpu")
+    link = home / "link"
+    link.symlink_to(folder)
+    with pytest.raises(UserError, match="shared' can be written to by others"):
+        check_private(link)
+
+
+def test_somebody_elses_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = home / "own"
+    own.mkdir(mode=0o700)
+    check_private(own)
+    true = own.stat()
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result((*true[:4], true.st_uid + 1, *true[5:])))
+    with pytest.raises(UserError, match="can be written to by others"):
+        check_private(own)
+
+
+def test_a_file_in_its_place(home: Path) -> None:
+    (home / "file").write_text("")
+    with pytest.raises(UserError, match=r"devices\.compilation_cache: .*file': File exists; allowed: a folder"):
+        set_up(str(home / "file"), "gpu")
+
+
+def test_hits_are_counted_while_open() -> None:
+    with CacheHits() as hits:
+        jax.monitoring.record_event(cache.HIT)
+        jax.monitoring.record_event("/jax/compilation_cache/cache_misses")
+    jax.monitoring.record_event(cache.HIT)
+    assert hits.count == 1

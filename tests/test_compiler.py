@@ -1,0 +1,119 @@
+"""Settings of the compiler: flags reach XLA before it starts, unknown ones are refused before it aborts."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from child import ROOT
+
+from jaxdist.config import Config, DevicesConfig, ParallelConfig, XlaConfig
+from jaxdist.config_devices import check_flags
+from jaxdist.errors import UserError
+from jaxdist.runtime import compiler
+from jaxdist.runtime.compiler import ADVICE, PRESETS, Setting, refused, resolve, set_flags, set_options, settings
+
+SETTINGS = [*ADVICE, *(each for preset in PRESETS.values() for each in preset)]
+LIMIT = ADVICE[2].name
+
+
+def config(*flags: str, preset: str = "fast", prefetch: int = 0) -> Config:
+    return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=ParallelConfig(prefetch=prefetch))
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.delenv("JAX_OPTIMIZATION_LEVEL", raising=False)
+    return monkeypatch
+
+
+def test_the_installed_compiler_knows_every_flag_of_the_tables() -> None:
+    here, gone = ([f"{each.name}={each.value}" for each in SETTINGS if each.name.startswith("--") and each.here is here]
+                  for here in (True, False))  # fmt: skip
+    assert refused(here) is None and all(each.reason and each.source for each in SETTINGS)
+    assert not gone or "unknown" in (refused(gone) or "")
+
+
+def test_the_page_has_every_setting() -> None:
+    page = (ROOT / "docs" / "compiler.md").read_text(encoding="utf-8")
+    assert [each.name for each in SETTINGS if f"`{each.name}" not in page] == []
+
+
+def test_the_environment_wins_over_flags_and_flags_over_the_preset() -> None:
+    preset = (Setting("--xla_a", "1", "", ""), Setting("--xla_b", "1", "", ""), Setting("jax_option", "1", "", ""),
+              Setting("--xla_old", "1", "", "", ((0, 1), (0, 2))))  # fmt: skip
+    assert resolve(preset, (), "") == ["--xla_a=1", "--xla_b=1"]
+    assert resolve(preset, ("--xla_b=2", "--xla_c"), "") == ["--xla_a=1", "--xla_b=2", "--xla_c"]
+    assert resolve(preset, ("--xla_b=2", "--xla_c"), "--xla_b=3  --xla_a") == ["--xla_c"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [(("xla_a=1",), "'xla_a=1' is no flag"), (("--xla_a=1 --xla_b",), "without spaces"), (("--help",), "no flag"),
+     (("--xla_a=1", "--xla_b", "--xla_a"), "--xla_a is given 2 times")],
+)  # fmt: skip
+def test_what_is_no_flag(flags: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UserError, match=rf"devices\.xla\.flags: .*{text}"):
+        check_flags(flags)
+    check_flags(("--xla_a=1,2", "--xla_b"))
+
+
+def test_flags_are_added_to_those_of_the_environment(env: pytest.MonkeyPatch) -> None:
+    set_flags(config(f"{LIMIT}=2", "--xla_cpu_enable_fast_math=true"), "cpu", started=False)
+    assert settings()["xla_flags"] == ["--xla_cpu_enable_fast_math=false", f"{LIMIT}=2"]
+
+
+def test_simulated_devices_keep_their_defaults(env: pytest.MonkeyPatch) -> None:
+    env.setattr(compiler, "refused", lambda flags: pytest.fail("nothing to try"))
+    before = settings()
+    set_flags(config(), "cpu", started=False)
+    set_options(config(), "cpu")
+    assert settings() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "text"),
+    [
+        ((f"{LIMIT}=2", "--xla_gpu_nonsense=1"), "", "does not know --xla_gpu_nonsense=1, or not this value"),
+        (("--xla_gpu_autotune_level=maybe",), "", "does not know --xla_gpu_autotune_level=maybe, or not this value"),
+        ((f"{LIMIT}=2",), "--xla_mistyped=1", r"XLA_FLAGS: '--xla_mistyped=1' .*abort on it \(unknown: --xla_mistyped"),
+    ],
+)
+def test_what_would_abort_is_refused(flags: tuple[str, ...], given: str, text: str, env: pytest.MonkeyPatch) -> None:
+    env.setenv("XLA_FLAGS", given)
+    with pytest.raises(UserError, match=text):
+        set_flags(config(*flags), "cpu", started=False)
+    assert os.environ["XLA_FLAGS"] == given
+
+
+def test_flags_that_come_too_late_are_refused(env: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="JAX has started its devices"):
+        set_flags(config(f"{LIMIT}=2"), "gpu", started=True)
+    set_flags(config(), "gpu", started=True)
+
+
+@pytest.fixture
+def level() -> Iterator[None]:
+    before = jax.config.values["jax_optimization_level"]
+    yield
+    jax.config.update("jax_optimization_level", before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "want"),
+    [({}, "gpu", "O1"), ({"prefetch": 1}, "gpu", "UNKNOWN"), ({"preset": "plain"}, "gpu", "UNKNOWN"),
+     ({}, "cpu", "UNKNOWN")],
+)  # fmt: skip
+def test_optimization_level(
+    changes: dict[str, Any], backend: str, want: str, level: None, env: pytest.MonkeyPatch
+) -> None:
+    set_options(config(**changes), backend)
+    assert settings()["optimization_level"] == want
+
+
+def test_a_level_that_was_set_stays(level: None, env: pytest.MonkeyPatch) -> None:
+    jax.config.update("jax_optimization_level", "O2")
+    set_options(config(), "gpu")
+    assert settings()["optimization_level"] == "O2"
