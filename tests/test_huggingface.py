@@ -1,8 +1,8 @@
 """Hugging Face's tensors: bit for bit there and back, the same logits as `transformers`, what is refused."""
 
 import json
-from argparse import Namespace
-from collections.abc import Iterator
+import operator
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +18,10 @@ from levels import levels
 from jaxdist.assemble import assemble, make_model, precision_of
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.huggingface import check, config_json, export
-from jaxdist.checkpoint.names import Tensor, tensors
+from jaxdist.checkpoint.names import tensors
 from jaxdist.checkpoint.stored import Stored, open_steps
 from jaxdist.checkpoint.tensorfile import INDEX, SINGLE, TensorFiles
-from jaxdist.checkpoint_command import import_model, run
+from jaxdist.checkpoint_command import import_model
 from jaxdist.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, PrecisionConfig, resolve_model
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
@@ -86,7 +86,7 @@ def logits(config: Config, params: Any, tokens_BS: np.ndarray) -> np.ndarray:
     def region(params: Any, tokens: jax.Array) -> jax.Array:
         h = model.embed(params["embed"], {"inputs": tokens}, keys)
         for i in range(model.layers):
-            h = model.block(jax.tree.map(lambda leaf: leaf[i], params["blocks"]), h, keys)
+            h = model.block(jax.tree.map(operator.itemgetter(i), params["blocks"]), h, keys)
         return model.logits(params["head"], params["embed"] if model.tied else None, h)
 
     whole = jax.shard_map(region, mesh=make_mesh(), in_specs=P(), out_specs=P())
@@ -133,7 +133,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @NEEDS
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", levels(MODELS, everyday=2))
 def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Every parameter, in the target's layout; and every byte of the files."""
     config = config_of(name, model={"vocab": 260}, mesh=MeshConfig(fsdp=2, tensor=2 if name.startswith("gpt2") else 1),
@@ -157,7 +157,7 @@ LAYOUTS = [
 
 
 @NEEDS
-@pytest.mark.parametrize(("name", "pipe", "chunks", "stages"), levels(LAYOUTS, everyday=2))
+@pytest.mark.parametrize(("name", "pipe", "chunks", "stages"), levels(LAYOUTS, everyday=4))
 def test_blocks_are_written_in_the_order_of_the_model(
     name: str, pipe: int, chunks: int, stages: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -224,7 +224,7 @@ def test_files_of_several_parts_and_half_precision(tmp_path: Path) -> None:
 
 
 @NEEDS
-@pytest.mark.parametrize("name", ["gpt2-tied", "llama-untied"])
+@pytest.mark.parametrize("name", levels(["gpt2-tied", "llama-untied"], everyday=2))
 def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
     """Added rows are the mean; losses rise by at most log(vocab / rows); left out again, all is as it was."""
     config, padded = config_of(name), config_of(name, model={"vocab": 264})
@@ -245,3 +245,150 @@ def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--vocab: 260; allowed: 1 to 259"):
         export(stored, tmp_path / "none", vocab=260)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    ({"bias": False}, r"model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true"),
+    ({"norm": "rmsnorm"}, r"model: positions learned, norm rmsnorm and mlp gelu have no .*allowed: learned, layernorm"),
+    ({"positions": "rope"}, r"model: positions rope, norm layernorm and mlp gelu"),
+    ({"mlp": "swiglu"}, r"model: positions learned, norm layernorm and mlp swiglu"),
+    ({"kv_heads": 2}, r"model.kv_heads: 2, but Hugging Face's GPT-2 has as many as model.heads; allowed: 4"),
+    ({"name": "my.model"}, r"model.name: 'my.model' has no Hugging Face format here; allowed: gpt"),
+])  # fmt: skip
+def test_models_without_a_format_are_refused(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match="^" + message) as error:
+        tensors(resolve_model(config_of("gpt2-tied", model=model).model), positions=LENGTH)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders as `export` writes them."""
+    folder, found = tmp_path_factory.mktemp("exported"), {}
+    for name in ("gpt2-tied", "llama-untied"):
+        config = config_of(name, model={"layers": 1})
+        export(save_run(folder / f"{name}-run", config, random_params(config)), folder / name)
+        found[name] = folder / name
+    return found
+
+
+def judge(folder: Path, config: Config, changes: dict[str, Any]) -> tuple[int, list[str]]:
+    found = json.loads((folder / "config.json").read_text()) | changes
+    with TensorFiles(folder) as files:
+        return check(files, found, resolve_model(config.model), positions=config.data.seq_len)
+
+
+REFUSED = [
+    ("llama-untied", {"mlp_width": 32}, {}, r"model.layers.0.mlp.gate_proj.weight: is \[24, 32\] in the file, this"
+     r" configuration makes it \[32, 32\]; config.json asks for model.mlp_width=24 \(is 32\)$"),
+    ("llama-untied", {"kv_heads": 4}, {}, r"\S+k_proj.weight: is \[16, 32\] .* asks for model.kv_heads=2 \(is 4\)"),
+    ("llama-untied", {"layers": 2}, {}, r"model.layers.1.\S+: is not in the file.*model.layers=1 \(is 2\)"),
+    ("llama-untied", {"vocab": 256}, {}, r"model.embed_tokens.weight: is \[259, 32\].*\[256, 32\]; .*vocab=259"),
+    ("llama-untied", {"heads": 2, "kv_heads": 1}, {}, r".* asks for model.heads=4 \(is 2\), model.kv_heads=2"),
+    ("llama-untied", {"norm_eps": 1e-5}, {}, r"config.json: asks for model.norm_eps=1e-06 \(is 1e-05\); set them"),
+    ("llama-untied", {"rope_theta": 1e4}, {}, r"config.json: asks for model.rope_theta=500000.0 \(is 10000.0\)"),
+    ("llama-untied", {"tied": True}, {}, r"config.json: asks for model.tied=false \(is true\)"),
+    ("llama-untied", {"bias": True}, {}, r"\S+q_proj.bias: is not in the file, and this configuration has it"),
+    ("llama-untied", {"style": "gpt2", "kv_heads": None}, {}, r"config.json: model_type is 'llama'; .*style=llama"),
+    ("llama-untied", {}, {"hidden_act": "gelu"}, r"config.json: hidden_act is 'gelu', which no configuration makes"),
+    ("llama-untied", {}, {"rope_parameters": {"rope_type": "llama3"}}, r"config.json: rotary .* of type 'llama3'"),
+    ("llama-untied", {}, {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, r".*'linear'"),
+    ("llama-untied", {}, {"rope_parameters": [1]}, r"config.json: rotary positions of type \[1\]"),
+    ("llama-untied", {}, {"num_attention_heads": 0, "hidden_size": "x"}, r"config.json: asks for model.width=\"x\""),
+    ("llama-untied", {}, {"attention_bias": True}, r"config.json: attention_bias and mlp_bias differ"),
+    ("llama-untied", {}, {"head_dim": 16}, r"config.json: head_dim is 16, which .* 8$"),
+    ("llama-untied", {}, {"model_type": "mistral"}, r"config.json: model_type is 'mistral'; allowed: gpt2, llama"),
+    ("gpt2-tied", {}, {"n_positions": 99}, r"config.json: asks for data.seq_len=99 \(is 12\)"),
+    ("gpt2-tied", {}, {"activation_function": "relu"}, r"config.json: activation_function is 'relu'"),
+    ("gpt2-tied", {}, {"scale_attn_by_inverse_layer_idx": True}, r"config.json: scale_attn_by_inverse_layer_idx"),
+]  # fmt: skip
+
+
+@NEEDS
+@pytest.mark.parametrize(("name", "model", "changes", "message"), REFUSED)
+def test_another_model_than_the_configuration_is_refused(
+    name: str, model: dict[str, Any], changes: dict[str, Any], message: str, exported: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError, match="^" + message) as error:
+        judge(exported[name], config_of(name, model={"layers": 1} | model), changes)
+    assert "\n" not in str(error.value)
+
+
+@NEEDS
+def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> None:
+    """Names without a prefix, masks among the tensors, tied heads written out: as in older files of GPT-2."""
+    from safetensors.numpy import load_file, save_file
+
+    config = config_of("gpt2-tied", model={"layers": 1})
+    assert judge(exported["gpt2-tied"], config, {"n_inner": None, "num_key_value_heads": None}) == (259, ["float32"])
+    found = load_file(exported["gpt2-tied"] / SINGLE)
+    bare = {name.removeprefix("transformer."): value for name, value in found.items()}
+    text = (exported["gpt2-tied"] / "config.json").read_text()
+    for i, extra in enumerate((
+        {"h.0.attn.bias": np.ones((1, 1, 12, 12), bool)}, {"lm_head.weight": bare["wte.weight"]},
+        {"lm_head.weight": bare["wte.weight"] + 1}, {"h.0.attn.odd": np.ones(3, np.float32)},
+        {"ln_f.weight": np.ones(32, np.int32)},
+    )):  # fmt: skip
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        save_file(bare | extra, folder / SINGLE)
+        (folder / "config.json").write_text(text)
+        if i < 2:
+            import_model(folder, config, folder / "run")
+            export(open_steps(folder / "run")[0], folder / "out")
+            assert (folder / "out" / SINGLE).read_bytes() == (exported["gpt2-tied"] / SINGLE).read_bytes()
+            continue
+        message = (r"^lm_head.weight: is not the embedding", r"^h.0.attn.odd: is in the file, and this configuration",
+                   r"^ln_f.weight: is of type I32 in the file; allowed: F64, F32")[i - 2]  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            import_model(folder, config, folder / "run")
+        assert not (folder / "run").exists()
+
+
+@NEEDS
+@pytest.mark.parametrize(("index", "message"), [
+    ({"weight_map": {"a": "../secret.safetensors"}}, r"names the file '../secret.safetensors'; allowed: files"),
+    ({"weight_map": {"a": "/etc/secret.safetensors"}}, r"names the file '/etc/secret.safetensors'"),
+    ({"weight_map": {"a": "b\\c.safetensors"}}, r"names the file"),
+    ({"weight_map": {"a": "model.bin"}}, r"names the file 'model.bin'; allowed: files \*.safetensors beside it"),
+    ({"weight_map": {"a": ".."}}, r"names the file '..'"),
+    ({"weight_map": {"a": 3}}, r"has no weight_map"),
+    ({"weight_map": ["a"]}, r"has no weight_map"),
+    ({"weight_map": {"odd": SINGLE}}, r"model.safetensors: has no tensor 'odd', which \S+ says is there"),
+    ({"weight_map": {"a": "gone.safetensors"}}, r"gone.safetensors: not a file of safetensors"),
+    ([], r"holds no JSON object"),
+    ("{", r"not to be read as JSON"),
+])  # fmt: skip
+def test_malicious_and_damaged_indices_are_refused(
+    index: Any, message: str, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for path in (folder / SINGLE, tmp_path / "secret.safetensors"):
+        path.write_bytes((exported["gpt2-tied"] / SINGLE).read_bytes())
+    (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
+    with pytest.raises(UserError, match=message) as error:
+        TensorFiles(folder)
+    assert "\n" not in str(error.value)
+
+
+@NEEDS
+def test_damaged_and_pickled_files_are_refused(exported: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has neither model.safetensors nor"):
+        TensorFiles(tmp_path)
+    with pytest.raises(UserError, match=r"gone: is no folder"):
+        TensorFiles(tmp_path / "gone")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UserError, match=r"has pytorch_model.bin and no .*never read, for they can run"):
+        TensorFiles(tmp_path)
+    whole = (exported["gpt2-tied"] / SINGLE).read_bytes()
+    for bad in (whole[:-1], whole[:100], b"", b"\xff" * 64):
+        (tmp_path / SINGLE).write_bytes(bad)
+        with pytest.raises(UserError, match=r"model.safetensors: not a file of safetensors"):
+            TensorFiles(tmp_path)
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(UserError, match=r"^importing needs the package safetensors; pip install 'jaxdist\[hf\]'$"):
+        TensorFiles(tmp_path)

@@ -79,18 +79,18 @@ def differences(found: dict[str, Any], model: ModelConfig, *, positions: int) ->
         del wanted["vocab"]
     if kind == "llama":
         wanted["rope_theta"] = _rope_theta(found)
-        head = found.get("head_dim") or wanted["width"] // wanted["heads"]
         if found.get("attention_bias", False) != found.get("mlp_bias", False):
             raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
-        if head != wanted["width"] / wanted["heads"]:
-            raise UserError(f"{CONFIG}: head_dim is {head}; allowed: hidden_size / num_attention_heads,"
-                            f" {wanted['width'] / wanted['heads']:g}")  # fmt: skip
     other = [f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
              for key, value in wanted.items() if getattr(model, key) != value]  # fmt: skip
     if family(model) != kind:
         other.insert(0, f"model.style={kind} (is {family(model)})")
     if kind == "gpt2" and found.get("n_positions", 1024) != positions:
         other.append(f"data.seq_len={found.get('n_positions', 1024)} (is {positions})")
+    head = found.get("head_dim")
+    if not other and head not in (None, model.width // model.heads):
+        raise UserError(f"{CONFIG}: head_dim is {head!r}, which no configuration makes; allowed: hidden_size /"
+                        f" num_attention_heads, {model.width // model.heads}")  # fmt: skip
     return other
 
 
@@ -101,13 +101,12 @@ def _check_fixed(found: dict[str, Any], kind: str) -> None:
                             f" {', '.join(map(repr, allowed))}")  # fmt: skip
 
 
-def _rope_theta(found: dict[str, Any]) -> float:
-    rope = found.get("rope_parameters") or {}
-    scaling = found.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+def _rope_theta(found: dict[str, Any]) -> Any:
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
     if kind != "default":
         raise UserError(f"{CONFIG}: rotary positions of type {kind!r}, which no configuration makes; allowed: default")
-    return float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0)
+    return rope.get("rope_theta") or found.get("rope_theta") or 10000.0
 
 
 def _places(each: Tensor, rows: Sequence[int]) -> list[tuple[int | None, Any]]:
@@ -170,7 +169,7 @@ def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, pos
             name = actual_name(files, each.name.format(block), kind)
             expected.add(name)
             if name not in files.names:
-                raise UserError(f"{name}: is not in the file, and this configuration has it{hint}")
+                raise UserError(f"{each.name.format(block)}: is not in the file, and this configuration has it{hint}")
             shape, wanted = files.shape(name), each.shape
             padded = each.leaf in TABLES and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
             if shape != wanted and not padded:
