@@ -115,7 +115,7 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     newest = steps[-1]
     for other in steps[:-1]:
         _check_same(newest, other)
-    enable_x64(newest.meta["precision"]["policy"])
+    enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
     params = nested((name, jnp.asarray(_mean(steps, name))) for name in newest.params())
     rest = jax.tree.map(jnp.asarray, newest.rest())
     state = TrainState(rest["step"], params, rest["opt_state"], guard=rest.get("guard", ()))

@@ -23,6 +23,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.session import record
 
+pytestmark = pytest.mark.xdist_group("huggingface")
 SCRIPT = child.ROOT / "scripts" / "checkpoint.py"
 STEPS = (2, 4, 10)
 
@@ -76,14 +77,14 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
     """The mean in float64, rounded once; all else is the newest's, and restored as the trainer does."""
     config = config_of("gpt2-tied", model={"layers": 1}, mesh=MeshConfig(fsdp=2),
                        parallel=ParallelConfig(strategy="zero3", min_shard_bytes=0))  # fmt: skip
-    said = average(run_dir, tmp_path / "mean", last=2)
-    assert said == f"the mean of steps 4, 10 to {tmp_path / 'mean'}, as step 10"
+    said = average(run_dir, tmp_path / "mean", last=3)
+    assert said == f"the mean of steps 2, 4, 10 to {tmp_path / 'mean'}, as step 10"
     assert (tmp_path / "mean" / "config.yaml").read_text() == (run_dir / "config.yaml").read_text()
-    old, newest = (restored(run_dir, config, step) for step in (4, 10))
+    steps = [restored(run_dir, config, step) for step in STEPS]
     got = restored(tmp_path / "mean", config, 10)
-    mean = lambda a, b: ((np.asarray(a, np.float64) + np.asarray(b, np.float64)) / 2).astype(np.float32)  # noqa: E731
-    assert bits(got.params) == bits(jax.tree.map(mean, old.params, newest.params))
-    assert bits(got._replace(params=())) == bits(newest._replace(params=()))
+    mean = lambda *leaves: np.mean([np.asarray(leaf, np.float64) for leaf in leaves], 0).astype(np.float32)  # noqa: E731
+    assert bits(got.params) == bits(jax.tree.map(mean, *(state.params for state in steps)))
+    assert bits(got._replace(params=())) == bits(steps[-1]._replace(params=()))
     with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1) as mine, Checkpoints(
         run_dir / "checkpoints", keep=9
     ) as its:

@@ -29,6 +29,8 @@ from jaxdist.parallel.arrange import arrange_rows, order_of_blocks
 from jaxdist.session import record
 from jaxdist.state import TrainState
 
+pytestmark = pytest.mark.xdist_group("huggingface")  # files are shared by the tests
+
 MODELS = {
     "gpt2-tied": ModelConfig(style="gpt2", tied=True),
     "gpt2-untied": ModelConfig(style="gpt2", tied=False, mlp_width=40),
@@ -327,7 +329,7 @@ def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> Non
     for i, extra in enumerate((
         {"h.0.attn.bias": np.ones((1, 1, 12, 12), bool)}, {"lm_head.weight": bare["wte.weight"]},
         {"lm_head.weight": bare["wte.weight"] + 1}, {"h.0.attn.odd": np.ones(3, np.float32)},
-        {"ln_f.weight": np.ones(32, np.int32)},
+        {"ln_f.weight": np.ones(32, np.int32)}, {"ln_f.bias": np.full(32, np.nan, np.float32)},
     )):  # fmt: skip
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -339,7 +341,8 @@ def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> Non
             assert (folder / "out" / SINGLE).read_bytes() == (exported["gpt2-tied"] / SINGLE).read_bytes()
             continue
         message = (r"^lm_head.weight: is not the embedding", r"^h.0.attn.odd: is in the file, and this configuration",
-                   r"^ln_f.weight: is of type I32 in the file; allowed: F64, F32")[i - 2]  # fmt: skip
+                   r"^ln_f.weight: is of type I32 in the file; allowed: F64, F32",
+                   r"^ln_f.bias: holds numbers that are not finite")[i - 2]  # fmt: skip
         with pytest.raises(UserError, match=message):
             import_model(folder, config, folder / "run")
         assert not (folder / "run").exists()

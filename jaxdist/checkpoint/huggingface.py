@@ -120,6 +120,8 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     vocab: write only so many rows of the vocabulary; those after them were padding. Returns what was done, in a line.
     Raises `UserError` for a model that has no format.
     """
+    if not {"model", "data"} <= stored.meta.keys():
+        raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
     model, positions, found = stored.model, stored.meta["data"]["seq_len"], stored.params()
     kept = model.vocab if vocab is None else vocab
     if not 1 <= kept <= model.vocab:
@@ -197,8 +199,14 @@ def load(
         array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
         for each in group:
             for block, row in _places(each, rows):
-                tensor = files.read(actual_name(files, each.name.format(block), kind))
-                each.put(array[row], _padded(tensor, model.vocab) if leaf in TABLES else tensor)
+                name = actual_name(files, each.name.format(block), kind)
+                tensor = files.read(name)
+                if not np.isfinite(tensor).all():
+                    raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
+                if leaf in TABLES:
+                    _fill(array, tensor)
+                else:
+                    each.put(array[row], tensor)
         if leaf == TABLES[0] and model.tied and HEAD in files.names:
             if files.read(HEAD).tobytes() != files.read(actual_name(files, each.name, kind)).tobytes():
                 raise UserError(f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
@@ -206,11 +214,11 @@ def load(
         yield leaf, array
 
 
-def _padded(table_VD: np.ndarray, vocab: int) -> np.ndarray:
-    """With rows that are the mean of the others. Zeros would be tokens of logit 0, often the likeliest; these add at
-    most log(vocab / rows) to any loss, for the exponential of a mean is at most the mean of the exponentials."""
-    missing = vocab - len(table_VD)
-    if not missing:
-        return table_VD
-    mean = table_VD.astype(np.float64).mean(axis=0).astype(table_VD.dtype)
-    return np.concatenate([table_VD, np.broadcast_to(mean, (missing, table_VD.shape[1]))])
+def _fill(table_VD: np.ndarray, rows_RD: np.ndarray) -> None:
+    """Rows that there are none for become the mean of the others. Zeros would be tokens of logit 0, often the
+    likeliest; these add at most log(V / R) to any loss, for the exponential of a mean is at most the mean of the
+    exponentials."""
+    count = len(rows_RD)
+    table_VD[:count] = rows_RD
+    if count < len(table_VD):
+        table_VD[count:] = rows_RD.mean(axis=0, dtype=np.float64)

@@ -50,7 +50,7 @@ def write(folder: Path, entries: Sequence[Entry], arrays: Iterable[np.ndarray], 
             for entry in inside:
                 array = next(stream)
                 assert array.shape == entry.shape and str(array.dtype) == entry.dtype, (entry, array.shape, array.dtype)
-                file.write(np.ascontiguousarray(array).tobytes())
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     assert next(stream, None) is None, "more arrays than entries"
     if len(files) > 1:
         where = {entry.name: name for name, inside in zip(names, files, strict=True) for entry in inside}
