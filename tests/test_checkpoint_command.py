@@ -95,6 +95,8 @@ def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     for last, message in ((4, r"--last: 4, but the complete steps in .* are: 2, 4, 10$"), (0, r"--last: 0; allowed")):
         with pytest.raises(UserError, match=message):
             average(run_dir, tmp_path / "mean", last=last)
+    with pytest.raises(UserError, match=r"holds no checkpoints; give a run directory"):
+        listing(tmp_path)
     with pytest.raises(UserError, match=r"--output: .* is there already"):
         average(run_dir, run_dir, last=1)
     for step, width in ((1, 32), (2, 64)):
@@ -122,12 +124,9 @@ def test_the_command_line(run_dir: Path, tmp_path: Path) -> None:
     assert done.stdout == f"step 4 to {tmp_path / 'out'}: 16 tensors, 85,760 bytes of float32 in 1 file\n"
     assert Stored(run_dir / "checkpoints" / "4").param("head.norm.scale").tobytes() in (
         tmp_path / "out" / "model.safetensors").read_bytes()  # fmt: skip
-    for words, message in (
-        (("export", run_dir, "--output", tmp_path / "out"), "error: --output: "),
-        (("ls", tmp_path), f"error: {tmp_path}: holds no checkpoints"),
-    ):
-        bad = command(*words)
-        assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1) and bad.stderr.startswith(message)
+    bad = command("export", run_dir, "--output", tmp_path / "out")
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
+    assert bad.stderr.startswith("error: --output: ")
     assert command("ls", run_dir, "model.width=3").returncode == 2
 
 
