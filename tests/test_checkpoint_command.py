@@ -117,6 +117,7 @@ def test_rows_are_compared(tmp_path: Path) -> None:
         average(tmp_path, tmp_path / "mean", last=2)
 
 
+@pytest.mark.slow
 def test_the_command_line(run_dir: Path, tmp_path: Path) -> None:
     """Exit statuses, one line on stderr, nothing half made."""
     done = command("export", run_dir, "--output", tmp_path / "out", "--step", "4")

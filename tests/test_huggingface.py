@@ -109,6 +109,7 @@ def theirs(name: str, torch: Any, transformers: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @NEEDS
-@pytest.mark.parametrize("name", levels(MODELS, everyday=2))
+@pytest.mark.parametrize("name", levels(MODELS, everyday=3))
 def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Every parameter, in the target's layout; and every byte of the files."""
     config = config_of(name, model={"vocab": 260}, mesh=MeshConfig(fsdp=2, tensor=2 if name.startswith("gpt2") else 1),
@@ -159,7 +160,7 @@ LAYOUTS = [
 
 
 @NEEDS
-@pytest.mark.parametrize(("name", "pipe", "chunks", "stages"), levels(LAYOUTS, everyday=4))
+@pytest.mark.parametrize(("name", "pipe", "chunks", "stages"), levels(LAYOUTS, everyday=5))
 def test_blocks_are_written_in_the_order_of_the_model(
     name: str, pipe: int, chunks: int, stages: tuple[int, ...], tmp_path: Path
 ) -> None:
