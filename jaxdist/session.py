@@ -106,6 +106,11 @@ def schedule_keys(config: Config) -> dict[str, Any]:
     return {**optimizer, "train.steps": config.train.steps}
 
 
+def record(config: Config, source: Source, *, passed: int = 0) -> dict[str, Any]:
+    """What is saved beside a state. passed: batches that were passed over."""
+    return identity(config, source) | {"schedule": schedule_keys(config), "batches_passed": passed}
+
+
 def schedule_changes(run: "Run") -> str:
     """Text such as ", with optimizer.lr 0.02 (was 0.01)" for what differs from the checkpoint's run, else nothing."""
     before, now = run.checkpoints.meta(run.first_step)["schedule"], schedule_keys(run.config)

@@ -27,7 +27,7 @@ from jaxdist.optim import learning_rates
 from jaxdist.runtime.memory import advise, is_out_of_memory
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.stop import STOPPED, StopSignal
-from jaxdist.session import Run, build, describe, forward_parts, identity, run_environment, schedule_keys
+from jaxdist.session import Run, build, describe, forward_parts, record, run_environment
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def loop(run: Run) -> tuple[int, bool]:
 
 def meta_of(run: Run) -> dict[str, Any]:
     """What is saved beside a state."""
-    return identity(run.config, run.source) | {"schedule": schedule_keys(run.config), "batches_passed": run.passed}
+    return record(run.config, run.source, passed=run.passed)
 
 
 def save(run: Run, step: int) -> None:

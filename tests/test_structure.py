@@ -28,7 +28,7 @@ FLOORS = (
     {"step", "compiled", "forensics", "init", "assemble", "evaluate", "checkpoint"},
     {"plan"},
     {"runtime", "observe"},
-    {"train", "incidents", "session"},
+    {"train", "incidents", "session", "checkpoint_command"},
 )
 FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe"}
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -1,0 +1,101 @@
+"""Checkpoints read for what they hold, on the host and leaf by leaf: no mesh, no model, no optimizer is needed."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxdist.config import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.parallel.arrange import order_of_blocks
+from jaxdist.specs import path_name
+
+FOLDER = "checkpoints"  # in a run directory
+PyTree = Any
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a step's folder was written to its end: orbax gives it its name, and these files, last."""
+    return folder.name.isdigit() and (folder / "_CHECKPOINT_METADATA").is_file() and (folder / "state").is_dir()
+
+
+def step_folders(run_dir: Path) -> list[Path]:
+    """All folders of steps in a run directory, in order, complete or not. Raises `UserError` where there is none."""
+    folder = run_dir / FOLDER
+    found = [path for path in folder.iterdir() if path.name[:1].isdigit()] if folder.is_dir() else []
+    if not found:
+        raise UserError(f"{run_dir}: holds no checkpoints; give a run directory, one with a folder {FOLDER}")
+    return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), path.name))
+
+
+def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list["Stored"]:
+    """The newest `last` complete steps, oldest first; or the one `step`. Raises `UserError` when they are not there."""
+    complete = [path for path in step_folders(run_dir) if is_complete(path)]
+    chosen = complete[-last:] if step is None else [path for path in complete if path.name == str(step)]
+    if not chosen or (step is None and len(chosen) < last):
+        wanted = f"--last: {last}" if step is None else f"--step: {step}"
+        steps = ", ".join(path.name for path in complete) or "none"
+        raise UserError(f"{wanted}, but the complete steps in {run_dir} are: {steps}")
+    return [Stored(path) for path in chosen]
+
+
+def rows_of_blocks(layers: int, *, stages: int, chunks: int, blocks: Sequence[int]) -> np.ndarray:
+    """The row that each block rests in, [layers], in the order of the model: the inverse of `order_of_blocks`."""
+    order = order_of_blocks(layers, stages=stages, chunks=chunks, blocks=blocks)
+    rows = np.flatnonzero(order >= 0)
+    return rows[np.argsort(order[rows])]
+
+
+class Stored:
+    """One step. meta: the record saved with it (`jaxdist.session.identity`). leaves: name -> ArrayMetadata, which has
+    shape and dtype, for every leaf of the state: "params.blocks.mlp.up.kernel"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.step = int(folder.name)
+        self.meta: dict[str, Any] = ocp.JsonCheckpointHandler().restore(self.folder / "meta")
+        self._handler = ocp.PyTreeCheckpointHandler()
+        self._tree = self._handler.metadata(self.folder / "state").tree
+        self.leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree)}
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model that was trained, every key filled in."""
+        return ModelConfig(**self.meta["model"])
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each block, in the order of the model, whatever pipeline the run had."""
+        parallel = {"chunks": 1, "stages": []} | self.meta.get("parallel", {})  # older versions had no other
+        chunks, blocks = parallel["chunks"], parallel["stages"]
+        pipe = self.meta["mesh"]["pipe"] if chunks > 1 else 1
+        stages = len(blocks) // chunks if blocks else pipe
+        return rows_of_blocks(self.meta["model"]["layers"], stages=stages, chunks=chunks, blocks=blocks)
+
+    def params(self) -> dict[str, Any]:
+        """name -> shape and dtype of the parameters: "blocks.mlp.up.kernel"."""
+        start = "params."
+        return {name.removeprefix(start): leaf for name, leaf in self.leaves.items() if name.startswith(start)}
+
+    def param(self, name: str) -> np.ndarray:
+        """One parameter, the rows of blocks as they rest."""
+        found = self.leaves["params." + name]
+        tree: PyTree = 0
+        for key in reversed(["params", *name.split(".")]):
+            tree = {key: tree}
+        array = jax.tree.leaves(self._read(tree))[0]
+        assert array.shape == tuple(found.shape) and math.prod(array.shape) == array.size
+        return array
+
+    def rest(self) -> dict[str, Any]:
+        """All that is not a parameter: optimizer state, step, guard; lists and dicts of arrays."""
+        return self._read({name: part for name, part in self._tree.items() if name != "params"})
+
+    def _read(self, tree: PyTree) -> PyTree:
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host, partial_restore=True)
+        return self._handler.restore(self.folder / "state", args=asked)

@@ -1,0 +1,166 @@
+"""Files of tensors in the format safetensors: a header of names, types, shapes and offsets, then plain bytes.
+
+Written here, because the library's writer wants all tensors in memory at once; read by the library, which checks the
+header. Format: https://github.com/huggingface/safetensors#format.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.errors import UserError
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in DTYPES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_BYTES = 5 * 10**9  # a file holds at most this many, or one tensor, as Hugging Face's own do
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Entry(NamedTuple):
+    """A tensor to write. dtype: "float32"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * np.dtype(jnp.dtype(self.dtype)).itemsize
+
+
+def write(folder: Path, entries: Sequence[Entry], arrays: Iterable[np.ndarray], *, file_bytes: int = FILE_BYTES) -> int:
+    """Write the arrays, one for each entry and in its order, as they come. Returns the number of files."""
+    files = _divide(entries, file_bytes)
+    stream = iter(arrays)
+    names = [SINGLE] if len(files) == 1 else [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]  # fmt: skip
+    for name, inside in zip(names, files, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(_header(inside))
+            for entry in inside:
+                array = next(stream)
+                assert array.shape == entry.shape and str(array.dtype) == entry.dtype, (entry, array.shape, array.dtype)
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    assert next(stream, None) is None, "more arrays than entries"
+    if len(files) > 1:
+        where = {entry.name: name for name, inside in zip(names, files, strict=True) for entry in inside}
+        total = sum(entry.nbytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return len(files)
+
+
+def _divide(entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:
+    files: list[list[Entry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(each.nbytes for each in files[-1]) + entry.nbytes > file_bytes:
+            files.append([])
+        files[-1].append(entry)
+    return files
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    start = 0
+    for entry in entries:
+        stop = start + entry.nbytes
+        fields[entry.name] = {"dtype": CODES[entry.dtype], "shape": entry.shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UserError` when there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: does not exist; a model of Hugging Face has {path.name} beside its tensors") from None
+    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor JSON
+        raise UserError(f"{path}: not to be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no JSON object")
+    return found
+
+
+class TensorFiles:
+    """The safetensors of a folder, one tensor read at a time. Use it as a context. Raises `UserError` for a folder or
+    file that is not what it should be."""
+
+    def __init__(self, folder: Path) -> None:
+        self._where: dict[str, Any] = {}  # name -> the open file
+        self._stack = ExitStack()
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ModuleNotFoundError:
+            raise UserError("importing needs the package safetensors; pip install 'jaxdist[hf]'") from None
+        for path, names in _files(folder):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="numpy"))
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path}: not a file of safetensors: {error}") from None
+            inside = set(file.keys())
+            if missing := sorted(set(names or ()) - inside):
+                raise UserError(f"{path}: has no tensor {missing[0]!r}, which {INDEX} says is there")
+            self._where |= dict.fromkeys(names or inside, file)
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor; nothing of it is read."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """ "float32", ... Raises `UserError` for a type that no parameter has."""
+        code = self._where[name].get_slice(name).get_dtype()
+        if code not in DTYPES:
+            raise UserError(f"{name}: is of type {code} in the file; allowed: {', '.join(DTYPES)}")
+        return DTYPES[code]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor."""
+        return self._where[name].get_tensor(name)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """(file, the tensors that the index says are in it; None without an index)."""
+    if (folder / INDEX).is_file():
+        where = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise UserError(f"{folder / INDEX}: has no weight_map from names of tensors to names of files")
+        for name in sorted(set(where.values())):
+            if name in ("", ".", "..") or set(name) & set("/\\\0") or not name.endswith(".safetensors"):
+                raise UserError(f"{folder / INDEX}: names the file {name!r}; allowed: files *.safetensors beside it")
+            yield folder / name, [tensor for tensor, file in where.items() if file == name]
+        return
+    if (folder / SINGLE).is_file():
+        yield folder / SINGLE, None
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is no folder; give one with config.json and {SINGLE}, or {INDEX}")
+    if pickled := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED):
+        raise UserError(
+            f"{folder}: has {pickled[0]} and no {SINGLE}; pickled files are never read, for they can run any code; save"
+            " the model again with save_pretrained(..., safe_serialization=True)"
+        )
+    raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
