@@ -1,5 +1,5 @@
-"""Checkpoints: any layout in, any layout out."""
+"""Checkpoints: any layout in, any layout out, every byte verified."""
 
-from jaxdist.checkpoint.manager import Checkpoints
+from jaxdist.checkpoint.manager import Checkpoints, SaveFailed
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "SaveFailed"]

@@ -1,0 +1,46 @@
+"""Saving during a run: a save that fails is told at once when it is known, and the next one is tried all the same."""
+
+from typing import Any
+
+from jaxdist.checkpoint import SaveFailed
+from jaxdist.session import Run, identity, note, schedule_keys
+
+
+def meta_of(run: Run) -> dict[str, Any]:
+    """What is saved beside a state."""
+    return identity(run.config, run.source) | {"schedule": schedule_keys(run.config), "batches_passed": run.passed}
+
+
+def settle(run: Run) -> None:
+    """Wait for a save under way, and tell if it failed."""
+    try:
+        run.checkpoints.wait()
+    except SaveFailed as error:
+        _tell(run, error)
+
+
+def begin_save(run: Run, step: int, loss: float | None = None) -> None:
+    """Save the state; training may go on meanwhile. loss: of an evaluation after the step. Raises FloatingPointError
+    where the state is not finite."""
+    settle(run)
+    try:
+        run.checkpoints.save(step, run.state, meta_of(run), loss=loss)
+    except SaveFailed as error:
+        _tell(run, error)
+
+
+def _tell(run: Run, error: SaveFailed) -> None:
+    run.console.line(f"warning: {error}; training goes on, the next checkpoint will be tried")
+    note(run.folder, run.console, {"step": error.step, "what": str(error), "action": "went on"})
+
+
+def all_saved(run: Run) -> bool:
+    """At the end of a run: whether the last save has landed. If not, it is said in one line."""
+    settle(run)
+    failed = run.checkpoints.failed
+    if failed is None:
+        return True
+    newest = run.checkpoints.latest()
+    there = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+    run.console.line(f"failed: {failed}; {there}")
+    return False
