@@ -79,7 +79,7 @@ class Recorder:
 
     def __init__(self, run: Run, spikes: Spikes) -> None:
         self._run, self._spikes = run, spikes
-        self._late = LateMetrics()
+        self._late, self._unwritten = LateMetrics(), False
         self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
         self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
 
@@ -109,13 +109,24 @@ class Recorder:
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._run.console.evaluation(step, evaluation)
-        if self._run.metrics is not None:
-            self._run.metrics.write(step, metrics | evaluation)
+        self._write(step, metrics | evaluation)
         if is_bad(loss, norm) or in_a_row:
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:
             self._spikes.check(step, loss)
         return evaluation
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        """To metrics.jsonl. A full disk is said once, and does not end the run before its end."""
+        if self._run.metrics is None:
+            return
+        try:
+            self._run.metrics.write(step, metrics)
+            self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
+                self._run.console.line(f"warning: metrics.jsonl, step {step}: {error.strerror}; kept for the next one")
+            self._unwritten = True
 
     def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None) -> None:
         """Say that a step was skipped, or raise `NonFinite`."""
