@@ -30,13 +30,20 @@ def begin_save(run: Run, step: int, loss: float | None = None) -> None:
 
 
 def _tell(run: Run, error: SaveFailed) -> None:
-    run.console.line(f"warning: {error}; training goes on, the next checkpoint will be tried")
-    note(run.folder, run.console, {"step": error.step, "what": str(error), "action": "went on"})
+    run.console.line(f"warning: {error}; the next one will be tried all the same")
+    _note(run, error, "went on")
+
+
+def _note(run: Run, error: SaveFailed, action: str) -> None:
+    note(run.folder, run.console, {"step": error.step, "what": str(error), "action": action})
 
 
 def all_saved(run: Run) -> bool:
     """At the end of a run: whether the last save has landed. If not, it is said in one line."""
-    settle(run)
+    try:
+        run.checkpoints.wait()
+    except SaveFailed as error:
+        _note(run, error, "ended")
     failed = run.checkpoints.failed
     if failed is None:
         return True

@@ -113,12 +113,13 @@ def test_every_kind_of_file_damaged(saved: Path, tmp_path: Path) -> None:
         assert f" {name} " in line
 
 
-@pytest.mark.parametrize(("damage", "text"), [
-    (rename, "meta/metadata is missing, meta/other does not belong there"),
-    (add, "meta/metadata.new does not belong there"),
+@pytest.mark.parametrize(("name", "damage", "text"), [
+    ("meta/metadata", rename, "meta/metadata is missing, meta/other does not belong there"),
+    ("meta/metadata", add, "meta/metadata.new does not belong there"),
+    (CHECKSUMS, delete, f"{CHECKSUMS} is missing"),
 ])  # fmt: skip
-def test_names_and_strangers(copy: Path, damage: Damage, text: str) -> None:
-    assert f"damaged: {text}; moved" in found(copy, "meta/metadata", damage, random.Random(0), restoring=False)
+def test_names_and_strangers(copy: Path, name: str, damage: Damage, text: str) -> None:
+    assert f"damaged: {text}; moved" in found(copy, name, damage, random.Random(0), restoring=False)
 
 
 @pytest.mark.slow

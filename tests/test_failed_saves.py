@@ -182,13 +182,13 @@ def test_a_run_goes_on_after_a_failed_save(
     fail_to_save(monkeypatch, {2, 6})
     assert run(tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
-    told = "warning: checkpoint of step 2 was not saved: No space left on device; training goes on, the next"
+    told = "warning: checkpoint of step 2 was not saved: No space left on device; the next one will be tried"
     assert sum(line.startswith(told) for line in lines) == 1
     last = "failed: checkpoint of step 6 was not saved: No space left on device; the newest checkpoint is of step 4"
-    assert lines[-1] == last
+    assert lines[-1] == last and sum("step 6 was not" in line for line in lines) == 1
     assert "4" in steps_in(tmp_path / "checkpoints") and "6" not in steps_in(tmp_path / "checkpoints")
     records = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
-    assert [(record["step"], record["action"]) for record in records] == [(2, "went on"), (6, "went on")]
+    assert [(record["step"], record["action"]) for record in records] == [(2, "went on"), (6, "ended")]
 
 
 @pytest.mark.slow

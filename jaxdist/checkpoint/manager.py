@@ -90,7 +90,9 @@ class Checkpoints:
     def newest_intact(self, say: Callable[[str], None]) -> int | None:
         """The newest step whose files are what was written, or None if there is no checkpoint at all. Damaged ones that
         are newer are moved aside, so that their steps can be saved again. say: gets a line for each; one for a
-        checkpoint of an older version, which has no checksums. Raises `UserError` if all are damaged; none is moved."""
+        checkpoint of an older version, which has no checksums. Raises `UserError` if all are damaged; none is moved.
+        Raises `SaveFailed` as `wait` does."""
+        self.wait()
         found = json.loads(from_first(json.dumps(self._look() if jax.process_index() == 0 else {})))
         if found["error"]:
             raise UserError(found["error"])
@@ -157,7 +159,7 @@ class Checkpoints:
     def _clear(self) -> None:
         """What a failed save has left takes room."""
         for path in self._folder.glob(f"*{TEMPORARY}*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
 
     def _fail(self, step: int, error: Exception | None) -> NoReturn:
         self._manager.reload()  # what is there, in place of what was meant to be
@@ -191,6 +193,7 @@ class Checkpoints:
         just, self._verified = self._verified, None
         if just == step:
             return
+        self.wait()
         own = check(self._folder / str(step), step) if jax.process_index() == 0 else ("", False)
         problem, sealed = json.loads(from_first(json.dumps(own)))
         if problem:
