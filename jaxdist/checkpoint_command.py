@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist import registry
 from jaxdist.assemble import make_model, precision_of
 from jaxdist.checkpoint import Checkpoints, verify
 from jaxdist.checkpoint.huggingface import CONFIG, check, export, load
 from jaxdist.checkpoint.stored import FOLDER, Stored, is_complete, open_steps, rows_of_blocks, step_folders
 from jaxdist.checkpoint.tensorfile import TensorFiles, read_json
 from jaxdist.config import Config, resolve_model, to_yaml
+from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard
 from jaxdist.observe import read_metrics
@@ -83,7 +83,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     enable_x64(config.precision.policy)
     with TensorFiles(folder) as files:
         vocab, before = check(files, read_json(folder / CONFIG), model, positions=positions)
-        source = registry.load("jaxdist.data.sources", config.data.source, key="data.source")(config.data)
+        source = load_source(config.data)
         check_vocabulary(config, source)
         made = make_model(config, precision_of(config.precision), stages=pipe, training=True)
         shapes = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made.shapes)}

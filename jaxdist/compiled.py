@@ -1,7 +1,10 @@
 """A train step as an object that is called: compiled once, for the layout of its state."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.microbatch import check_global
@@ -19,9 +22,10 @@ class TrainStep:
     "skipped_in_a_row", "loss_scale": see `jaxdist.guard`), and "grads" if asked for.
     """
 
-    def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None], *, on_cpu: bool) -> None:
         """check: raises `UserError` where the step may be compiled, but not run."""
-        self._build, self._check, self._jitted, self._layout = build, check, None, None
+        self._build, self._check, self._on_cpu, self._jitted, self._layout = build, check, on_cpu, None, None
+        self._under_way: deque[jax.Array] = deque()  # losses of the last steps, on CPU devices
 
     def jitted(self, state: TrainState) -> Any:
         """The `jax.jit` function for this layout; `state` may be made of ShapeDtypeStructs with shardings."""
@@ -35,7 +39,13 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         self._check()
         check_global(batch)
-        return self.jitted(state)(state, batch)
+        if len(self._under_way) == 2:
+            # With many steps under way XLA:CPU may leave a device without a thread, while others wait for it.
+            self._under_way.popleft().block_until_ready()
+        state, metrics = self.jitted(state)(state, batch)
+        if self._on_cpu:
+            self._under_way.append(metrics["loss"])
+        return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """`jax.stages.Lowered` for arrays or ShapeDtypeStructs, to compile ahead of time."""

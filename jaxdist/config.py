@@ -230,7 +230,9 @@ class CheckpointConfig:
     """Checkpoints and resuming."""
 
     every: int = setting(100, "steps between checkpoints; 0: only at the end", at_least=0)
-    keep: int = setting(3, "newest checkpoints that are kept", at_least=1)
+    keep: int = setting(3, "newest checkpoints that are kept; two at least, as one may be damaged", at_least=1)
+    keep_every: int = setting(0, "checkpoints of steps divisible by this are kept for good; 0: none", at_least=0)
+    keep_best: int = setting(0, "checkpoints of the lowest evaluation losses that are kept besides", at_least=0)
     resume: str = setting(
         "auto", "auto: resume if there is a checkpoint; must: fail without one", choices=("auto", "must", "never")
     )

@@ -138,6 +138,9 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     if config.optimizer.warmup_steps > config.train.steps:
         raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
                         f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
+    if config.checkpoint.keep_best and not config.train.eval_every:
+        raise UserError(f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations, and train.eval_every"
+                        " is 0; allowed: 0; or set train.eval_every to what checkpoint.every is")  # fmt: skip
     if config.train.on_nonfinite == "rollback" and not config.checkpoint.every:
         raise UserError("train.on_nonfinite: 'rollback' goes back to a checkpoint, and checkpoint.every is 0; allowed:"
                         " stop, skip; or checkpoint.every=100")  # fmt: skip

@@ -1,17 +1,16 @@
 """Steps that are not finite, in a training run: what is said, what is written down, and how the run goes on."""
 
-import json
+import functools
 import math
 import statistics
 from collections import deque
 from typing import Any
 
-import jax
-
 from jaxdist.data import Loader, MixedLoader
 from jaxdist.forensics import Finding
 from jaxdist.guard import released
-from jaxdist.session import Run
+from jaxdist.saving import settle
+from jaxdist.session import Run, note, report_damage
 
 SAME = 3  # rollbacks to one checkpoint; the next ends the run
 _FEWEST, _RECENT = 16, 64  # losses that a spike is judged by
@@ -62,8 +61,8 @@ def look_into(run: Run, error: NonFinite, loader: Loader | MixedLoader) -> Findi
 
 def roll_back(run: Run, error: NonFinite) -> str:
     """Take the run back to its newest checkpoint, past the batches since. Returns "", or why that cannot be."""
-    run.checkpoints.wait()
-    latest = run.checkpoints.latest()
+    settle(run)
+    latest = run.checkpoints.newest_intact(functools.partial(report_damage, run.folder, run.console))
     if latest is None:
         return "there is no checkpoint yet to go back to; set checkpoint.every lower"
     run.rollbacks[latest] = run.rollbacks.get(latest, 0) + 1
@@ -81,12 +80,9 @@ def roll_back(run: Run, error: NonFinite) -> str:
 
 def write_down(run: Run, error: NonFinite, finding: Finding | None, action: str) -> None:
     """A line in incidents.jsonl."""
-    if jax.process_index() != 0:
-        return
     record: dict[str, Any] = {"step": error.step, "what": str(error), "action": action, "batches_passed": run.passed}
     record["found"] = None if finding is None else finding._asdict()
-    with (run.folder / "incidents.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    note(run.folder, run.console, record)
 
 
 def is_bad(loss: float, norm: float) -> bool:

@@ -141,13 +141,16 @@ def restore_or_init(
     source: Source,
     target: TrainState,
     fresh: Callable[[], TrainState],
+    say: Callable[[str], None],
 ) -> TrainState:
-    """The newest checkpoint's state if the run directory has one and `checkpoint.resume` allows, else `fresh()`."""
+    """The state of the newest checkpoint that is not damaged, if the run directory has one and `checkpoint.resume`
+    allows, else `fresh()`. say: gets a line for what is damaged."""
     latest = checkpoints.latest()
     if latest is not None and config.checkpoint.resume == "never":
         raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
     if latest is None and config.checkpoint.resume == "must":
         raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
+    latest = checkpoints.newest_intact(say)
     if latest is not None:
         if latest > config.train.steps:
             raise UserError(
@@ -157,6 +160,23 @@ def restore_or_init(
         state = checkpoints.restore(latest, target)
         return state._replace(guard=released(state.guard))
     return fresh()
+
+
+def note(folder: Path, console: Console, record: dict[str, Any]) -> None:
+    """Add a line to incidents.jsonl, on process 0. Where that fails, as on a full disk, the console says so."""
+    if jax.process_index() != 0:
+        return
+    try:
+        with (folder / "incidents.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        console.line(f"incidents.jsonl: {error.strerror}; not written: {json.dumps(record)}")
+
+
+def report_damage(folder: Path, console: Console, line: str) -> None:
+    """Say on the console and in incidents.jsonl what is wrong with a checkpoint."""
+    console.line(f"warning: {line}")
+    note(folder, console, {"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
 
 
 def check_vocabulary(config: Config, source: Source) -> None:
@@ -187,15 +207,19 @@ def build(config: Config, folder: Path, stack: ExitStack) -> Run:
     source = packed(config, source)
     mesh = make_mesh(**asdict(config.mesh))
     parts = assemble(config, mesh)
-    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep))
-    fresh = functools.partial(
-        init_state, parts.model, parts.optimizer, mesh, **parts.layout, seed=config.train.seed
-    )
-    state = restore_or_init(config, folder, checkpoints, source=source, target=parts.target, fresh=fresh)
-    first_step = int(jax.device_get(state.step))
+    keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
+    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", **keeping))
     console = stack.enter_context(
         Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)
     )
+    fresh = functools.partial(
+        init_state, parts.model, parts.optimizer, mesh, **parts.layout, seed=config.train.seed
+    )
+    state = restore_or_init(
+        config, folder, checkpoints, source=source, target=parts.target, fresh=fresh,
+        say=functools.partial(report_damage, folder, console),
+    )  # fmt: skip
+    first_step = int(jax.device_get(state.step))
     metrics = None
     if lead:
         resumed = first_step if checkpoints.latest() is not None else None

@@ -132,4 +132,4 @@ def make_train_step(
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs))
 
-    return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat))
+    return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat), on_cpu=on_cpu(mesh))

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxdist.agree import from_first
 from jaxdist.config import Config, to_yaml
 from jaxdist.data import BLOCK, Loader, MixedLoader, Part, make_loader, prefetch
 from jaxdist.errors import UserError
@@ -27,7 +28,8 @@ from jaxdist.optim import learning_rates
 from jaxdist.runtime.memory import advise, is_out_of_memory
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.stop import STOPPED, StopSignal
-from jaxdist.session import Run, build, describe, forward_parts, record, run_environment
+from jaxdist.saving import all_saved, begin_save, settle
+from jaxdist.session import Run, build, describe, forward_parts, run_environment
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 
 T = TypeVar("T")
@@ -94,7 +96,7 @@ class Recorder:
 
     def __init__(self, run: Run, spikes: Spikes) -> None:
         self._run, self._spikes = run, spikes
-        self._late = LateMetrics()
+        self._late, self._unwritten = LateMetrics(), False
         self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
         self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
         self.awaited = self._clock.awaited
@@ -103,16 +105,18 @@ class Recorder:
         """A step was handed to the device: record the one before it."""
         self._record(self._late.push(step, metrics))
 
-    def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> None:
-        """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes."""
-        self._record(self._late.flush(), evaluate)
+    def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
+        """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes.
+        Returns that evaluation, {} without one."""
+        evaluation = self._record(self._late.flush(), evaluate)
         self._clock.restart()
+        return evaluation
 
     def _record(
         self, finished: tuple[int, dict[str, float]] | None, evaluate: Callable[[], dict[str, float]] | None = None
-    ) -> None:
+    ) -> dict[str, float]:
         if finished is None:
-            return
+            return {}
         step, values = finished
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
@@ -123,12 +127,24 @@ class Recorder:
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._run.console.evaluation(step, evaluation)
-        if self._run.metrics is not None:
-            self._run.metrics.write(step, metrics | evaluation)
+        self._write(step, metrics | evaluation)
         if is_bad(loss, norm) or in_a_row:
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:
             self._spikes.check(step, loss)
+        return evaluation
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        """To metrics.jsonl. A full disk is said once, and does not end the run before its end."""
+        if self._run.metrics is None:
+            return
+        try:
+            self._run.metrics.write(step, metrics)
+            self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
+                self._run.console.line(f"warning: metrics.jsonl, step {step}: {error.strerror}; kept for the next one")
+            self._unwritten = True
 
     def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None) -> None:
         """Say that a step was skipped, or raise `NonFinite`."""
@@ -193,7 +209,7 @@ def loop(run: Run) -> tuple[int, bool]:
         run.console.line(f"step {failed.step}: {failed}")
         rolling = config.train.on_nonfinite == "rollback"
         if failed.guarded and not rolling:  # the state is that before the step, and counts the step's batch
-            run.checkpoints.save(failed.step, run.state, meta_of(run))
+            begin_save(run, failed.step)
         finding = look_into(run, failed, loader)
         why = roll_back(run, failed) if rolling else "stopped"
         write_down(run, failed, finding, action=why or "rolled back")
@@ -201,15 +217,10 @@ def loop(run: Run) -> tuple[int, bool]:
             raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
 
 
-def meta_of(run: Run) -> dict[str, Any]:
-    """What is saved beside a state."""
-    return record(run.config, run.source, passed=run.passed)
-
-
-def save(run: Run, step: int) -> None:
+def save(run: Run, step: int, loss: float | None = None) -> None:
     """Save the state. Raises `NonFinite` where it is not finite."""
     try:
-        run.checkpoints.save(step, run.state, meta_of(run))
+        begin_save(run, step, loss)
         return
     except FloatingPointError as error:
         text = str(error)
@@ -235,11 +246,13 @@ def steps(run: Run, loader: Loader | MixedLoader, spikes: Spikes) -> tuple[int, 
             stopped = stop.requested(step) and step < last
             evaluating = evaluate is not None and due(step, config.train.eval_every, last)
             saving = due(step, config.checkpoint.every, last) or step == last or stopped
+            evaluation = {}
             if evaluating or saving:
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
-                recorder.catch_up(functools.partial(evaluate, run.state.params) if evaluate and evaluating else None)
+                after = functools.partial(evaluate, run.state.params) if evaluate and evaluating else None
+                evaluation = recorder.catch_up(after)
             if saving:
-                save(run, step)
+                save(run, step, evaluation.get("eval/loss"))
             if stopped:
                 break
     return step, not stopped
@@ -331,12 +344,7 @@ def run_directory(given: str | None, config_path: str) -> Path:
 
 def agree_on(folder: Path) -> Path:
     """Process 0's folder on every process: they may have been started in different seconds."""
-    if jax.process_count() == 1:
-        return folder
-    name = np.zeros(4096, np.uint8)
-    encoded = str(folder).encode()
-    name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return Path(bytes(np.asarray(multihost_utils.broadcast_one_to_all(name))).rstrip(b"\0").decode())
+    return Path(from_first(str(folder)))
 
 
 def train(config: Config, folder: Path) -> int:
@@ -349,7 +357,10 @@ def train(config: Config, folder: Path) -> int:
 
 def _train(config: Config, folder: Path) -> int:
     folder = agree_on(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir: {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
     try:
         return _run(config, folder)
     except jax.errors.JaxRuntimeError as error:
@@ -370,11 +381,14 @@ def _run(config: Config, folder: Path) -> int:
         try:
             step, complete = loop(run)
         except NonFinite as error:
+            settle(run)
             run.console.line(f"failed: {error}")
             return FAILED
         samples = ""
         if complete and config.train.sample_tokens and run.source.info["unit"] == "bytes":
             samples = sample_text(run)
+        if not all_saved(run):
+            return FAILED
         if jax.process_index() == 0:
             if not complete:
                 run.console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on")

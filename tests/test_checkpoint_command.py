@@ -19,6 +19,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.stored import Stored
 from jaxdist.checkpoint_command import average, check_all, listing
 from jaxdist.config import DevicesConfig, MeshConfig, ParallelConfig, to_yaml
+from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.session import record
@@ -42,7 +43,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
         for step in STEPS:
             state = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 3, leaf.dtype), parts.target)
-            source: Any = type("Source", (), {"info": {"sha256": "ab" * 32}})
+            source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
             checkpoints.save(step, state._replace(step=jnp.int32(step)), record(config, source))
     shutil.copytree(folder / "checkpoints" / "10", folder / "checkpoints" / "12.orbax-checkpoint-tmp")
     (folder / "config.yaml").write_text(to_yaml(config))

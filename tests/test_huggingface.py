@@ -5,7 +5,6 @@ import operator
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxdist.checkpoint.stored import Stored, open_steps
 from jaxdist.checkpoint.tensorfile import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint_command import import_model
 from jaxdist.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, PrecisionConfig, resolve_model
+from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.arrange import arrange_rows, order_of_blocks
@@ -62,7 +62,7 @@ def save_run(folder: Path, config: Config, params: Any, step: int = 3) -> Stored
     order = order_of_blocks(config.model.layers, stages=config.mesh.pipe, chunks=parallel.chunks,
                             blocks=parallel.stages)  # fmt: skip
     params = {**params, "blocks": arrange_rows(params["blocks"], order)}
-    source: Any = SimpleNamespace(info={"sha256": "ab" * 32})
+    source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
     with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
         checkpoints.save(step, TrainState(jnp.int32(step), params, {"mu": params}), record(config, source))
     return open_steps(folder, step=step)[0]

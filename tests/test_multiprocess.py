@@ -198,7 +198,7 @@ def test_interrupted_together_and_resumed(pair: Processes, alone: list[float], p
     assert processes.wait(30) == [75, 75], processes.logs()
     values = losses(run)
     np.testing.assert_allclose(values[:8], alone, rtol=1e-5)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [str(len(values))]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"4", str(len(values))}  # two at least are kept
     assert f"stopped after step {len(values)};" in processes.out(0)
     assert "Traceback" not in processes.err(0) + processes.err(1)
 

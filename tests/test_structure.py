@@ -21,14 +21,14 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "config_memory", "config_devices", "precision", "interpret", "autocast", "guard"},
+     "config_memory", "config_devices", "precision", "interpret", "autocast", "guard", "agree"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
     {"step", "compiled", "forensics", "init", "assemble", "evaluate", "checkpoint"},
     {"plan"},
     {"runtime", "observe"},
-    {"train", "incidents", "session", "checkpoint_command"},
+    {"train", "incidents", "session", "saving", "checkpoint_command"},
 )
 FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe"}
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -278,7 +278,7 @@ def events_of_a_run(config: Config, folder: Path, patch: pytest.MonkeyPatch) -> 
         return jax.tree.map(lambda _: watched, state), dict.fromkeys(("loss", "weight", "grad_norm"), watched)
 
     patch.setattr(TrainStep, "__call__", step)
-    patch.setattr(Checkpoints, "save", lambda *_: None)
+    patch.setattr(Checkpoints, "save", lambda *_, **__: None)
     assert train(config, folder) == 0
     return events
 

@@ -1,18 +1,29 @@
-"""Checkpoints through orbax: asynchronous, atomic (a step's folder appears when complete), the newest `keep` kept.
+"""Checkpoints through orbax: asynchronous, atomic (a step's folder appears when complete, with checksums), verified.
 
 What is saved is whole arrays under the names of the `TrainState`'s leaves, whatever the mesh and strategy; they are
 restored straight into the layout of the state that asks. Next to them lies a record of what the run was (`meta`).
 """
 
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.agree import anywhere, from_first
+from jaxdist.checkpoint.integrity import RECORD, TEMPORARY, SealedFolder, check, record_of
+from jaxdist.checkpoint.retention import Retention
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard, tree_is_finite
 from jaxdist.specs import path_name
@@ -24,48 +35,149 @@ def _lasting(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in state._asdict().items() if name != "residual"}
 
 
+class SaveFailed(Exception):
+    """A checkpoint that is not there: step, and why, in one line."""
+
+    def __init__(self, step: int, error: Exception | None) -> None:
+        self.step, self.why = step, "another process could not" if error is None else _why(error)
+        super().__init__(f"checkpoint of step {step} was not saved: {self.why}")
+
+
+def _why(error: Exception) -> str:
+    """What the system said, if that is known; else the beginning of what orbax makes of it, which can be kilobytes."""
+    code = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        code = int(found[1])
+    text = " ".join(str(error).split())
+    return os.strerror(code) if code else f"{type(error).__name__}: {text[:200]}"
+
+
+_FAILURES = (OSError, ValueError)  # of the file system, by Python and by tensorstore
+
+
 class Checkpoints:
     """The folder `checkpoints/` of a run. Every process must make the same calls. Close it, or use it as a context:
-    a failed asynchronous save surfaces in the next call or in `close`, never silently."""
+    a failed asynchronous save surfaces as `SaveFailed` in `wait`, the next `save` or `close`, never silently."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
+        self._folder = folder.absolute()
+        self._retention = Retention(keep, keep_every, keep_best)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
+            preservation_policy=self._retention, create=True, cleanup_tmp_directories=True,
+            enable_async_checkpointing=True, temporary_path_class=SealedFolder,
+            lightweight_initialize=True,  # reads nothing of a step, which may be damaged
+        )  # fmt: skip
         # Handlers given up front: without them a manager that has not saved yet cannot tell what a checkpoint holds.
         standard = ocp.StandardCheckpointHandler
         handlers = {"state": standard(), "residual": standard(), "meta": ocp.JsonCheckpointHandler()}
         self._is_finite = jax.jit(tree_is_finite)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+        try:
+            self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        except OSError as error:
+            raise UserError(f"{str(folder)!r} cannot hold checkpoints: {_why(error)}; use another --run-dir") from error
+        for step in self._manager.all_steps():
+            self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
+        self._under_way: int | None = None
+        self._verified: int | None = None
+        self.failed: SaveFailed | None = None  # how the last save ended, if it did not land
 
     def latest(self) -> int | None:
-        """The newest complete step, or None."""
+        """The newest complete step, or None. It may be damaged: see `newest_intact`."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated.
+    def newest_intact(self, say: Callable[[str], None]) -> int | None:
+        """The newest step whose files are what was written, or None if there is no checkpoint at all. Damaged ones that
+        are newer are moved aside, so that their steps can be saved again. say: gets a line for each; one for a
+        checkpoint of an older version, which has no checksums. Raises `UserError` if all are damaged; none is moved.
+        Raises `SaveFailed` as `wait` does."""
+        self.wait()
+        found = json.loads(from_first(json.dumps(self._look() if jax.process_index() == 0 else {})))
+        if found["error"]:
+            raise UserError(found["error"])
+        for line in found["lines"]:
+            say(line)
+        self._manager.reload()
+        self._verified = found["step"]
+        return found["step"]
 
-        Raises FloatingPointError, and writes nothing, where parameters or optimizer state are not finite.
+    def _look(self) -> dict[str, Any]:
+        damaged: dict[int, str] = {}
+        lines: list[str] = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            verdict = check(self._folder / str(step), step)
+            if verdict.problem:
+                damaged[step] = verdict.problem
+                continue
+            for bad, what in damaged.items():
+                aside = self._move_aside(bad)
+                lines.append(f"checkpoint of step {bad} is damaged: {what}; moved to {aside}, step {step} is used")
+            if not verdict.sealed:
+                lines.append(f"checkpoint of step {step} is not verified: an older version saved it, without checksums")
+            return {"step": step, "lines": lines, "error": ""}
+        texts = [f"step {step}: {what}" for step, what in damaged.items()]
+        what = f"every checkpoint in {self._folder} is damaged ({'; '.join(texts)}); use a copy, or another --run-dir"
+        return {"step": None, "lines": [], "error": what if damaged else ""}
+
+    def _move_aside(self, step: int) -> str:
+        """Give a step's folder a name that is no step's. Nothing is deleted."""
+        name, tries = f"{step}.damaged", 1
+        while (self._folder / name).exists():
+            name, tries = f"{step}.damaged-{tries + 1}", tries + 1
+        try:
+            (self._folder / str(step)).rename(self._folder / name)
+        except OSError as error:
+            what = f"checkpoint of step {step} in {self._folder} is damaged and cannot be moved aside: {_why(error)}"
+            raise UserError(f"{what}; move it away") from error
+        return name
+
+    def save(self, step: int, state: TrainState, meta: dict[str, Any], *, loss: float | None = None) -> None:
+        """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated.
+        loss: of an evaluation, for `keep_best`.
+
+        Raises FloatingPointError, and writes nothing, where parameters or optimizer state are not finite; `SaveFailed`
+        if the save before has not landed, or this one cannot begin.
         """
         if not self._is_finite((state.params, state.opt_state)):
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
-        items = {"state": ocp.args.StandardSave(_lasting(state)), "meta": ocp.args.JsonSave(meta)}
+        self.wait()
+        if self.failed is not None and jax.process_index() == 0:
+            self._clear()
+        record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
+        items = {"state": ocp.args.StandardSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.StandardSave(state.residual)
-        saved = self._manager.save(step, args=ocp.args.Composite(**items))
+        self._retention.losses[step] = math.nan if loss is None else loss
+        try:
+            saved = self._manager.save(step, args=ocp.args.Composite(**items))
+        except _FAILURES as error:
+            self._fail(step, error)
         assert saved, f"orbax declined to save step {step}"
+        self._under_way = step
+
+    def _clear(self) -> None:
+        """What a failed save has left takes room."""
+        for path in self._folder.glob(f"*{TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
+
+    def _fail(self, step: int, error: Exception | None) -> NoReturn:
+        self._manager.reload()  # what is there, in place of what was meant to be
+        self.failed = SaveFailed(step, error)
+        raise self.failed from error
 
     def meta(self, step: int) -> dict[str, Any]:
         """The record saved with a step."""
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        return {key: value for key, value in found.items() if key != RECORD}
 
     def restore(self, step: int, target: TrainState) -> TrainState:
         """The state of a step, laid out like `target` (ShapeDtypeStructs with shardings).
 
-        Raises `UserError` when the checkpoint is of another model or optimizer: orbax would cast dtypes silently.
+        Raises `UserError` when the checkpoint is damaged, or of another model or optimizer: orbax would restore changed
+        bytes, and cast dtypes, silently. Warns when an older version saved it, without checksums.
         """
+        self._verify(step)
         unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # saved before there was one
         asked = target._replace(guard=()) if unguarded else target
         self._check(step, asked)
@@ -75,6 +187,19 @@ class Checkpoints:
             layout = jax.tree.map(lambda leaf: leaf.sharding, target.guard)
             state["guard"] = jax.jit(fresh_guard, out_shardings=layout)()
         return TrainState(**state, residual=self._residual(step, target.residual))
+
+    def _verify(self, step: int) -> None:
+        """Once more each time, but for what `newest_intact` has just read."""
+        just, self._verified = self._verified, None
+        if just == step:
+            return
+        self.wait()
+        own = check(self._folder / str(step), step) if jax.process_index() == 0 else ("", False)
+        problem, sealed = json.loads(from_first(json.dumps(own)))
+        if problem:
+            raise UserError(f"checkpoint of step {step} is damaged: {problem}; use another one, or another --run-dir")
+        if not sealed:
+            warnings.warn(f"checkpoint of step {step} has no checksums and cannot be verified", stacklevel=3)
 
     def _residual(self, step: int, target: Any) -> Any:
         """What lossy gradient sums had not sent yet, in the layout of `target`; zeros where none was saved.
@@ -125,15 +250,32 @@ class Checkpoints:
                 )
 
     def wait(self) -> None:
-        """Wait for a save under way and raise what went wrong in it."""
-        self._manager.wait_until_finished()
+        """Wait for a save under way. Raises `SaveFailed`, on every process, if it has not landed."""
+        if self._under_way is None:
+            return
+        step, error = self._await()
+        if anywhere(error is not None):
+            self._fail(step, error)
+        self.failed = None
+
+    def _await(self) -> tuple[int, Exception | None]:
+        """The step whose save was under way, and what this process saw go wrong in it."""
+        assert self._under_way is not None
+        step, self._under_way = self._under_way, None
+        try:
+            self._manager.wait_until_finished()
+        except _FAILURES as error:
+            return step, error
+        landed = jax.process_index() != 0 or (self._folder / str(step)).is_dir()
+        return step, None if landed else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def close(self) -> None:
-        """`wait`, then let go of everything."""
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        """Wait for a save under way, then let go of everything. Raises `SaveFailed` of this process: unlike `wait`, it
+        may be called by one process alone, when that fails."""
+        step, error = (0, None) if self._under_way is None else self._await()
+        self._manager.close()
+        if error is not None:
+            raise SaveFailed(step, error) from error
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxdist.checkpoint.integrity import verify
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.parallel.arrange import order_of_blocks
@@ -40,6 +41,9 @@ def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list
         wanted = f"--last: {last}" if step is None else f"--step: {step}"
         steps = ", ".join(path.name for path in complete) or "none"
         raise UserError(f"{wanted}, but the complete steps in {run_dir} are: {steps}")
+    for path in chosen:
+        if problems := verify(path):
+            raise UserError(f"{path}: is damaged: {'; '.join(problems)}; use another step")
     return [Stored(path) for path in chosen]
 
 

@@ -101,7 +101,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl; each line reaches the operating system before `write` returns.
+    """Appends to metrics.jsonl; each line reaches the operating system before `write` returns. A line that cannot be
+    written, as on a full disk, is kept (`write` raises OSError), and goes before the next one.
 
     `resume_step=k`: the run goes on after step k. Lines of later steps and a torn last line are dropped in one atomic
     replacement, all others stay byte for byte; a missing file is an empty one. `resume_step=None`: a new run. A file
@@ -115,7 +116,8 @@ class MetricsWriter:
             self._truncate(resume_step)
         elif self.path.exists() and self.path.stat().st_size > 0:
             self.path.replace(self.path.with_name(self.path.name + ".old"))
-        self._file = self.path.open("ab")
+        self._unwritten = b""
+        self._file = self.path.open("ab", buffering=0)
 
     def _truncate(self, step: int) -> None:
         parsed, torn = _parse(self.path)
@@ -130,19 +132,23 @@ class MetricsWriter:
         """Go on after an earlier step: drop the lines of later ones."""
         self.close()
         self._truncate(step)
-        self._file = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers."""
-        self._file.write(_encode(step, metrics))
-        self._file.flush()
+        self._unwritten += _encode(step, metrics)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
-        """Flush to the disk itself and close; closing twice does nothing."""
+        """Flush to the disk itself and close; closing twice does nothing. OSError, and closed, where that fails."""
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._file:
+                self._flush()
+                os.fsync(self._file.fileno())
 
     def __enter__(self) -> "MetricsWriter":
         return self
