@@ -29,6 +29,12 @@ from jaxdist.precision import Precision, make_precision
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 
+# Parameters whose type the residual stream takes, and so queries, keys and values.
+BEFORE_ATTENTION = (
+    "embed.tokens.table", "embed.positions.table", "blocks.attention.qkv.linear.kernel", "blocks.attention.out.kernel",
+    "blocks.mlp.up.kernel", "blocks.mlp.down.kernel",
+)  # fmt: skip
+
 
 class Parts(NamedTuple):
     """target: the state as ShapeDtypeStructs with shardings. layout: what `init_state` must be told to fill it.
@@ -74,7 +80,7 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
     model = config.model
     if "." in model.name:
         return model.attention, None
-    wide = any(fnmatch.fnmatchcase("blocks.attention.qkv.linear.kernel", each) for each in precision.keep_fp32)
+    wide = any(fnmatch.fnmatchcase(name, each) for name in BEFORE_ATTENTION for each in precision.keep_fp32)
     if model.attention == "xla":
         return "xla", "model.attention=xla"
     why = why_not_cudnn(

@@ -22,7 +22,7 @@ from jaxdist.data import BLOCK, Loader, MixedLoader, Part, make_loader, prefetch
 from jaxdist.errors import UserError
 from jaxdist.evaluate import make_eval_step, make_sampler
 from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, skip_line, write_down
-from jaxdist.mesh import batch_shards, sizes_of
+from jaxdist.mesh import batch_shards, on_cpu, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
 from jaxdist.runtime.memory import advise, is_out_of_memory
@@ -173,14 +173,18 @@ class Evaluator:
             for part in run.source.parts or whole
         ]  # fmt: skip
         self._step = make_eval_step(*forward_parts(run))
-        self._unit = run.source.info["unit"]
+        self._unit, self._on_cpu = run.source.info["unit"], on_cpu(run.mesh)
 
     def __call__(self, params: Any) -> dict[str, float]:
         """{"eval/loss": nats a token, for bytes "eval/bits_per_byte", of a mixture "eval/loss/NAME" for each part}.
         The loss of a mixture is the mean of its parts' by their shares."""
         mean, named = 0.0, dict[str, float]()
         for name, share, loader in self._parts:
-            sums = [self._step(params, loader.batch(i)) for i in range(loader.batches or 0)]
+            sums: list[Any] = []
+            for i in range(loader.batches or 0):
+                sums.append(self._step(params, loader.batch(i)))
+                if self._on_cpu:  # as in `TrainStep`: two under way
+                    jax.block_until_ready(sums[-2:][0])
             loss, weight = np.asarray(jax.device_get(sums), np.float64).sum(axis=0).tolist()
             mean += share * loss / weight
             named |= {f"eval/loss/{name}": loss / weight} if name else {}

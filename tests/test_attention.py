@@ -63,6 +63,8 @@ def on(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("auto", PrecisionConfig("fp32"), "9.0", "xla"), ("auto", PrecisionConfig("bf16"), "", "xla"),
         ("auto", PrecisionConfig("O1"), "9.0", "xla"),
         ("auto", PrecisionConfig("bf16", keep_fp32=("*.qkv.*",)), "9.0", "xla"),
+        ("auto", PrecisionConfig("bf16", keep_fp32=("embed.*",)), "9.0", "xla"),  # the whole residual stream is fp32
+        ("auto", PrecisionConfig("bf16", keep_fp32=("*norm*",)), "9.0", "cudnn"),
     ],
 )  # fmt: skip
 def test_what_auto_takes(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -103,6 +104,33 @@ def test_a_file_in_its_place(home: Path) -> None:
     (home / "file").write_text("")
     with pytest.raises(UserError, match=r"devices\.compilation_cache: .*file': File exists; allowed: a folder"):
         set_up(str(home / "file"), "gpu")
+
+
+def test_the_default_folder_is_left_alone_where_it_cannot_be(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody asked for it: no error, a warning."""
+    (home / ".cache").write_text("")
+    set_up(True, "gpu")
+    (home / ".cache").unlink()
+    folder = default_folder(os.environ)
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    set_up(True, "gpu")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    set_up(True, "gpu")
+    assert folder_in_use() is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and all(line.startswith("no compilation cache: devices.compilation_cache: ") for line in said)
+
+
+def test_several_processes_need_a_folder_that_is_given(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 alone writes to it."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    set_up(True, "gpu")
+    assert folder_in_use() is None and "several processes" in (why_off(True, "gpu") or "")
+    set_up(str(home / "given"), "gpu")
+    assert folder_in_use() == str(home / "given")
 
 
 def test_hits_are_counted_while_open() -> None:

@@ -117,3 +117,20 @@ def test_a_level_that_was_set_stays(level: None, env: pytest.MonkeyPatch) -> Non
     jax.config.update("jax_optimization_level", "O2")
     set_options(config(), "gpu")
     assert settings()["optimization_level"] == "O2"
+
+
+def test_flags_in_a_file_are_not_dropped(env: pytest.MonkeyPatch) -> None:
+    """XLA takes a value that does not begin with "-" for the name of a file of flags."""
+    env.setenv("XLA_FLAGS", "/etc/xla.flags")
+    with pytest.raises(UserError, match="XLA_FLAGS: '/etc/xla.flags' names a file"):
+        set_flags(config("--xla_cpu_enable_fast_math=true"), "cpu", started=False)
+    assert os.environ["XLA_FLAGS"] == "/etc/xla.flags"
+
+
+def test_a_trial_that_cannot_be_made_refuses_nothing(env: pytest.MonkeyPatch) -> None:
+    env.setattr(compiler, "PROBE", "import time; time.sleep(60)")
+    env.setattr(compiler, "PROBE_S", 0.1)
+    assert refused(["--xla_no_such_flag=1"]) is None
+    env.setattr(compiler, "PROBE", "raise SystemExit(1)")
+    env.setattr(compiler, "PROBE_S", 60)
+    compiler.check_known(["--xla_no_such_flag=1"], "")

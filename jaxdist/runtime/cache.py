@@ -3,6 +3,7 @@
 An entry is machine code that this process will run, so a folder that others can write to is refused.
 """
 
+import logging
 import os
 import stat
 from collections.abc import Mapping
@@ -44,6 +45,10 @@ def why_off(value: str | bool, backend: str) -> str | None:
     """Why there is no cache on this backend, or None. value: true, false or a folder."""
     if value is False:
         return f"{KEY}=false"
+    if value is True and jax.process_count() > 1:
+        # Only process 0 writes. Where the others cannot read it, they compile alone, and XLA:GPU's autotuning, which is
+        # divided among processes, waits for a share that never comes.
+        return "several processes need a folder that all can read, so one that is given"
     if backend != "cpu":
         return None
     if jax.__version_info__[:2] < CPU_SINCE:
@@ -53,20 +58,32 @@ def why_off(value: str | bool, backend: str) -> str | None:
 
 def set_up(value: str | bool, backend: str) -> None:
     """Turn the cache on for what compiles from now on. JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE in
-    the environment win: then nothing is done. Raises `UserError` for a folder that cannot be made or is not private.
+    the environment win: then nothing is done. Raises `UserError` for a given folder that cannot be made or is not
+    private; the default one is left alone then, with a warning.
     """
     given = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & set(os.environ)
     if given or why_off(value, backend):
         return
-    folder = default_folder(os.environ) if value is True else Path(str(value)).expanduser()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(_made(value)))
+    except UserError as error:
+        if value is not True:
+            raise
+        logging.getLogger(__name__).warning("no compilation cache: %s", error)
+
+
+def _made(value: str | bool) -> Path:
+    """The folder, made if it was not there. Raises `UserError`."""
+    try:
+        folder = default_folder(os.environ) if value is True else Path(str(value)).expanduser()
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{KEY}: {str(folder)!r}: {error.strerror}; allowed: a folder that can be written to, or"
-                        " false") from error  # fmt: skip
-    check_private(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+        check_private(folder)
+        return folder.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        named = str(getattr(error, "filename", None) or value)
+        raise UserError(f"{KEY}: {named!r}: {getattr(error, 'strerror', None) or error}; allowed: a folder that can be"
+                        " written to, or false") from error  # fmt: skip
 
 
 def folder_in_use() -> str | None:

@@ -98,9 +98,12 @@ def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list
 def refused(flags: Sequence[str]) -> str | None:
     """Why XLA would abort on these flags, or None."""
     environ = {**os.environ, "XLA_FLAGS": " ".join(flags)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, timeout=PROBE_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        return None  # nobody knows: XLA itself will judge
     if done.returncode == 0:
         return None
     found = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)|(Couldn't interpret value .*)", done.stderr)
@@ -111,7 +114,7 @@ def refused(flags: Sequence[str]) -> str | None:
 
 def check_known(flags: Sequence[str], given: str) -> None:
     """Raise `UserError` naming the flag on which XLA would abort. given: the value of XLA_FLAGS."""
-    if refused([*given.split(), *flags]) is None:
+    if refused([given, *flags]) is None or refused([]) is not None:  # or the trial itself fails
         return
     jaxlib = f"jaxlib {version('jaxlib')}"
     for flag in flags:
@@ -119,7 +122,7 @@ def check_known(flags: Sequence[str], given: str) -> None:
             raise UserError(f"{KEY}: {jaxlib} does not know {flag}, or not this value, and would"
                             " abort; allowed: flags of this version (docs/compiler.md); remove it")  # fmt: skip
     raise UserError(f"XLA_FLAGS: {given!r} in the environment: {jaxlib} would abort on it"
-                    f" ({refused(given.split())}); remove what it does not know")  # fmt: skip
+                    f" ({refused([given])}); remove what it does not know")  # fmt: skip
 
 
 def set_flags(config: Config, backend: str, *, started: bool) -> None:
@@ -134,8 +137,11 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
         raise UserError(f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
                         " or put them into XLA_FLAGS before JAX starts")  # fmt: skip
     if flags and not started:
+        if given.strip() and not given.lstrip().startswith("-"):
+            raise UserError(f"XLA_FLAGS: {given!r} names a file, which XLA reads in place of flags; put {flags[0]}"
+                            " into it, or flags into the environment")  # fmt: skip
         check_known(flags, given)
-        os.environ["XLA_FLAGS"] = " ".join([*given.split(), *flags])
+        os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
 
 
 def set_options(config: Config, backend: str) -> None:

@@ -194,9 +194,10 @@ def start(config: Config) -> Config:
     job = describe_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
         join(job)
-    config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
-    set_options(config, jax.default_backend())
-    set_up(config.devices.compilation_cache, jax.default_backend())
-    check_layout(config)
-    check_float8(POLICIES[config.precision.policy], jax.devices())
-    return config
+    with fail_alone():
+        config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
+        set_options(config, jax.default_backend())
+        set_up(config.devices.compilation_cache, jax.default_backend())
+        check_layout(config)
+        check_float8(POLICIES[config.precision.policy], jax.devices())
+        return config
