@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.assemble import make_model, precision_of
-from jaxdist.checkpoint import Checkpoints, verify
+from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.huggingface import CONFIG, check, export, load
+from jaxdist.checkpoint.manager import DAMAGED
 from jaxdist.checkpoint.stored import FOLDER, Stored, is_complete, open_steps, rows_of_blocks, step_folders
 from jaxdist.checkpoint.tensorfile import TensorFiles, read_json
 from jaxdist.config import Config, resolve_model, to_yaml
@@ -31,6 +32,14 @@ from jaxdist.state import TrainState
 def run(arguments: Namespace, config: Config | None) -> int:
     """Do what the arguments ask for and print it. config: of `import`. Returns the exit status."""
     jax.config.update("jax_platforms", "cpu")  # nothing here needs more
+    try:
+        return _run(arguments, config)
+    except (SaveFailed, OSError) as error:
+        raise UserError(f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and"
+                        " try again") from error  # fmt: skip
+
+
+def _run(arguments: Namespace, config: Config | None) -> int:
     if arguments.command == "ls":
         print("\n".join(listing(arguments.run_dir)))
     elif arguments.command == "verify":
@@ -56,7 +65,8 @@ def listing(run_dir: Path) -> list[str]:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
         written = f"{datetime.fromtimestamp(folder.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
         losses = [f"{found[key]:.4f}" if key in found else "-" for key in ("loss", "eval/loss")]
-        state = "complete" if is_complete(folder) else f"not complete ({folder.name})"
+        aside = f"damaged, moved aside ({folder.name})" if DAMAGED in folder.name else f"not complete ({folder.name})"
+        state = "complete" if is_complete(folder) else aside
         rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
@@ -67,6 +77,9 @@ def check_all(run_dir: Path) -> int:
     """Print whether each step is as it was written. 1 where one is not."""
     status = 0
     for folder in step_folders(run_dir):
+        if DAMAGED in folder.name:
+            print(f"{folder.name}: was damaged, and is no step any more")
+            continue
         problems = verify(folder) if is_complete(folder) else ["not complete"]
         print(f"{folder.name}: {'; '.join(problems) or 'ok'}")
         status = 1 if problems else status

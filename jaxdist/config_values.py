@@ -50,7 +50,7 @@ def parse_mixture(items: Sequence[str]) -> tuple[MixturePart, ...]:
     for i, item in enumerate(items):
         fields = item.split(maxsplit=3)
         number = re.fullmatch(r"[0-9]*\.?[0-9]+", fields[1]) if len(fields) == 4 else None
-        if number is None or not re.fullmatch(r"\w+", fields[0]):
+        if number is None or not re.fullmatch(r"(?!nonfinite$)\w+", fields[0]):  # metrics use that name
             raise UserError(f"data.mixture[{i}]: {show(item)}; allowed: NAME WEIGHT SOURCE PATH, such as"
                             " 'code 0.3 text my/code'")  # fmt: skip
         rule = Rule("", folder="jaxdist.data.sources")

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from jaxdist.data import Loader, MixedLoader
+from jaxdist.errors import UserError
 from jaxdist.forensics import Finding
 from jaxdist.guard import released
 from jaxdist.saving import settle
@@ -62,7 +63,10 @@ def look_into(run: Run, error: NonFinite, loader: Loader | MixedLoader) -> Findi
 def roll_back(run: Run, error: NonFinite) -> str:
     """Take the run back to its newest checkpoint, past the batches since. Returns "", or why that cannot be."""
     settle(run)
-    latest = run.checkpoints.newest_intact(functools.partial(report_damage, run.folder, run.console))
+    try:
+        latest = run.checkpoints.newest_intact(functools.partial(report_damage, run.folder, run.console))
+    except UserError as damage:
+        return str(damage)
     if latest is None:
         return "there is no checkpoint yet to go back to; set checkpoint.every lower"
     run.rollbacks[latest] = run.rollbacks.get(latest, 0) + 1

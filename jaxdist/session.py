@@ -121,7 +121,11 @@ def schedule_changes(run: "Run") -> str:
 def check_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise `UserError` naming the first key that differs."""
     # Older versions had no other.
-    older = {"parallel": {"chunks": 1, "stages": []}, "data": {"packing": "none", "mixture": []}}
+    older: dict[str, dict[str, Any]] = {
+        "parallel": {"chunks": 1, "stages": []}, "data": {"packing": "none", "mixture": []}
+    }  # fmt: skip
+    if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
+        older["data"]["dtype"] = saved["data"]["token_dtype"]
     saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}
     for section in now:
         for key, value in now[section].items():

@@ -18,11 +18,12 @@ from jax.experimental import multihost_utils
 
 from jaxdist.agree import from_first
 from jaxdist.config import Config, to_yaml
-from jaxdist.data import BLOCK, Loader, MixedLoader, Part, make_loader, prefetch
+from jaxdist.data import Loader, MixedLoader, make_loader, prefetch
 from jaxdist.errors import UserError
-from jaxdist.evaluate import make_eval_step, make_sampler
+from jaxdist.evaluate import make_sampler
+from jaxdist.evaluator import Evaluator
 from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, skip_line, write_down
-from jaxdist.mesh import batch_shards, on_cpu, sizes_of
+from jaxdist.mesh import batch_shards, sizes_of
 from jaxdist.observe import LayoutRow, read_metrics, write_report
 from jaxdist.optim import learning_rates
 from jaxdist.runtime.memory import advise, is_out_of_memory
@@ -157,39 +158,6 @@ class Recorder:
         other = "" if self._run.config.precision.policy == "fp32" else ", or precision=fp32"
         text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr{other}"
         raise NonFinite(step, text, guarded=in_a_row > 0)
-
-
-class Evaluator:
-    """Mean loss over the same held-out windows, every time; of a mixture, over those of each part."""
-
-    def __init__(self, run: Run) -> None:
-        config, whole = run.config, [Part("", BLOCK, run.source)]
-        self._parts = [
-            (part.name, part.samples / BLOCK, Loader(
-                part.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
-                sharding=run.sharding, documents=part.source.documents and part.source.documents[1], shuffle=False,
-                batches=config.train.eval_batches,
-            ))
-            for part in run.source.parts or whole
-        ]  # fmt: skip
-        self._step = make_eval_step(*forward_parts(run))
-        self._unit, self._on_cpu = run.source.info["unit"], on_cpu(run.mesh)
-
-    def __call__(self, params: Any) -> dict[str, float]:
-        """{"eval/loss": nats a token, for bytes "eval/bits_per_byte", of a mixture "eval/loss/NAME" for each part}.
-        The loss of a mixture is the mean of its parts' by their shares."""
-        mean, named = 0.0, dict[str, float]()
-        for name, share, loader in self._parts:
-            sums: list[Any] = []
-            for i in range(loader.batches or 0):
-                sums.append(self._step(params, loader.batch(i)))
-                if self._on_cpu:  # as in `TrainStep`: two under way
-                    jax.block_until_ready(sums[-2:][0])
-            loss, weight = np.asarray(jax.device_get(sums), np.float64).sum(axis=0).tolist()
-            mean += share * loss / weight
-            named |= {f"eval/loss/{name}": loss / weight} if name else {}
-        bits = {"eval/bits_per_byte": mean / math.log(2)} if self._unit == "bytes" else {}
-        return {"eval/loss": mean, **bits, **named}
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -378,9 +346,18 @@ def _train(config: Config, folder: Path) -> int:
     return FAILED
 
 
+def _close_metrics(run: Run) -> None:
+    try:
+        if run.metrics is not None:
+            run.metrics.close()
+    except OSError as error:
+        run.console.line(f"warning: metrics.jsonl: {error.strerror}; the last lines are not in it")
+
+
 def _run(config: Config, folder: Path) -> int:
     with ExitStack() as stack:
         run = build(config, folder, stack)
+        stack.callback(_close_metrics, run)
         run.console.header(describe(run))
         try:
             step, complete = loop(run)

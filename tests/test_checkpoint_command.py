@@ -74,6 +74,21 @@ def test_verify(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "4: state/d/a: is missing; b" in capsys.readouterr().out.splitlines()
 
 
+def test_other_folders_beside_the_steps(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was moved aside is no step, and a copy under a name of one's own is nobody's business."""
+    folder = tmp_path / "checkpoints"
+    for name in ("2", "4.damaged", "4_backup"):
+        shutil.copytree(run_dir / "checkpoints" / "2", folder / name)
+    assert check_all(tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == ["2: ok", "4.damaged: was damaged, and is no step any more"]
+    assert [line.split("  ")[-1] for line in listing(tmp_path)[1:]] == ["complete", "damaged, moved aside (4.damaged)"]
+    path = folder / "2" / "meta" / "metadata"
+    path.write_bytes(path.read_bytes() + b" ")
+    assert check_all(tmp_path) == 1 and "meta/metadata has" in capsys.readouterr().out
+    with pytest.raises(UserError, match="checkpoints/2: is damaged: meta/metadata has"):
+        average(tmp_path, tmp_path / "out", last=1)
+
+
 def test_average(run_dir: Path, tmp_path: Path) -> None:
     """The mean in float64, rounded once; all else is the newest's, and restored as the trainer does."""
     config = config_of("gpt2-tied", model={"layers": 1}, mesh=MeshConfig(fsdp=2),

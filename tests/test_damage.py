@@ -1,5 +1,6 @@
 """Damaged checkpoints: every kind of damage to every kind of file is found and named, and the step before is used."""
 
+import errno
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import child
 import jax
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import Checkpoints, manager
+from jaxdist.checkpoint import Checkpoints, integrity, manager
 from jaxdist.checkpoint.integrity import CHECKSUMS, check, record_of, seal
 from jaxdist.errors import UserError
 from jaxdist.state import TrainState
@@ -169,6 +171,27 @@ def test_the_step_is_saved_again_and_damaged_again(copy: Path) -> None:
             assert checkpoints.newest_intact(lines.append) == 2
             assert_same(checkpoints.restore(2, asked()), state_of(2))
     assert sorted(path.name for path in copy.iterdir()) == ["1", "2", "2.damaged", "2.damaged-2"]
+
+
+def test_a_file_that_cannot_be_read_is_damage(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector is what checksums are for; and nothing that fails here leaves other processes waiting."""
+    bad, digest = copy / "2" / kinds(copy / "2")[0], integrity._digest
+
+    def read(path: Path) -> str:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return digest(path)
+
+    monkeypatch.setattr(integrity, "_digest", read)
+    lines: list[str] = []
+    with Checkpoints(copy, keep=2) as checkpoints:
+        monkeypatch.setattr(Path, "rename", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(UserError, match="damaged and cannot be moved aside: Permission denied; move it away"):
+            checkpoints.newest_intact(lines.append)
+        monkeypatch.undo()
+        monkeypatch.setattr(integrity, "_digest", read)
+        assert checkpoints.newest_intact(lines.append) == 1
+    assert len(lines) == 1 and f"{bad.relative_to(copy / '2')} cannot be read: Input/output error; moved" in lines[0]
 
 
 def test_an_older_damaged_step_does_not_matter(copy: Path) -> None:

@@ -123,6 +123,41 @@ def test_metrics_wait_for_room(disk: Path) -> None:
     assert [record["step"] for record in read_metrics(disk / "metrics.jsonl")] == list(range(1, step + 3))
 
 
+def test_an_old_step_that_cannot_be_removed_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state_of(1), {})
+        checkpoints._manager.wait_until_finished()
+        real = checkpoints._manager.wait_until_finished
+
+        def wait() -> None:
+            real()
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", wait)
+        with pytest.warns(UserWarning, match="step 1 is saved, but an old one is not removed: Directory not empty"):
+            checkpoints.wait()
+        assert checkpoints.failed is None and checkpoints.latest() == 1
+        monkeypatch.undo()
+    assert_restores(tmp_path, 1)
+
+
+def test_metrics_go_back_without_room(tmp_path: Path) -> None:
+    """What was never written is sorted, too; lines are dropped where they are."""
+    with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=None) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(step, {"loss": step})
+        lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        os.truncate(tmp_path / "metrics.jsonl", len(lines[0]))
+        metrics._unwritten = lines[1] + lines[2]
+        metrics.close = lambda: None  # type: ignore[method-assign]  # the disk is full
+        metrics.rewind(2)
+        del metrics.close
+        metrics.write(3, {"loss": 4})
+    assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 4]
+
+
 def test_a_directory_that_vanishes(tmp_path: Path) -> None:
     """Between saves it is made again; a file in its place is a failure until it goes."""
     folder = tmp_path / "checkpoints"

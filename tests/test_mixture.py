@@ -118,6 +118,7 @@ def test_loading(tmp_path: Path) -> None:
         ("[a 1 text]", (), r"data\.mixture\[0\]: 'a 1 text'; allowed: NAME WEIGHT SOURCE PATH"),
         ("[a 1 text ., b x text .]", (), r"data\.mixture\[1\]: 'b x text \.'; allowed"),
         ("[a 1 text ., b -1 text .]", (), r"data\.mixture\[1\]: 'b -1 text \.'; allowed"),
+        ("[nonfinite 1 text ., b 1 text .]", (), r"data\.mixture\[0\]: .*; allowed"),
         ("[a/b 1 text ., b 1 text .]", (), r"data\.mixture\[0\]: .*; allowed"),
         ("[a 1 text ., b 1 token .]", (), r"data\.mixture\[1\]: 'token' is not known; .*did you mean 'tokens'"),
         ("[a 1 text .]", (), r"data\.mixture: sources named a; allowed: two or more"),

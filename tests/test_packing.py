@@ -57,3 +57,14 @@ def test_starts_of_both_parts_of_one_file(tmp_path: Path) -> None:
     assert source.documents is not None
     assert [starts.tolist() for starts in source.documents] == [[0, 40, 79], [0, 1, 15]]
     assert [part.tolist() for part in split_starts(np.array([0, 5]), 3)] == [[0], [0, 2]]
+
+
+def test_starts_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
+    """Batches depend on them."""
+    ids_file(tmp_path / "train.bin", range(100))
+    found = set()
+    for starts in ([0, 10], [0, 11]):
+        np.array(starts, "<u8").tofile(tmp_path / "train.index")
+        for packing in ("documents", "none"):
+            found.add((packing, tokens(config(tmp_path, held_out=0.2, packing=packing)).info["sha256"]))
+    assert sorted(packing for packing, _ in found) == ["documents", "documents", "none"]

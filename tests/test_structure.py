@@ -28,7 +28,7 @@ FLOORS = (
     {"step", "compiled", "forensics", "init", "assemble", "evaluate", "checkpoint"},
     {"plan"},
     {"runtime", "observe"},
-    {"train", "incidents", "session", "saving", "checkpoint_command"},
+    {"train", "incidents", "session", "saving", "evaluator", "checkpoint_command"},
 )
 FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe"}
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -198,6 +198,15 @@ def test_sizes_of_stages_are_part_of_a_run(configure: Configure, tmp_path: Path)
                 check_identity(before, uneven, tmp_path)
 
 
+def test_a_run_from_before_token_types_were_in_the_identity(tmp_path: Path) -> None:
+    """Its ids may not be read as another type: their bytes, and so the hash, are the same."""
+    now = {"data": {"source": "tokens", "dtype": "uint16"}}
+    with pytest.raises(UserError, match="^data.dtype: 'uint16', but .* started with 'uint32'"):
+        check_identity({"data": {"source": "tokens", "token_dtype": "uint32"}}, now, tmp_path)
+    check_identity({"data": {"source": "tokens", "token_dtype": "uint16"}}, now, tmp_path)
+    check_identity({"data": {"source": "text", "token_dtype": "uint16"}}, {"data": {"dtype": "uint8"}}, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [

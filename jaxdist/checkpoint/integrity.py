@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,10 +48,18 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digests(paths: list[Path]) -> list[str]:
+def _digest_or_error(path: Path) -> str:
+    """Or why there is none: such a file is damaged, too."""
+    try:
+        return _digest(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _digests(paths: list[Path], one: Callable[[Path], str] = _digest) -> list[str]:
     """By several threads: hashlib lets go of the interpreter."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_digest, paths))
+        return list(pool.map(one, paths))
 
 
 def _text(step: int, files: dict[str, list[Any]]) -> str:
@@ -119,14 +128,14 @@ def check(folder: Path, step: int) -> Verdict:
     wrong |= dict.fromkeys(files.keys() - listed.keys(), "does not belong there")
     same = []
     for name in sorted(files.keys() & listed.keys()):
-        size, wanted = files[name].stat().st_size, listed[name][0]
+        size, wanted = os.lstat(files[name]).st_size, listed[name][0]
         if size == wanted:
             same.append(name)
         else:
             wrong[name] = f"has {size} bytes instead of {wanted}"
-    for name, digest in zip(same, _digests([files[name] for name in same]), strict=True):
+    for name, digest in zip(same, _digests([files[name] for name in same], _digest_or_error), strict=True):
         if digest != listed[name][1]:
-            wrong[name] = "changed"
+            wrong[name] = digest if digest.startswith("cannot") else "changed"
     return Verdict(_few([f"{name} {what}" for name, what in sorted(wrong.items())]), sealed=True)
 
 

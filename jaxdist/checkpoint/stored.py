@@ -1,6 +1,7 @@
 """Checkpoints read for what they hold, on the host and leaf by leaf: no mesh, no model, no optimizer is needed."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def is_complete(folder: Path) -> bool:
 def step_folders(run_dir: Path) -> list[Path]:
     """All folders of steps in a run directory, in order, complete or not. Raises `UserError` where there is none."""
     folder = run_dir / FOLDER
-    found = [path for path in folder.iterdir() if path.name[:1].isdigit()] if folder.is_dir() else []
+    named = re.compile(r"[0-9]+(\..*)?")
+    found = [path for path in folder.iterdir() if named.fullmatch(path.name)] if folder.is_dir() else []
     if not found:
         raise UserError(f"{run_dir}: holds no checkpoints; give a run directory, one with a folder {FOLDER}")
     return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), path.name))

@@ -54,15 +54,18 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
     """All files of the inputs in order; of a folder those that the source `text` looks at, by relative path."""
     found = []
     for name in inputs:
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise UserError(f"INPUT: {str(path)!r} does not exist; give text files, .jsonl files or folders of them")
+        path = Path(name)
         try:
+            path = path.expanduser()
+            if not path.exists():
+                raise UserError(f"INPUT: {str(path)!r} does not exist; give text or .jsonl files or folders of them")
             folder = path.is_dir()
             inside = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix()) if folder else [path]
             found += [Input(file, not folder, file.stat().st_size) for file in inside]
         except OSError as error:
             raise read_error("INPUT", path, error) from error
+        except RuntimeError as error:  # there is no such home
+            raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
     return found
 
 
@@ -133,7 +136,12 @@ def file_tokenizer(path: Path) -> Tokenizer:
                 texts.append((document.text + end).decode())
             except UnicodeDecodeError as error:
                 raise UserError(f"INPUT: {document.where}: is not UTF-8 ({error}); use --tokenizer bytes") from error
-        return [np.array(one.ids, np.uint32) for one in model.encode_batch(texts, add_special_tokens=False)]
+        try:
+            found = model.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # the package raises no narrower one
+            raise UserError(f"--tokenizer: {str(path)!r} cannot encode {batch[0].where} or a document after it"
+                            f" ({error}); use a tokenizer that has an unknown token, or bytes") from error  # fmt: skip
+        return [np.array(one.ids, np.uint32) for one in found]
 
     return Tokenizer(path.name, 1 + max(model.get_vocab().values()), hashlib.sha256(content).hexdigest(), encode)
 

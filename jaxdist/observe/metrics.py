@@ -6,6 +6,7 @@ value is written as null beside a second key that says what it was, `{"loss": nu
 "inf" or "-inf"), so that every line is valid JSON for any reader. `read_metrics` puts the float back.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -125,14 +126,22 @@ class MetricsWriter:
         unfinished = bool(kept) and not kept[-1].endswith(b"\n")  # whole, but killed before its newline
         if unfinished:
             kept[-1] += b"\n"
-        if torn or unfinished or len(kept) < len(parsed):
-            replace_file(self.path, b"".join(kept))
+        whole = b"".join(kept)
+        if not unfinished and self.path.exists() and self.path.read_bytes().startswith(whole):
+            os.truncate(self.path, len(whole))  # needs no room, and is atomic, too
+        elif torn or unfinished or len(kept) < len(parsed):
+            replace_file(self.path, whole)
 
     def rewind(self, step: int) -> None:
         """Go on after an earlier step: drop the lines of later ones."""
-        self.close()
+        with contextlib.suppress(OSError):  # what cannot be written is looked at below
+            self.close()
+        kept = b""
+        for line in self._unwritten.splitlines(keepends=True):
+            with contextlib.suppress(ValueError):  # the end of a line that was begun
+                kept += line if json.loads(line)["step"] <= step else b""
         self._truncate(step)
-        self._file = self.path.open("ab", buffering=0)
+        self._unwritten, self._file = kept, self.path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers."""

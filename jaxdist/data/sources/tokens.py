@@ -47,6 +47,9 @@ def tokens(config: DataConfig) -> Source:
             documents = split_starts(_starts(first), split_tail(first.ids, config.held_out)[0].size)
         elif config.packing == "documents":
             documents = _starts(first), _starts(last)
+        if documents is not None:  # weights depend on them
+            starts = ((f"documents {i}", each.nbytes, [each.tobytes()]) for i, each in enumerate(documents))
+            digest = fingerprint([("ids", len(digest), [digest.encode()]), *starts])
     except OSError as error:
         raise read_error("data.path", Path(config.path), error) from error
     train, held_out = (first.ids, last.ids) if val_file is not None else split_tail(first.ids, config.held_out)
