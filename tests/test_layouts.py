@@ -232,7 +232,7 @@ def check_fp32(case: Case) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 1e-5
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=3, slow=2), ids=str)
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=3), ids=str)
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
