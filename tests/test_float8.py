@@ -263,10 +263,12 @@ def test_devices_with_float8(platform: str, capability: str | None, has: bool) -
     assert has_float8(SimpleNamespace(platform=platform, **given)) == has
 
 
-def refused(message: str, work: Any) -> None:
+def refused(message: str, work: Any) -> str:
+    """What was said."""
     with pytest.raises(UserError, match=message) as caught:
         work()
     assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
 
 
 def test_devices_without_float8_are_refused_but_plans_are_made() -> None:
@@ -290,7 +292,8 @@ def test_a_gpu_without_float8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
     monkeypatch.setattr(jax, "devices", lambda: [old])
     config = Config(precision=PrecisionConfig("fp8"))
-    refused("this is NVIDIA A100, 8.0; allowed here: fp32, bf16", lambda: start(config))
+    said = refused("this is NVIDIA A100, 8.0; allowed here: fp32, bf16", lambda: start(config))
+    assert said.startswith("precision.policy: 'fp8'")
 
 
 def without_option(config: ModelConfig, *, max_length: int, param_dtype: Any) -> ModelDef:

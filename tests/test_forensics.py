@@ -15,7 +15,7 @@ from poisoned import GRADIENT, LEAF, OUTPUT, poisoned
 
 from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config import ModelConfig
-from jaxdist.forensics import make_diagnosis
+from jaxdist.forensics import Finding, make_diagnosis
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.precision import Precision
 from jaxdist.specs import STACKED, batch_spec
@@ -82,7 +82,7 @@ def everyday() -> Bench:
     return bench(EVERYDAY, strategy="zero3", schedule="accumulate", microbatches=2)
 
 
-def trial(bench: Bench, unit: str, kind: int, device: int, block: int) -> None:
+def trial(bench: Bench, unit: str, kind: int, device: int, block: int) -> Finding:
     """Poison, run, compare every byte, look into it."""
     state = with_poison(bench.make(), unit, kind, device, block)
     before = words((state.params, state.opt_state))
@@ -103,6 +103,7 @@ def trial(bench: Bench, unit: str, kind: int, device: int, block: int) -> None:
     if kind == GRADIENT:
         assert found.parameter == ".".join((unit, *LEAF[unit]))
         assert found.parameter in str(found)
+    return found
 
 
 # Every device of the mesh once and more, every block, every unit and kind.
@@ -119,7 +120,7 @@ PLACES = [
 def test_what_is_not_finite_is_skipped_and_named(
     everyday: Bench, unit: str, kind: int, device: int, block: int
 ) -> None:
-    trial(everyday, unit, kind, device, block)
+    assert trial(everyday, unit, kind, device, block).unit == unit
 
 
 @SHARED
@@ -178,4 +179,4 @@ def test_in_other_layouts(sizes: dict[str, int], strategy: str, schedule: str, o
     for unit, kind, device, block in PLACES:
         # Only the stage that has a unit computes it.
         own = {"embed": 0, "head": stages - 1, STACKED: block * stages // 4}[unit]
-        trial(other, unit, kind, own * 8 // stages + device % (8 // stages), block)
+        assert trial(other, unit, kind, own * 8 // stages + device % (8 // stages), block).unit == unit
