@@ -5,7 +5,7 @@
 
 Every call is a program of its own, compiled once; its result is compared with numpy's first. Before each call all
 processes meet in a barrier; a call takes as long as the process that takes longest; the algorithms take turns in an
-order that differs from round to round; figures are medians over rounds. In a job (see `jaxdist.runtime.start`) every
+order that differs from round to round; figures are medians over rounds. In a job (see `jaxdist.runtime.job`) every
 process runs this script, and process 0 reports.
 """
 
@@ -35,16 +35,18 @@ from matplotlib.figure import Figure
 
 from jaxdist import collectives, registry
 from jaxdist.collectives import Cost, Link, make_link, to_varying
-from jaxdist.collectives.algorithms.auto import choose, default_link
+from jaxdist.collectives.algorithms.auto import choose
 from jaxdist.collectives.cost import LINKS, NOTHING
-from jaxdist.collectives.group import Group
+from jaxdist.collectives.group import Group, default_link
 from jaxdist.collectives.wire import BLOCK, SCALE
 from jaxdist.config import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.observe import measured_on
 from jaxdist.plan.rounds import rounds_of
-from jaxdist.runtime.start import choose_platform, describe_job, fail_alone, join
+from jaxdist.runtime.job import describe_job
+from jaxdist.runtime.join import join
+from jaxdist.runtime.start import choose_platform, fail_alone
 from jaxdist.runtime.virtual_hosts import exit_status, parse_links, run
 from jaxdist.specs import without_idle
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,21 +47,23 @@ def whole(operation: str, size: int, n: int) -> int:
 
 def stated(name: str, operation: str, size: int, itemsize: int, *sizes: int, link: Link | None = None) -> Cost:
     """`Algorithm.cost` in bytes; for auto that of what it chooses for values of this size."""
-    group = Group.of(*sizes)
+    group = replace(Group.of(*sizes), link=link)
     if group.n == 1:
         return NOTHING
     if name == "auto":
-        name = choose(operation, size, itemsize, Group(group.axes, group.members, group.inner, link=link))
+        name = choose(operation, size, itemsize, group)
     return get_algorithm(name).cost(operation, size, group).scaled(itemsize)
 
 
-def check(name: str, operation: str, size: int, *sizes: int, dtype: Any = jnp.float32) -> None:
+def check(
+    name: str, operation: str, size: int, *sizes: int, dtype: Any = jnp.float32, link: Link | None = None
+) -> None:
     n, itemsize = math.prod(sizes), jnp.dtype(dtype).itemsize
     size = whole(operation, size, n)
-    want = stated(name, operation, size, itemsize, *sizes)
-    got = counted(
-        messages(name, operation, size, *sizes, dtype=dtype), n, inner=Group.of(*sizes).inner if want.inside else None
-    )
+    want = stated(name, operation, size, itemsize, *sizes, link=link)
+    options = {} if link is None else {"link": link}
+    rounds = messages(name, operation, size, *sizes, dtype=dtype, **options)
+    got = counted(rounds, n, inner=Group.of(*sizes).inner if want.inside else None)
     if not want.total:  # of no bytes no part is large, and none is inside
         want, got = (cost._replace(swap=False, inside_rounds=0) for cost in (want, got))
     assert got == want, (size, dtype)
@@ -228,6 +231,21 @@ def test_two_level_sends_little_between_neighbourhoods(sizes: tuple[int, int]) -
     between = [tuple(m for m in messages if m.source // inner != m.target // inner) for messages in flat]
     assert max(sent(between, outer * inner)) > max(sent(far, outer * inner))
     assert not any(map(has_swap, flat))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_devices_take_turns_on_a_link_that_they_share(size: int) -> None:
+    """In the four rounds between neighbourhoods one device of each sends to the other side, never both, and the other
+    hands its neighbour something."""
+    link = make_link("200mbit")
+    check("two_level", "all_reduce", size, 2, 2, link=link)
+    rounds = messages("two_level", "all_reduce", size, 2, 2, link=link)
+    far = [[m for m in each if m.source // 2 != m.target // 2] for each in rounds]
+    assert [{m.source % 2 for m in each} for each in far] == [set(), {0}, {1}, {0}, {1}, set()]
+    assert [len(each) for each in rounds] == [4] * 6
+    assert not any(has_swap(each) for each, between in zip(rounds, far, strict=True) if between)
+    alone = messages("two_level", "all_reduce", size, 2, 2)  # each device has a link of its own
+    assert sent(alone, 4) == sent(rounds, 4) and len(alone) == 4
 
 
 def test_exchanges_between_pairs_are_in_the_costs() -> None:

@@ -10,7 +10,14 @@ from collective_cases import BY_HAND, on_every_device
 from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
 
-from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, reduce_scatter
+from jaxdist.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_with_feedback,
+    broadcast,
+    make_link,
+    reduce_scatter,
+)
 from jaxdist.collectives.wire import BLOCK, LOSSY, decode, encode, encoded_bytes
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
@@ -43,6 +50,15 @@ def test_bf16_is_within_its_bound_and_the_same_on_all_devices(name: str, n: int)
     assert np.all(np.abs(parts.ravel() - exact[:-1]) <= bound[:-1])
     assert np.abs(whole[0] - exact).max() > 10 * FP32 * absolute.max()  # it was rounded, that is
     np.testing.assert_array_equal(largest[0], x.astype(jnp.bfloat16).max(0).astype(np.float32))
+
+
+def test_turns_on_a_shared_link_leave_the_same_in_bf16_on_all_devices() -> None:
+    x, axes = normal((4, 1003)), ("data", "fsdp")
+    kind = {"algorithm": "two_level", "wire_dtype": "bfloat16", "link": make_link("200mbit")}
+    whole = on_every_device(lambda x: all_reduce(x, axes, **kind), x, data=2, fsdp=2)
+    assert len({row.tobytes() for row in whole}) == 1
+    exact, absolute = x.astype(np.float64).sum(0), np.abs(x).astype(np.float64).sum(0)
+    assert np.all(np.abs(whole[0] - exact) <= ((1 + BF16) ** 4 * (1 + FP32) ** 3 - 1) * absolute)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])

@@ -2,6 +2,7 @@
 results, and the errors."""
 
 import itertools
+import random
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ from collective_cases import (
     BY_HAND,
     NAMES,
     OPERATIONS,
+    SIZES,
     Call,
     all_calls,
     check_exact,
     devices,
+    draw,
     draw_pairs,
     empty_calls,
     everyday_calls,
@@ -37,6 +40,7 @@ from jaxdist.collectives import (
     broadcast,
     claim_replicated,
     in_buckets,
+    make_link,
     reduce_scatter,
     send_recv,
     stack,
@@ -70,6 +74,13 @@ def test_every_op_and_size_is_exact(name: str, n: int) -> None:
 @pytest.mark.parametrize(("name", "sizes"), levels(itertools.product(NAMES, SEVERAL_AXES), slow=3), ids=str)
 def test_every_operation_is_exact_over_several_axes(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
+
+
+def test_turns_on_a_shared_link_are_exact() -> None:
+    choice, link = random.Random(0), make_link("200mbit")
+    calls = [draw(choice, "all_reduce", op, size, 4, devices=4) for op in ("sum", "max", "min") for size in SIZES]
+    calls = [call._replace(options={**call.options, "link": link}) for call in calls]
+    check_exact(calls, algorithm="two_level", data=2, fsdp=2)
 
 
 @pytest.mark.parametrize("name", NAMES)

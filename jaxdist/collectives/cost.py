@@ -10,11 +10,13 @@ class Link(NamedTuple):
     """latency_s: of one round, the call included (alpha). bytes_per_s: one way, of one device (1 / beta).
 
     swap_factor: how many times as long a round takes in which two devices send to each other over one connection.
+    shared: whether the devices of a host share it, so that one alone can send at the rate of all.
     """
 
     latency_s: float
     bytes_per_s: float
     swap_factor: float = 1.0
+    shared: bool = False
 
 
 class Cost(NamedTuple):
@@ -62,7 +64,7 @@ LINKS = {
     "local": Link(200e-6, 1e9),  # eight simulated devices on two cores: within a factor of two
     "nvlink": Link(6e-6, 450e9),  # H100: NVLink 4, 900 GB/s both ways
     "infiniband": Link(15e-6, 50e9),  # 400 Gbit/s a GPU
-    "tcp": Link(400e-6, 117e6, swap_factor=2.0),  # gloo over 1 Gbit Ethernet
+    "tcp": Link(400e-6, 117e6, swap_factor=2.0, shared=True),  # gloo over 1 Gbit Ethernet
 }
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.cost import Link
+from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.collectives.linear import linear
 from jaxdist.collectives.varying import active_axes, to_varying
 from jaxdist.errors import UserError
@@ -25,8 +25,8 @@ class Group:
 
     axes: active mesh axes in mesh order. members: for each group, the ranks along `axes` (counted as one) of its
     devices. inner: how many neighbours share fast links: the size of the last of several axes, else 1. wire:
-    dtype of what `permute` sends when it is not the values' own (a float type); sums stay in theirs. link: what `auto`
-    reckons with; None: see there.
+    dtype of what `permute` sends when it is not the values' own (a float type); sums stay in theirs. link: between
+    neighbourhoods, as far as the caller knows it; None: `default_link`.
     """
 
     axes: tuple[str, ...]
@@ -56,6 +56,11 @@ class Group:
             for rank, member in enumerate(group):
                 ranks[member] = rank
         return jnp.asarray(ranks, jnp.int32)[index]
+
+    @property
+    def network(self) -> Link:
+        """The link that algorithms reckon with."""
+        return self.link or default_link()
 
     @property
     def complete(self) -> bool:
@@ -106,6 +111,15 @@ class Group:
         inner = [group[i : i + size] for group in self.members for i in range(0, self.n, size)]
         outer = [group[i::size] for group in self.members for i in range(size)]
         return replace(self, members=tuple(outer), inner=1), replace(self, members=tuple(inner), inner=1)
+
+
+def default_link() -> Link:
+    """What the platform and the number of processes suggest; `make_link` gives others."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    on_gpu = device is not None and device.platform != "cpu"
+    if jax.process_count() > 1:
+        return LINKS["infiniband" if on_gpu else "tcp"]
+    return LINKS["nvlink" if on_gpu else "local"]
 
 
 def shift(n: int, by: int = 1) -> list[tuple[int, int]]:

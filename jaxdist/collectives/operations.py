@@ -159,7 +159,7 @@ def all_reduce(
     """`op` (sum, mean, max, min) of `x` over the devices, on every device, in the dtype of `x`. Any shape.
 
     wire_dtype: "bfloat16" or "int8", what travels instead of floats; sums stay in fp32. Not with native; int8 with
-    ring and balanced_fusion only, and see `all_reduce_with_feedback`. link: what the algorithm "auto" reckons with.
+    ring and balanced_fusion only, and see `all_reduce_with_feedback`. link: what "auto" and "two_level" reckon with.
     The gradient of max and min is shared equally by the devices that attain it.
     """
     check_wire(wire_dtype, algorithm)

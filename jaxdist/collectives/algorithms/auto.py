@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import Algorithm, Array
-from jaxdist.collectives.cost import LINKS, Cost, Link
+from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Group
 
 # In this order where predictions are equal. Not among them: master_worker, which never wins; double_tree and
@@ -21,18 +20,9 @@ LATENCY = {"tree": 0.6}
 NEARLY = 1.05
 
 
-def default_link() -> Link:
-    """What the platform and the number of processes suggest; `make_link` gives others."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    on_gpu = device is not None and device.platform != "cpu"
-    if jax.process_count() > 1:
-        return LINKS["infiniband" if on_gpu else "tcp"]
-    return LINKS["nvlink" if on_gpu else "local"]
-
-
 def choose(operation: str, size: int, itemsize: int, group: Group) -> str:
     """Name of the fastest candidate for an input of `size` elements on each device."""
-    link = group.link or default_link()
+    link = group.network
     predicted = {}
     for name in CANDIDATES:
         algorithm = registry.load("jaxdist.collectives.algorithms", name, key="algorithm")

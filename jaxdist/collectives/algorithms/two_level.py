@@ -20,10 +20,17 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
     outer, inner = group.split()
     if inner.n == 1 or outer.n == 1:
         return ring.all_reduce(x, group, op)
+    if _in_turns(group):
+        return _two_by_two(x, group, inner, op)
     if outer.n == 2:
         return _two_neighbourhoods(x, group, inner, op)
     mine = ring.reduce_parts(padded_parts(x, inner.n), inner, op)
     return unpadded(ring.gather_parts(ring.all_reduce(mine, outer, op), inner), x)
+
+
+def _in_turns(group: Group) -> bool:
+    """Whether devices take turns on the slow link, which pays where a host's devices share it."""
+    return group.inner == 2 and group.n == 4 and group.network.shared
 
 
 def twist(inner: int) -> Pairs:
@@ -65,6 +72,38 @@ def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
     return unpadded(ring.gather_in_place(whole, inner, outwards), x)
 
 
+def turn(sender: int) -> Pairs:
+    """One cycle through 2 x 2 devices in which device `sender` of each side sends to the other side, and the other
+    device to its neighbour: (0, sender) -> (1, other) -> (1, sender) -> (0, other)."""
+    near, far = 1 - sender, 2 + 1 - sender
+    return [(sender, far), (far, 2 + sender), (2 + sender, near), (near, sender)]
+
+
+def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
+    """As `_two_neighbourhoods`, but devices take turns on a link that they share: while one sends to the other side, at
+    the link's full speed, the other hands its neighbour what that needs next, and so half of what stays inside costs no
+    time of its own. Half `side` of the data is completed on this side, its part 1-d by device d.
+    """
+    side, d = group.rank // 2, group.rank % 2
+    first, parts, swap = d == 0, padded_parts(x, 4), shift(2)
+
+    def own(half: Array, d: Array) -> Array:
+        return ring.part(parts, 2 * half + d)
+
+    neighbours = inner.permute(own(1 - side, 1 - d), swap)
+    theirs = COMBINE[op](own(1 - side, d), neighbours)  # this side's share of what the other side completes
+    one = group.permute(jnp.where(first, theirs, own(side, d)), turn(0))
+    two = group.permute(jnp.where(first, own(side, d), theirs), turn(1))
+    mine = group.rounded(COMBINE[op](COMBINE[op](own(side, 1 - d), one), two))
+    three, four = group.permute(mine, turn(0)), group.permute(mine, turn(1))
+    came, beside = jnp.where(first, four, three), jnp.where(first, three, four)
+    rest = inner.permute(came, swap)
+    whole = parts  # every one of which is replaced
+    for half, place, done in ((side, 1 - d, mine), (side, d, beside), (1 - side, d, came), (1 - side, 1 - d, rest)):
+        whole = ring.put(whole, done, 2 * half + place)
+    return unpadded(whole, x)
+
+
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     outer, inner = group.split()
     parts = cut(x, group.n, dim)
@@ -84,6 +123,9 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
     d, h = group.inner, group.n // group.inner
     if d == 1 or h == 1:
         return ring.cost(operation, size, group)
+    if operation == "all_reduce" and _in_turns(group):
+        part = -(-size // 4)
+        return even(6, 6 * part, 4)._replace(inside_rounds=2, inside=2 * part)
     if operation == "all_gather":
         near, far = (d - 1) * h * size, (h - 1) * size
     else:
