@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -37,14 +38,15 @@ BEFORE_ATTENTION = (
 
 
 class Parts(NamedTuple):
-    """target: the state as ShapeDtypeStructs with shardings. layout: what `init_state` must be told to fill it.
-    max_skips: steps in a row that may be skipped. diagnosis: makes what looks into a failed step, given a mesh of
-    devices."""
+    """target: the state as ShapeDtypeStructs with shardings. order: the block that each row of blocks holds
+    (`order_of_blocks`). layout: what `init_state` must be told to fill it. max_skips: steps in a row that may be
+    skipped. diagnosis: makes what looks into a failed step, given a mesh of devices."""
 
     model: ModelDef
     precision: Precision
     optimizer: optax.GradientTransformation
     target: TrainState
+    order: np.ndarray
     step: TrainStep
     layout: dict[str, Any]
     max_skips: int
@@ -83,10 +85,12 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
     wide = any(fnmatch.fnmatchcase(name, each) for name in BEFORE_ATTENTION for each in precision.keep_fp32)
     if model.attention == "xla":
         return "xla", "model.attention=xla"
-    why = why_not_cudnn(
-        capability=cuda_capability(config, mesh), dtype=jnp.float32 if wide else precision.compute,
-        head_width=model.width // model.heads, dropout=model.dropout, per_op=precision.per_op,
-    )  # fmt: skip
+    why: str | None = "parallel.grad_sync.deterministic=true, and cuDNN's backward pass sums in no fixed order"
+    if not config.parallel.grad_sync.deterministic:
+        why = why_not_cudnn(
+            capability=cuda_capability(config, mesh), dtype=jnp.float32 if wide else precision.compute,
+            head_width=model.width // model.heads, dropout=model.dropout, per_op=precision.per_op,
+        )  # fmt: skip
     if model.attention == "cudnn" and why is not None:
         raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")
     return ("cudnn" if why is None else "xla"), why
@@ -99,12 +103,17 @@ def make_model(
     attention: the kernel, of `attention_of`."""
     options = replace(config.model, attention=attention, dropout=config.model.dropout if training else 0.0)
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
+    known = _keywords(build)
     fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
-    if fp8 and not {"fp8", "keywords"} & _keywords(build):
+    if fp8 and not {"fp8", "keywords"} & known:
         raise UserError(f"precision.policy: 'fp8' needs a model that can be built with fp8=True, and model.name"
                         f" {config.model.name!r} takes no such option; allowed: a policy without float8, such as"
                         " bf16")  # fmt: skip
-    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **fp8)
+    split = {"sequence_parallel": True} if config.parallel.sequence_parallel and training else {}
+    if split and not {"sequence_parallel", "keywords"} & known:
+        raise UserError(f"parallel.sequence_parallel: true needs a model that can be built with sequence_parallel=True,"
+                        f" and model.name {config.model.name!r} takes no such option; allowed: false")  # fmt: skip
+    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **fp8, **split)
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
 
@@ -135,7 +144,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
         "pipeline_cond": parallel.pipeline_cond, "max_skips": max_skips, "seed": config.train.seed,
     }  # fmt: skip
     step = make_train_step(model, optimizer, mesh, **options)
-    numbers = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=parallel.stages).tolist()
-    diagnosis = functools.partial(make_diagnosis, model, numbers=numbers, **options)
+    order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=parallel.stages)
+    diagnosis = functools.partial(make_diagnosis, model, numbers=order.tolist(), **options)
     target = state_target(model, optimizer, mesh, **layout)
-    return Parts(model, precision, optimizer, target, step, layout, max_skips, diagnosis)
+    return Parts(model, precision, optimizer, target, order, step, layout, max_skips, diagnosis)

@@ -3,6 +3,7 @@
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,20 @@ import numpy as np
 
 from jaxdist.assemble import make_model, precision_of
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
+from jaxdist.checkpoint.blocks import without_order
 from jaxdist.checkpoint.huggingface import CONFIG, check, export, load
 from jaxdist.checkpoint.manager import DAMAGED
-from jaxdist.checkpoint.stored import FOLDER, Stored, is_complete, open_steps, rows_of_blocks, step_folders
+from jaxdist.checkpoint.stored import FOLDER, Stored, is_complete, open_steps, step_folders
 from jaxdist.checkpoint.tensorfile import TensorFiles, read_json
 from jaxdist.config import Config, resolve_model, to_yaml
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard
+from jaxdist.identity import record
 from jaxdist.observe import read_metrics
 from jaxdist.optim import make_optimizer, only_trained
 from jaxdist.precision import enable_x64
-from jaxdist.session import check_vocabulary, record
+from jaxdist.session import check_vocabulary
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 
@@ -90,19 +93,16 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     """Make a run directory whose checkpoint, of step 0, has the parameters in a Hugging Face folder and a fresh
     optimizer state. Returns what was done, in a line."""
     _check_new(run_dir, "--run-dir")
-    model, positions, pipe = resolve_model(config.model), config.data.seq_len, config.mesh.pipe
-    if pipe == -1:
-        raise UserError("mesh.pipe: -1, but the order of blocks depends on it; give it a size")
+    model, positions = resolve_model(config.model), config.data.seq_len
     enable_x64(config.precision.policy)
     with TensorFiles(folder) as files:
         vocab, before = check(files, read_json(folder / CONFIG), model, positions=positions)
         source = load_source(config.data)
         check_vocabulary(config, source)
-        made = make_model(config, precision_of(config.precision), stages=pipe, training=True)
+        whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
+        made = make_model(whole, precision_of(config.precision), stages=1, training=True)
         shapes = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made.shapes)}
-        rows = rows_of_blocks(model.layers, stages=pipe, chunks=config.parallel.chunks, blocks=config.parallel.stages)
-        params = nested((name, jnp.asarray(array)) for name, array in load(
-            files, model, shapes, positions=positions, rows=rows.tolist()))  # fmt: skip
+        params = nested((name, jnp.asarray(array)) for name, array in load(files, model, shapes, positions=positions))
     deterministic = config.parallel.grad_sync.deterministic
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
     opt_state = jax.jit(only_trained(optimizer, config.optimizer.freeze).init)(params)
@@ -133,7 +133,7 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     rest = jax.tree.map(jnp.asarray, newest.rest())
     state = TrainState(rest["step"], params, rest["opt_state"], guard=rest.get("guard", ()))
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
-        checkpoints.save(newest.step, state, newest.meta)
+        checkpoints.save(newest.step, state, without_order(newest.meta))
     if (run_dir / "config.yaml").exists():
         shutil.copy(run_dir / "config.yaml", output / "config.yaml")
     return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}"
@@ -156,9 +156,6 @@ def _check_same(newest: Stored, other: Stored) -> None:
         if kinds[0] != kinds[1]:
             raise UserError(f"{name}: is {kinds[0]} in step {newest.step} and {kinds[1]} in step {other.step}; give"
                             " --last a smaller number")  # fmt: skip
-    if newest.meta.get("parallel") != other.meta.get("parallel") or newest.meta.get("mesh") != other.meta.get("mesh"):
-        raise UserError(f"steps {newest.step} and {other.step} hold their blocks in different orders; give --last a"
-                        " smaller number")  # fmt: skip
 
 
 def _check_new(run_dir: Path, key: str) -> None:

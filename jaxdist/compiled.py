@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.microbatch import check_global
-from jaxdist.state import TrainState, shardings_of
+from jaxdist.state import TrainState
 
 PyTree = Any
 Metrics = dict[str, Any]
@@ -24,20 +24,27 @@ class TrainStep:
 
     def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None], *, on_cpu: bool) -> None:
         """check: raises `UserError` where the step may be compiled, but not run."""
-        self._build, self._check, self._on_cpu, self._jitted, self._layout = build, check, on_cpu, None, None
+        self._build, self._check, self._on_cpu = build, check, on_cpu
+        self._jitted: Any = None
+        self._layout: Any = None
+        self._checked = False
         self._under_way: deque[jax.Array] = deque()  # losses of the last steps, on CPU devices
 
     def jitted(self, state: TrainState) -> Any:
         """The `jax.jit` function for this layout; `state` may be made of ShapeDtypeStructs with shardings."""
-        layout = shardings_of(state)
+        leaves, structure = jax.tree.flatten(state)
+        layout = structure, [leaf.sharding for leaf in leaves]
         if self._jitted is None:
-            self._jitted, self._layout = self._build(state), layout
+            self._jitted = self._build(state)
         elif layout != self._layout:
             raise UserError("state: laid out differently from the one this step was compiled for; make another step")
+        self._layout = layout  # the objects seen last: those of the next state are most often the same, not only equal
         return self._jitted
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        self._check()
+        if not self._checked:
+            self._check()
+            self._checked = True
         check_global(batch)
         if len(self._under_way) == 2:
             # With many steps under way XLA:CPU may leave a device without a thread, while others wait for it.

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model, uneven
+from jaxdist.config_check import check_config, check_layout, known_devices, resolve_mesh, resolve_model
 from jaxdist.config_load import read, section, setting, to_text
 from jaxdist.config_memory import MODES, NAMES
+from jaxdist.config_pipeline import uneven
 
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "DevicesConfig", "GradSyncConfig", "LossScaleConfig", "MemoryConfig",
@@ -54,6 +55,9 @@ class ModelConfig:
         "auto", "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
         choices=("auto", "xla", "cudnn"),
     )  # fmt: skip
+    scan_blocks: int = setting(
+        1, "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less", at_least=0
+    )
     loss_chunk: int | None = setting(
         None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
     )
@@ -64,20 +68,24 @@ class DataConfig:
     """The data and how it is cut into batches."""
 
     source: str = setting("text", "where the data comes from", folder="jaxdist.data.sources")
-    path: str = setting("stdlib", "text: a file or folder, or stdlib (Python's own sources); tokens: a file or folder")
+    path: str = setting("stdlib", "a file or folder; text: also stdlib (Python's own sources); iterable: a dotted path")
     mixture: tuple[str, ...] = setting(
         (), "sources mixed by weights in place of source and path, each 'NAME WEIGHT SOURCE PATH': [web 0.7 tokens ids]"
     )
     seq_len: int = setting(128, "positions of a training sequence", at_least=1)
     global_batch: int = setting(32, "sequences of one optimizer step, over all devices and microbatches", at_least=1)
     held_out: float = setting(0.05, "fraction of the data kept for evaluation", above=0, at_most=0.5)
-    val_path: str | None = setting(None, "tokens: file of held-out token ids; null: val.bin beside train.bin")
+    val_path: str | None = setting(
+        None, "what is held out, as path is (not for text); null: val.bin beside train.bin (tokens), or a part of path"
+    )
+    column: str | None = setting(None, "parquet: the column; null: text, content, tokens or input_ids")
+    buffer: int = setting(1024, "iterable: so many samples are shuffled together", at_least=1)
     token_dtype: str | None = setting(
-        None, "tokens: type of the ids in the files; null: what manifest.json says, uint16 without one",
+        None, "type of the ids in files; null: as manifest.json says, else uint16 (tokens), or text (arrayrecord)",
         choices=("uint8", "uint16", "uint32"),
     )  # fmt: skip
     packing: str = setting(
-        "none", "documents: the first token of a document is no target (tokens with an index of document starts)",
+        "none", "documents: the first token of a document is no target (not for text)",
         choices=("none", "documents"),
     )  # fmt: skip
     prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1)
@@ -105,7 +113,7 @@ class GradSyncConfig:
         None, "what all-reduces send instead of fp32; int8: with error feedback; null: the gradients' type",
         choices=("bfloat16", "int8"),
     )  # fmt: skip
-    link: str = setting("auto", "what algorithm auto reckons with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
+    link: str = setting("auto", "what auto, two_level reckon with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
     deterministic: bool = setting(False, "the same bits on 1, 2, 4, ... devices (data, fsdp, microbatches)")
     virtual_shards: int = setting(8, "deterministic: parts of the batch with a gradient each; a power of 2", at_least=1)
 
@@ -128,6 +136,9 @@ class ParallelConfig:
     reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
     prefetch: int = setting(
         0, "1: gather each block while the one before it computes, reduce it while the next does", at_least=0, at_most=1
+    )
+    sequence_parallel: bool = setting(
+        False, "between layers split over tensor, each of its devices has a part of the positions: docs/memory.md"
     )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
@@ -211,6 +222,9 @@ class TrainConfig:
     """The run."""
 
     steps: int = setting(200, "optimizer steps", at_least=1)
+    max_hours: float | None = setting(
+        None, "hours from the start of the process in which the run saves and stops, resumable; null: no limit", above=0
+    )
     seed: int = setting(0, "seed of initialisation, data order and dropout", at_least=0)
     eval_every: int = setting(50, "steps between evaluations; 0: never", at_least=0)
     eval_batches: int = setting(8, "batches of one evaluation", at_least=1)
@@ -221,6 +235,14 @@ class TrainConfig:
     loss_spike: float = setting(
         0.0, "a loss above this many times the median of the last 64 counts as not finite; 0: off", at_least=0
     )
+    watchdog_s: float | None = setting(
+        None, "several processes: seconds without progress after which a rank counts as stuck; 0: for ever; null: 60, "
+        "or 10 median steps if these are longer", at_least=0,
+    )  # fmt: skip
+    check_replicas_every: int = setting(
+        0, "steps between comparisons of the state's copies on different devices, made before saves too; 0: never",
+        at_least=0,
+    )  # fmt: skip
     sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("import ", "what the sampled text begins with")
 
@@ -234,8 +256,9 @@ class CheckpointConfig:
     keep_every: int = setting(0, "checkpoints of steps divisible by this are kept for good; 0: none", at_least=0)
     keep_best: int = setting(0, "checkpoints of the lowest evaluation losses that are kept besides", at_least=0)
     resume: str = setting(
-        "auto", "auto: resume if there is a checkpoint; must: fail without one", choices=("auto", "must", "never")
-    )
+        "auto", "auto: resume if there is a checkpoint; must: fail without one; force: also with another model, data, "
+        "seed ..., where that can work", choices=("auto", "must", "never", "force")
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -272,6 +295,7 @@ class ObserveConfig:
     log_every: int = setting(10, "steps between lines on the console", at_least=1)
     console: str = setting("auto", "auto: rich on a terminal, else plain", choices=("auto", "plain", "rich"))
     report: bool = setting(True, "whether report.html is written at the end")
+    samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.config_devices import check_flags
 from jaxdist.config_memory import check_memory, with_offload
+from jaxdist.config_pipeline import ONE_STAGE, check_pipeline, divisors, near
 from jaxdist.config_sync import check_grad_sync
 from jaxdist.config_values import parse_mixture, show
 from jaxdist.errors import UserError
@@ -22,9 +22,9 @@ from jaxdist.errors import UserError
 if TYPE_CHECKING:
     from jaxdist.config import Config, DataConfig, DevicesConfig, MeshConfig, ModelConfig
 
-ONE_STAGE = ("accumulate", "pairwise")  # schedules
 SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 WITH_HALF = ("fp16", "O1", "O2", "O3")  # policies
+IN_FILES = ("images", "parquet", "arrayrecord")  # sources, beside text and tokens
 SMALLEST_FLOAT16 = 1e-7  # its step near zero is 6e-8
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 
@@ -119,17 +119,6 @@ def _fitting(sizes: dict[str, int], device_count: int, *, whole: bool) -> str:
     return ", ".join(_words(dict(zip(axes, each, strict=True))) for each in sorted(found, key=rank)[:4])
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive integer, in order."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return low + [number // n for n in reversed(low) if n * n != number]
-
-
-def _near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
-    """The `most` numbers nearest to `wish`, in order."""
-    return ", ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wish))[:most]))) or "none"
-
-
 def check_config(config: Config, *, planned: bool = False) -> Config:
     """The checks over several keys. Returns the configuration, its mesh resolved if the device count is known.
 
@@ -219,74 +208,15 @@ def check_layout(config: Config) -> None:
     if own_model:
         _check_model(config.model)
         _check_tensor(config.model, mesh["tensor"])
+        _check_sequence(config, mesh["tensor"])
     for axis in ("context", "expert"):
         if own_model and config.model.name == "gpt" and mesh[axis] > 1:
             raise UserError(f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
                             " allowed: 1; use data, fsdp or tensor instead")  # fmt: skip
-    _check_pipeline(config, mesh["pipe"])
+    check_pipeline(config, mesh["pipe"])
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
     check_memory(config, ONE_STAGE)
-
-
-def _check_pipeline(config: Config, stages: int) -> None:
-    parallel, layers = config.parallel, config.model.layers
-    if stages > 1 and parallel.schedule in ONE_STAGE:
-        raise UserError(f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
-                        " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble")  # fmt: skip
-    if parallel.prefetch and "." not in parallel.schedule and parallel.schedule not in ONE_STAGE:
-        raise UserError(f"parallel.prefetch: 1 is for one stage, parallel.schedule {parallel.schedule} has several;"
-                        " allowed: 0")  # fmt: skip
-    if parallel.chunks > 1 and "." not in parallel.schedule and parallel.schedule != "interleaved":
-        raise UserError(f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
-                        " chunks; allowed: 1; or parallel.schedule=interleaved")  # fmt: skip
-    if not parallel.stages or config.mesh.pipe != -1:
-        check_stages(parallel.stages, layers=layers, stages=stages, chunks=parallel.chunks)
-    if uneven(parallel.stages) and config.optimizer.name == "adafactor":  # empty rows would change its means
-        raise UserError(f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages"
-                        f" {show(parallel.stages)} adds rows of zeros; allowed: adamw, sgd, lion, muon, or stages with"
-                        " equally many blocks")  # fmt: skip
-    if parallel.chunks > 1 and parallel.microbatches % stages:
-        count, below = parallel.microbatches, parallel.microbatches // stages * stages
-        works = _near([n for n in (below, below + stages) if n], count)
-        raise UserError(f"parallel.microbatches: {count} is no multiple of mesh.pipe {stages}, as parallel.chunks"
-                        f" {parallel.chunks} needs; nearest that work: {works}")  # fmt: skip
-
-
-def uneven(blocks: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of stages, `parallel.stages`, or nothing if they are equal: then all is as without."""
-    return tuple(blocks) if len(set(blocks)) > 1 else ()
-
-
-def check_stages(blocks: Sequence[int], *, layers: int, stages: int, chunks: int) -> None:
-    """Raise `UserError` unless `layers` blocks can be cut into `stages` stages of `chunks` chunks: into parts of these
-    sizes (`parallel.stages`), or, if there are none, of equal sizes."""
-    parts = stages * chunks
-    sizes = _even_sizes(layers, parts)
-    instead = f"; or parallel.stages={sizes}" if sizes else ""
-    if blocks and (len(blocks) != parts or sum(blocks) != layers or min(blocks) < 1):
-        of = f"mesh.pipe {stages}" + (f" x parallel.chunks {chunks}" if chunks > 1 else "")
-        example = f", such as {sizes}" if sizes else ""
-        raise UserError(f"parallel.stages: {show(tuple(blocks))} has {len(blocks)} sizes, {sum(blocks)} blocks in all;"
-                        f" allowed: {parts} sizes ({of}), 1 and more, {layers} in all (model.layers)"
-                        f"{example}")  # fmt: skip
-    if not blocks and layers % stages:
-        raise UserError(f"mesh.pipe: {stages} does not divide model.layers {layers}; sizes that work:"
-                        f" {_near(divisors(layers), stages)}{instead}")  # fmt: skip
-    if not blocks and layers % parts:
-        raise UserError(f"parallel.chunks: {chunks} does not divide the {layers // stages} blocks of a stage"
-                        f" (model.layers {layers} / mesh.pipe {stages}); allowed:"
-                        f" {_near(divisors(layers // stages), chunks)}{instead}")  # fmt: skip
-
-
-def _even_sizes(layers: int, parts: int) -> str:
-    """ "[7,8,8,7]": sizes as even as possible, the smaller ones at the ends, where embedding and head are. Nothing
-    where there are fewer blocks than parts, or more parts than fit into a message."""
-    if not parts <= min(layers, 64):
-        return ""
-    few, more = divmod(layers, parts)
-    larger = sorted(range(parts), key=lambda part: abs(2 * part + 1 - parts))[:more]
-    return f"[{','.join(str(few + (part in larger)) for part in range(parts))}]"  # a shell takes it without quotes
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -294,22 +224,22 @@ def _check_model(model: ModelConfig) -> None:
     assert kv_heads is not None
     if model.width % model.heads:
         raise UserError(f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
-                        f" {_near(divisors(model.width), model.heads)}")  # fmt: skip
+                        f" {near(divisors(model.width), model.heads)}")  # fmt: skip
     if model.heads % kv_heads:
         raise UserError(f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
-                        f" {_near(divisors(model.heads), kv_heads)}")  # fmt: skip
+                        f" {near(divisors(model.heads), kv_heads)}")  # fmt: skip
     if resolve_model(model).positions == "rope" and model.width // model.heads % 2:
         works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
         raise UserError(f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
                         f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
-                        f" {_near(works, model.heads)}; or model.positions=learned")  # fmt: skip
+                        f" {near(works, model.heads)}; or model.positions=learned")  # fmt: skip
 
 
 def _check_tensor(model: ModelConfig, tensor: int) -> None:
     full = resolve_model(model)
     assert full.kv_heads is not None and full.mlp_width is not None
     split = {"heads": full.heads, "kv_heads": full.kv_heads, "vocab": full.vocab, "mlp_width": full.mlp_width}
-    sizes = _near(divisors(math.gcd(*split.values())), tensor)
+    sizes = near(divisors(math.gcd(*split.values())), tensor)
     for key, value in split.items():
         if value % tensor:
             if "heads" in key:
@@ -317,7 +247,16 @@ def _check_tensor(model: ModelConfig, tensor: int) -> None:
             else:
                 works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
             raise UserError(f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
-                            f" {sizes}; model.{key} that work with {tensor}: {_near(works, value)}")  # fmt: skip
+                            f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}")  # fmt: skip
+
+
+def _check_sequence(config: Config, tensor: int) -> None:
+    length = config.data.seq_len
+    if config.parallel.sequence_parallel and length % tensor:
+        works = [n for n in (length - length % tensor, length - length % tensor + tensor) if n]
+        raise UserError(f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
+                        f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
+                        " parallel.sequence_parallel=false")  # fmt: skip
 
 
 def _check_batch(config: Config, mesh: dict[str, int]) -> None:
@@ -327,10 +266,10 @@ def _check_batch(config: Config, mesh: dict[str, int]) -> None:
     if batch % parts == 0:
         return
     batches = [n for n in (batch - batch % parts, batch - batch % parts + parts) if n]
-    counts = _near(divisors(batch // ranks), microbatches) if batch % ranks == 0 else "none"
+    counts = near(divisors(batch // ranks), microbatches) if batch % ranks == 0 else "none"
     raise UserError(
         f"data.global_batch: {batch} does not divide by {parts} (data {mesh['data']} x fsdp {mesh['fsdp']} x expert"
-        f" {mesh['expert']} x microbatches {microbatches}); nearest batch sizes that work: {_near(batches, batch)};"
+        f" {mesh['expert']} x microbatches {microbatches}); nearest batch sizes that work: {near(batches, batch)};"
         f" parallel.microbatches that work with {batch}: {counts}"
     )
 
@@ -352,6 +291,10 @@ def _check_paths(data: DataConfig) -> None:
         _check_exists(data.path, "data.path", "an existing file of token ids, or a folder with train.bin")
         if data.val_path is not None:
             _check_exists(data.val_path, "data.val_path", "an existing file of token ids, or null")
+    elif data.source in IN_FILES:
+        _check_exists(data.path, "data.path", f"an existing file or folder for data.source {data.source}")
+        if data.val_path is not None:
+            _check_exists(data.val_path, "data.val_path", "an existing file or folder, or null")
 
 
 def _check_exists(path: str, key: str, allowed: str) -> None:
@@ -380,12 +323,14 @@ def known_devices(devices: DevicesConfig) -> int | None:
 
 
 def _process_count() -> int | None:
-    """From the environment; None where jax asks SLURM or MPI for it."""
-    for name, beside in (("JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), ("WORLD_SIZE", "MASTER_ADDR")):
-        text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job: `runtime.start`
+    """From the environment; None where SLURM, MPI or Kubernetes have to be asked for it."""
+    sources = [(name, "JAXDIST_INIT_METHOD") for name in ("JAXDIST_NUM_PROCESSES", "WORLD_SIZE", "JAX_NUM_PROCESSES")]
+    sources += [("JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), ("WORLD_SIZE", "MASTER_ADDR")]
+    for name, beside in sources:
+        text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job: `runtime.job`
         if text and not (re.fullmatch("[0-9]{1,6}", text) and int(text) >= 1):
             raise UserError(f"{name}: {show(text)} in the environment is no process count; allowed: an integer >= 1")
         if text:
             return int(text)
     alone = all(os.environ.get(name, "1") in ("", "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    return 1 if alone else None
+    return 1 if alone and not os.environ.get("JOBSET_NAME") else None

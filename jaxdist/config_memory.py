@@ -32,6 +32,17 @@ def check_prefetched(remat: Remat) -> None:
                         " allowed: none, full, dots, a list of names; or parallel.prefetch=0")  # fmt: skip
 
 
+def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int, deterministic: bool) -> None:
+    """Raise `UserError` for loops over blocks that are not unrolled: those of prefetching and of "sqrt" are arranged by
+    hand, and without a loop the compiler may round otherwise in other layouts."""
+    for key, has in (
+        ("parallel.prefetch 1", prefetch), (f"{KEY} 'sqrt'", remat == "sqrt"),
+        ("parallel.grad_sync.deterministic", deterministic),
+    ):  # fmt: skip
+        if scan_blocks != 1 and has:
+            raise UserError(f"model.scan_blocks: {scan_blocks} does not go with {key}; allowed with it: 1")
+
+
 def check_deterministic(remat: Remat) -> None:
     """Raise `UserError` for all modes but "none": where a block is computed again beside its backward pass, the
     compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
@@ -44,6 +55,12 @@ def refuse_split_backward() -> NoReturn:
     """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
     raise UserError(f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
                     " each would compute every segment again; allowed: none, full, dots, a list of names")  # fmt: skip
+
+
+def refuse_split_sequence() -> NoReturn:
+    """Raise the `UserError` for "sqrt" with positions split over `tensor`."""
+    raise UserError(f"{KEY}: 'sqrt' does not go with parallel.sequence_parallel; allowed with it: none, full, dots,"
+                    " offload, a list of names")  # fmt: skip
 
 
 def with_offload(memory: MemoryConfig) -> MemoryConfig:
@@ -63,6 +80,10 @@ def check_memory(config: Config, one_stage: Sequence[str]) -> None:
         check_prefetched(remat)
     if config.parallel.grad_sync.deterministic:
         check_deterministic(remat)
+    check_unrolled(config.model.scan_blocks, remat, prefetch=config.parallel.prefetch,
+                   deterministic=config.parallel.grad_sync.deterministic)  # fmt: skip
+    if remat == "sqrt" and config.parallel.sequence_parallel:
+        refuse_split_sequence()
     if remat == "sqrt" and schedule == "zero_bubble":
         refuse_split_backward()
     if remat == "offload" and "." not in schedule and schedule not in one_stage:

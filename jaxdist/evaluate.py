@@ -28,7 +28,8 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
     program = make_program(model, strategy, specs, remat="none")
 
     def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        batch = to_varying({**batch, "keys": _unused_keys(batch["inputs"].shape[0])}, BATCH_LIKE)
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        batch = to_varying({**batch, "keys": _unused_keys(rows)}, BATCH_LIKE)
         return psum(to_varying(program.loss(*strategy.begin(params, specs, STACKED), batch), BATCH_LIKE), BATCH_LIKE)
 
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))

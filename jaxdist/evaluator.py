@@ -6,31 +6,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.data import BLOCK, Loader, Part
+from jaxdist.data import BLOCK, Part, make_eval_loader
 from jaxdist.evaluate import make_eval_step
 from jaxdist.mesh import on_cpu
 from jaxdist.session import Run, forward_parts
 
 
 class Evaluator:
-    """Mean loss over the same held-out windows, every time; of a mixture, over those of each part."""
+    """Mean loss over the same held-out windows or samples, every time; of a mixture, over those of each part."""
 
     def __init__(self, run: Run) -> None:
         config, whole = run.config, [Part("", BLOCK, run.source)]
         self._parts = [
-            (part.name, part.samples / BLOCK, Loader(
-                part.source.held_out, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
-                sharding=run.sharding, documents=part.source.documents and part.source.documents[1], shuffle=False,
+            (part.name, part.samples / BLOCK, make_eval_loader(
+                part.source, seq_len=config.data.seq_len, global_batch=config.data.global_batch, sharding=run.sharding,
                 batches=config.train.eval_batches,
             ))
             for part in run.source.parts or whole
         ]  # fmt: skip
         self._step = make_eval_step(*forward_parts(run))
+        self._crumbs = run.watch.crumbs
         self._unit, self._on_cpu = run.source.info["unit"], on_cpu(run.mesh)
 
     def __call__(self, params: Any) -> dict[str, float]:
         """{"eval/loss": nats a token, for bytes "eval/bits_per_byte", of a mixture "eval/loss/NAME" for each part}.
         The loss of a mixture is the mean of its parts' by their shares."""
+        self._crumbs.enter("evaluation")
         mean, named = 0.0, dict[str, float]()
         for name, share, loader in self._parts:
             sums: list[Any] = []

@@ -102,7 +102,8 @@ def _own(unit: PyTree) -> PyTree:
 
 
 def probed(model: ModelDef, devices: int) -> ModelDef:
-    """The model with a probe in each unit, a parameter [N, C], for a mesh of N devices. It computes the same."""
+    """The model with a probe in each unit, a parameter [N, C], for a mesh of N devices. It computes the same, but not
+    column by column: an embedding's probe flags the device whose samples these are."""
     shapes, specs = dict(model.shapes), dict(model.specs)
     for name, unit in model.shapes.items():
         leaf = jax.tree.leaves(unit)[0]
@@ -123,7 +124,7 @@ def probed(model: ModelDef, devices: int) -> ModelDef:
         loss, weight = model.head(own, table, h, batch)
         return _mark(loss, output), weight
 
-    return model._replace(shapes=shapes, specs=specs, embed=embed, block=block, head=head)
+    return model._replace(shapes=shapes, specs=specs, embed=embed, block=block, head=head, columns=False)
 
 
 def make_diagnosis(

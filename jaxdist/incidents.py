@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from jaxdist.data import Loader, MixedLoader
+from jaxdist.data import Loader, MixedLoader, SampleLoader
 from jaxdist.errors import UserError
 from jaxdist.forensics import Finding
 from jaxdist.guard import released
@@ -49,7 +49,7 @@ def skip_line(step: int, loss: float, norm: float, scale: float | None) -> str:
     return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
 
 
-def look_into(run: Run, error: NonFinite, loader: Loader | MixedLoader) -> Finding | None:
+def look_into(run: Run, error: NonFinite, loader: Loader | MixedLoader | SampleLoader) -> Finding | None:
     """Run the failing step again and say on the console where it went wrong. Consumes the run's state."""
     if not error.guarded:
         return None
@@ -76,8 +76,9 @@ def roll_back(run: Run, error: NonFinite) -> str:
     state = run.checkpoints.restore(latest, run.target)
     run.state, run.first_step = state._replace(guard=released(state.guard)), latest
     run.passed += error.step - latest
-    if run.metrics is not None:
-        run.metrics.rewind(latest)
+    for writer in (run.metrics, run.samples):
+        if writer is not None:
+            writer.rewind(latest)
     run.console.line(f"rolled back to step {latest}; the batches of steps {latest + 1} to {error.step} are passed over")
     return ""
 

@@ -76,8 +76,12 @@ def abstract_mesh(**sizes: int) -> AbstractMesh:
 
 def has_host_memory(mesh: AnyMesh) -> bool:
     """Whether arrays can rest in pinned host memory (`HOST`) beside these devices. A mesh without devices stands for
-    one of GPUs, which can."""
-    return not isinstance(mesh, Mesh) or HOST in {kind.kind for kind in mesh.local_devices[0].addressable_memories()}
+    one of GPUs, which can; GPUs that are only described to the compiler do not list their memories."""
+    if not isinstance(mesh, Mesh):
+        return True
+    device = mesh.local_devices[0]
+    kinds = {kind.kind for kind in device.addressable_memories()}
+    return HOST in kinds or (not kinds and device.platform == "gpu")
 
 
 def on_cpu(mesh: AnyMesh) -> bool:

@@ -1,7 +1,8 @@
 """Saving during a run: a save that fails is told at once when it is known, and the next one is tried all the same."""
 
 from jaxdist.checkpoint import SaveFailed
-from jaxdist.session import Run, note, record
+from jaxdist.identity import record
+from jaxdist.session import Run, note
 
 
 def settle(run: Run) -> None:
@@ -16,8 +17,9 @@ def begin_save(run: Run, step: int, loss: float | None = None) -> None:
     """Save the state; training may go on meanwhile. loss: of an evaluation after the step. Raises FloatingPointError
     where the state is not finite."""
     settle(run)
+    meta = record(run.config, run.source, passed=run.passed, forced=run.forced)
     try:
-        run.checkpoints.save(step, run.state, record(run.config, run.source, passed=run.passed), loss=loss)
+        run.checkpoints.save(step, run.state, meta, loss=loss)
     except SaveFailed as error:
         _tell(run, error)
 

@@ -56,12 +56,14 @@ def without_idle(spec: P, mesh: AnyMesh) -> P:
     return from_entries(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec)
 
 
-def split_over(spec: P, shape: jax.ShapeDtypeStruct, *, axis: str, mesh: AnyMesh, min_bytes: int) -> P:
+def split_over(
+    spec: P, shape: jax.ShapeDtypeStruct, *, axis: str, mesh: AnyMesh, min_bytes: int, columns: bool = False
+) -> P:
     """The spec with `axis` on one more dim of a leaf that has at least `min_bytes`, where one is divisible.
 
-    The largest dim that no axis splits yet; where there is none, the largest that can be split further, as
-    ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then is the first) is never split, and
-    their bytes are those of one.
+    columns: the last dim, if that can be. Else the largest dim that no axis splits yet; where there is none, the
+    largest that can be split further, as ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then
+    is the first) is never split, and their bytes are those of one.
     """
     n = mesh.shape[axis]
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
@@ -72,7 +74,8 @@ def split_over(spec: P, shape: jax.ShapeDtypeStruct, *, axis: str, mesh: AnyMesh
     parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
     local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
     fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0 and size > 0]
-    best = max(fits, key=lambda dim: (parts[dim] == 1, local[dim]), default=None)
+    last = len(entries) - 1 if columns else None
+    best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, local[dim]), default=None)
     if best is None:
         return P(*spec)
     entries[best] = (*entries[best], axis)

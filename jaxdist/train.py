@@ -5,159 +5,38 @@ The loop never waits for the device: batches are made ahead by a thread, metrics
 
 import functools
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from jaxdist.agree import from_first
-from jaxdist.config import Config, to_yaml
-from jaxdist.data import Loader, MixedLoader, make_loader, prefetch
+from jaxdist.agree import anywhere, from_first
+from jaxdist.config import Config
+from jaxdist.data import Loader, MixedLoader, SampleLoader, make_loader, prefetch
+from jaxdist.describe import describe
 from jaxdist.errors import UserError
-from jaxdist.evaluate import make_sampler
 from jaxdist.evaluator import Evaluator
-from jaxdist.incidents import NonFinite, Spikes, is_bad, look_into, roll_back, skip_line, write_down
-from jaxdist.mesh import batch_shards, sizes_of
-from jaxdist.observe import LayoutRow, read_metrics, write_report
-from jaxdist.optim import learning_rates
+from jaxdist.finish import finish, sample_text
+from jaxdist.incidents import NonFinite, Spikes, look_into, roll_back, write_down
+from jaxdist.observe.environment import versions
+from jaxdist.recorder import Recorder
+from jaxdist.runtime.folders import RUN_DIR, leave_stop_note, new_run_directory
 from jaxdist.runtime.memory import advise, is_out_of_memory
+from jaxdist.runtime.preflight import facts_of_start
+from jaxdist.runtime.ranks import STOPPED
+from jaxdist.runtime.replicas import ReplicaCheck, ReplicasDiffer
+from jaxdist.runtime.rollcall import MissingPeers
 from jaxdist.runtime.start import fail_alone, start
-from jaxdist.runtime.stop import STOPPED, StopSignal
+from jaxdist.runtime.stop import StopSignal, TimeLimit
+from jaxdist.runtime.watchdog import Watch
+from jaxdist.samples import hashes_of
 from jaxdist.saving import all_saved, begin_save, settle
-from jaxdist.session import Run, build, describe, forward_parts, run_environment
-from jaxdist.specs import bytes_per_device, path_name, shard_count
-
-T = TypeVar("T")
+from jaxdist.session import Run, build, note
 
 DONE, FAILED = 0, 1
-WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
-
-
-class LateMetrics:
-    """Metrics of the step before: reading them never waits for the step that was just dispatched."""
-
-    def __init__(self) -> None:
-        self._waiting: tuple[int, dict[str, jax.Array]] | None = None
-
-    def push(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, float]] | None:
-        """Hand in a dispatched step's metrics; get the previous step's values, if one is waiting."""
-        for value in metrics.values():
-            value.copy_to_host_async()
-        ready = self.flush()
-        self._waiting = (step, metrics)
-        return ready
-
-    def flush(self) -> tuple[int, dict[str, float]] | None:
-        """The waiting step's values, after waiting for it."""
-        if self._waiting is None:
-            return None
-        (step, metrics), self._waiting = self._waiting, None
-        return step, {name: float(value) for name, value in jax.device_get(metrics).items()}
-
-
-class Clock:
-    """Times between the moments at which steps were seen to be finished, evaluations left out."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens, self._mark, self._waited = tokens_per_step, time.perf_counter(), 0.0
-
-    def restart(self) -> None:
-        """Do not count the time since the last step."""
-        self._mark, self._waited = time.perf_counter(), 0.0
-
-    def awaited(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same, with the time that each was waited for counted."""
-        rest = iter(batches)
-        while True:
-            before = time.perf_counter()
-            try:
-                batch = next(rest)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - before
-            yield batch
-
-    def read(self) -> dict[str, float]:
-        """Of the step that has just been seen: tokens_per_s; data_wait, the fraction of its time that the loop waited
-        for the batch of the step after it."""
-        now = time.perf_counter()
-        seconds, waited = now - self._mark, self._waited
-        self._mark, self._waited = now, 0.0
-        return {"tokens_per_s": self._tokens / seconds, "data_wait": waited / seconds}
-
-
-class Recorder:
-    """Takes finished steps to console and metrics.jsonl."""
-
-    def __init__(self, run: Run, spikes: Spikes) -> None:
-        self._run, self._spikes = run, spikes
-        self._late, self._unwritten = LateMetrics(), False
-        self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
-        self._clock = Clock(run.config.data.global_batch * run.config.data.seq_len)
-        self.awaited = self._clock.awaited
-
-    def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """A step was handed to the device: record the one before it."""
-        self._record(self._late.push(step, metrics))
-
-    def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
-        """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes.
-        Returns that evaluation, {} without one."""
-        evaluation = self._record(self._late.flush(), evaluate)
-        self._clock.restart()
-        return evaluation
-
-    def _record(
-        self, finished: tuple[int, dict[str, float]] | None, evaluate: Callable[[], dict[str, float]] | None = None
-    ) -> dict[str, float]:
-        if finished is None:
-            return {}
-        step, values = finished
-        loss, norm = values.pop("loss"), values["grad_norm"]
-        skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
-        rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
-        metrics = {"loss": loss, **values, "lr": float(rate), **self._clock.read()}
-        metrics |= {"skipped": skipped} if in_a_row else {}
-        self._run.console.step(step, metrics)
-        evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
-        if evaluation:
-            self._run.console.evaluation(step, evaluation)
-        self._write(step, metrics | evaluation)
-        if is_bad(loss, norm) or in_a_row:
-            self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
-        else:
-            self._spikes.check(step, loss)
-        return evaluation
-
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
-        """To metrics.jsonl. A full disk is said once, and does not end the run before its end."""
-        if self._run.metrics is None:
-            return
-        try:
-            self._run.metrics.write(step, metrics)
-            self._unwritten = False
-        except OSError as error:
-            if not self._unwritten:
-                self._run.console.line(f"warning: metrics.jsonl, step {step}: {error.strerror}; kept for the next one")
-            self._unwritten = True
-
-    def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None) -> None:
-        """Say that a step was skipped, or raise `NonFinite`."""
-        limit = self._run.max_skips
-        if 0 < in_a_row <= limit:
-            self._run.console.line(skip_line(step, loss, norm, scale))
-            return
-        name, value = ("grad_norm", norm) if math.isfinite(loss) else ("loss", loss)
-        row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""
-        other = "" if self._run.config.precision.policy == "fp32" else ", or precision=fp32"
-        text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr{other}"
-        raise NonFinite(step, text, guarded=in_a_row > 0)
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -165,7 +44,7 @@ def due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-def loop(run: Run) -> tuple[int, bool]:
+def loop(run: Run, stop: StopSignal) -> tuple[int, bool]:
     """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
     config = run.config
     loader = make_loader(
@@ -175,10 +54,11 @@ def loop(run: Run) -> tuple[int, bool]:
     spikes = Spikes(config.train.loss_spike)
     while True:
         try:
-            return steps(run, loader, spikes)
+            return steps(run, loader, spikes, stop)
         except NonFinite as error:
             failed = error.with_traceback(None)  # its frames would keep the old state in memory
         run.console.line(f"step {failed.step}: {failed}")
+        run.watch.crumbs.enter("look into it")
         rolling = config.train.on_nonfinite == "rollback"
         if failed.guarded and not rolling:  # the state is that before the step, and counts the step's batch
             begin_save(run, failed.step)
@@ -191,6 +71,10 @@ def loop(run: Run) -> tuple[int, bool]:
 
 def save(run: Run, step: int, loss: float | None = None) -> None:
     """Save the state. Raises `NonFinite` where it is not finite."""
+    if run.checkpoints.under_way:
+        run.watch.crumbs.enter("settle")
+        settle(run)
+    run.watch.crumbs.enter("save")
     try:
         begin_save(run, step, loss)
         return
@@ -199,27 +83,40 @@ def save(run: Run, step: int, loss: float | None = None) -> None:
     raise NonFinite(step, text, guarded=False)
 
 
-def steps(run: Run, loader: Loader | MixedLoader, spikes: Spikes) -> tuple[int, bool]:
+def steps(run: Run, loader: Loader | MixedLoader | SampleLoader, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
     """`loop`, to the first step that the run cannot take: raises `NonFinite`."""
     config, last = run.config, run.config.train.steps
     evaluate = Evaluator(run) if config.train.eval_every else None
     recorder = Recorder(run, spikes)
     step, stopped = run.first_step, False
+    check = ReplicaCheck(run.target, run.mesh) if config.train.check_replicas_every else None
+    crumbs = run.watch.crumbs
     batches = prefetch(lambda i: loader.batch(i + run.passed), step, last, config.data.prefetch)
-    with StopSignal() as stop, closing(batches):
-        for batch in recorder.awaited(batches):
+    with closing(batches), crumbs.failing():
+        for batch in crumbs.steps(recorder.awaited(batches), step):
             loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
+                crumbs.at_step("dispatch")
                 run.state, metrics = run.step(run.state, batch)
                 step += 1
+                crumbs.at_step("wait")
                 recorder.dispatched(step, metrics)
+            if run.config.observe.samples:
+                crumbs.at_step("wait")
+                log_samples(run, step, batch)
+            crumbs.at_step("agree")
             if step == run.first_step + 1 and run.cache.count > loaded:
                 run.console.line("the program of a step came from the compilation cache")
             stopped = stop.requested(step) and step < last
+            crumbs.enter("host")
             evaluating = evaluate is not None and due(step, config.train.eval_every, last)
             saving = due(step, config.checkpoint.every, last) or step == last or stopped
             evaluation = {}
+            if check and (saving or due(step, config.train.check_replicas_every, last)):
+                crumbs.enter("check")
+                check(step, run.state)
             if evaluating or saving:
+                crumbs.at_step("wait")
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
                 after = functools.partial(evaluate, run.state.params) if evaluate and evaluating else None
                 evaluation = recorder.catch_up(after)
@@ -230,88 +127,30 @@ def steps(run: Run, loader: Loader | MixedLoader, spikes: Spikes) -> tuple[int, 
     return step, not stopped
 
 
-def sample_text(run: Run) -> str:
-    """Text that the model writes after the prompt, one sample a batch shard. Needs a source of bytes."""
-    config, rows, length = run.config, batch_shards(run.mesh), run.config.data.seq_len
-    prompt = np.frombuffer(config.train.sample_prompt.encode()[: length - 1] or b"\n", np.uint8)
-    stop = min(length, len(prompt) + config.train.sample_tokens)
-    tokens = np.zeros((rows, length), np.int32)
-    tokens[:, : len(prompt)] = prompt
-    sampler = make_sampler(*forward_parts(run))
-    global_tokens = jax.make_array_from_callback(tokens.shape, run.sharding, lambda index: tokens[index])
-    drawn = sampler(run.state.params, global_tokens, len(prompt), stop, jax.random.key(config.train.seed))
-    whole = multihost_utils.process_allgather(drawn, tiled=True)
-    return "\n\n".join(bytes(row[:stop].astype(np.uint8)).decode("utf-8", "replace") for row in np.asarray(whole))
-
-
-def layout_rows(run: Run) -> list[LayoutRow]:
-    """The sharding table of the parameters."""
-    return [
-        LayoutRow(
-            path_name(path), leaf.shape, str(leaf.dtype), str(leaf.sharding.spec),
-            shard_count(leaf.sharding.spec, run.mesh), bytes_per_device(leaf, leaf.sharding.spec, run.mesh),
-            math.prod(leaf.shape) * leaf.dtype.itemsize,
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(run.target.params)
-    ]  # fmt: skip
-
-
-def report(run: Run, samples: str) -> None:
-    """Write report.html from the run directory."""
-    config = run.config
-    write_report(
-        run.folder / "report.html",
-        title=run.folder.name,
-        config_yaml=to_yaml(config),
-        environment=run_environment(run.mesh),
-        metrics=read_metrics(run.folder / "metrics.jsonl"),
-        layout=layout_rows(run),
-        mesh_axes=sizes_of(run.mesh),
-        devices=[device.device_kind for device in run.mesh.devices.flat],
-        baselines=run.baselines,
-        samples=samples,
-        data_info={**run.source.info, "tokens_per_step": config.data.global_batch * config.data.seq_len},
-    )
-
-
-def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
-    """The fraction of a run's time that it waited for data, by the records of metrics.jsonl but the first, in whose
-    step the program is compiled."""
-    timed = [record for record in records[1:] if "data_wait" in record]
-    seconds = [1 / record["tokens_per_s"] for record in timed]  # times the tokens of a step
-    waited = sum(record["data_wait"] * each for record, each in zip(timed, seconds, strict=True))
-    return waited / sum(seconds) if timed else 0.0
-
-
-def finish(run: Run, samples: str) -> None:
-    """After the last step: what the run directory and the reader get. Process 0 only."""
-    if samples:
-        (run.folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
-        run.console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
-    if run.config.observe.report:
-        report(run, samples)
-    records = read_metrics(run.folder / "metrics.jsonl")
-    evaluations = [record for record in records if "eval/bits_per_byte" in record]
-    if evaluations:
-        bits = evaluations[-1]["eval/bits_per_byte"]
-        marks = [
-            f"{'below' if bits < mark else 'NOT below'} the {name} model's {mark:.3f}"
-            for name, mark in run.baselines.items()
-        ]
-        run.console.line(", ".join([f"held-out text: {bits:.3f} bits per byte", *marks]))
-    waited = data_wait(records)
-    if waited > WAIT_LIMIT:
-        run.console.line(f"waited for data {waited:.0%} of the time: docs/data.md says what helps")
-    run.console.line(f"run directory: {run.folder}")
+def log_samples(run: Run, step: int, batch: Mapping[str, jax.Array]) -> None:
+    """`observe.samples`."""
+    found = hashes_of(batch)
+    if run.samples is not None:
+        run.samples.write_list(step, "samples", found)
 
 
 def run_directory(given: str | None, config_path: str) -> Path:
-    """The folder of a run: the one given, or a new one under runs/ called after the configuration and the time."""
-    name = f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(given) if given is not None else Path("runs") / name
+    """The folder of a run: the one given, or that of the launcher, or a new one under runs/ called after the
+    configuration and the time."""
+    given = given if given is not None else os.environ.get(RUN_DIR) or None
+    folder = Path(given) if given is not None else new_run_directory(config_path)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--run-dir: {given} is a file; give a folder, new or of a run to resume")
     return folder
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise `UserError` for a link where this run writes: a run directory from elsewhere could lead to any file."""
+    for place in (folder, folder / "checkpoints"):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if path.is_symlink():
+                raise UserError(f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"
+                                " there; remove it; to use another disk, give a --run-dir on it")  # fmt: skip
 
 
 def agree_on(folder: Path) -> Path:
@@ -322,19 +161,30 @@ def agree_on(folder: Path) -> Path:
 def train(config: Config, folder: Path) -> int:
     """Train as `config` says into `folder`, resuming what is there. Returns the exit status: 0 done, 75 stopped and
     resumable, 1 failed. Raises `UserError` for what the user can mend."""
-    config = start(config)
-    with fail_alone():
-        return _train(config, folder)
+    watch = Watch(config.train.watchdog_s)
+    with StopSignal() as stop:
+        try:
+            config = start(config, lambda config: watch.opened(facts_of_start(config, versions())))
+        except MissingPeers as error:
+            print(f"error: {error}", file=sys.stderr)
+            return STOPPED
+        stop.join()
+        with fail_alone(), watch.reporting():
+            status = _train(config, folder, stop, watch)
+            watch.close()
+            return status
 
 
-def _train(config: Config, folder: Path) -> int:
+def _train(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     folder = agree_on(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir: {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
+    refuse_links(folder)
     try:
-        return _run(config, folder)
+        watch.folder = folder
+        return _run(config, folder, stop, watch)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -346,6 +196,13 @@ def _train(config: Config, folder: Path) -> int:
     return FAILED
 
 
+def time_limit(run: Run, started: float) -> TimeLimit:
+    """`train.max_hours`. A save takes as long as the longest one, and before there was one as its bytes at 100 MB/s."""
+    hours, leaves = run.config.train.max_hours, jax.tree.leaves(run.target)
+    guess = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / 1e8
+    return TimeLimit(hours and hours * 3600, started, lambda: run.checkpoints.longest_save or guess)
+
+
 def _close_metrics(run: Run) -> None:
     try:
         if run.metrics is not None:
@@ -354,17 +211,24 @@ def _close_metrics(run: Run) -> None:
         run.console.line(f"warning: metrics.jsonl: {error.strerror}; the last lines are not in it")
 
 
-def _run(config: Config, folder: Path) -> int:
-    with ExitStack() as stack:
-        run = build(config, folder, stack)
+def _run(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
+    with ExitStack() as stack, watch.crumbs.failing():
+        run = build(config, folder, stack, watch)
         stack.callback(_close_metrics, run)
         run.console.header(describe(run))
+        stop.limit = time_limit(run, stop.started)
         try:
-            step, complete = loop(run)
+            step, complete = loop(run, stop)
         except NonFinite as error:
             settle(run)
             run.console.line(f"failed: {error}")
             return FAILED
+        except ReplicasDiffer as error:  # it was not saved: the newest checkpoint is good
+            settle(run)
+            run.console.line(f"stopped: {error}; the same command with --run-dir {folder} goes on before it")
+            note(folder, run.console, {"step": error.step, "what": str(error), "action": "stopped"})
+            return STOPPED
+        watch.crumbs.enter("finish")
         samples = ""
         if complete and config.train.sample_tokens and run.source.info["unit"] == "bytes":
             samples = sample_text(run)
@@ -372,6 +236,11 @@ def _run(config: Config, folder: Path) -> int:
             return FAILED
         if jax.process_index() == 0:
             if not complete:
+                if stop.why == "train.max_hours":
+                    run.console.line(f"train.max_hours: {config.train.max_hours:g} hours are nearly over")
                 run.console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on")
             finish(run, samples)
+        anywhere(False)  # all stay until process 0 is done, with watch and signal handlers
+    if not complete:
+        leave_stop_note(os.environ)
     return DONE if complete else STOPPED

@@ -97,6 +97,7 @@ class Compiles:
 
 def make_ours(config: Config) -> tuple[Any, Any, Any, Any]:
     """(step, state, optimizer, loader) of jaxdist."""
+    import numpy as np
     from jax.sharding import NamedSharding
 
     from jaxdist.data import Loader
@@ -110,8 +111,10 @@ def make_ours(config: Config) -> tuple[Any, Any, Any, Any]:
 
     mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, steps=config.train.steps)
     model = gpt(config.model, max_length=config.data.seq_len)
+    ids = text(config.data).train
+    assert isinstance(ids, np.ndarray)
     loader = Loader(
-        text(config.data).train, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
+        ids, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
         sharding=NamedSharding(mesh, BATCH_SPEC),
     )  # fmt: skip
     step = make_train_step(model, optimizer, mesh, strategy=config.parallel.strategy)

@@ -1,10 +1,12 @@
 """Train: python scripts/train.py --config FILE [section.key=value ...] [--run-dir DIR]"""
 
 import argparse
+import os
 import sys
 
 from jaxdist.config import load_config
 from jaxdist.errors import UserError
+from jaxdist.runtime.job import add_job_flags, take_job_flags
 
 
 def main() -> int:
@@ -13,8 +15,10 @@ def main() -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; every key is in docs/config.md")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept; one that exists is resumed")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of the file")
+    add_job_flags(parser)
     arguments = parser.parse_intermixed_args()
     try:
+        take_job_flags(arguments, os.environ)
         config = load_config(arguments.config, arguments.overrides)
         from jaxdist.train import run_directory, train  # imports jax: only for a configuration that holds
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = ("JAX_", "XLA_", "SLURM_", "OMPI_", "VIRTUAL_")
+SETTINGS = ("JAX_", "JAXDIST_", "XLA_", "SLURM_", "OMPI_", "VIRTUAL_")
 
 
 def environment() -> dict[str, str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,4 +46,25 @@ def many_files(number: int) -> dict[str, bytes]:
 def ids_file(path: Path, values: Any, dtype: str = "uint16") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     np.asarray(values, dtype).tofile(path)
+    return path
+
+
+def write_parquet(path: Path, **columns: Any) -> Path:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra parquet) is not installed")
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(arrow.table(columns), path, row_group_size=7)
+    return path
+
+
+def write_records(path: Path, records: list[bytes]) -> Path:
+    module = pytest.importorskip(
+        "array_record.python.array_record_module", reason="array_record (extra arrayrecord) is not installed"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = module.ArrayRecordWriter(str(path), "group_size:3")
+    for record in records:
+        writer.write(record)
+    writer.close()
     return path

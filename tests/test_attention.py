@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 from jaxdist.assemble import assemble, attention_of, cuda_capability, precision_of
-from jaxdist.config import Config, DevicesConfig, ModelConfig, PrecisionConfig
+from jaxdist.config import Config, DevicesConfig, GradSyncConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
@@ -74,6 +74,16 @@ def test_what_auto_takes(
     config = Config(model=ModelConfig(attention=asked), precision=policy)
     kernel, why = attention_of(config, precision_of(policy), make_mesh())
     assert kernel == want and (why is None) == (want == "cudnn")
+
+
+def test_the_same_bits_are_not_computed_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("9.0", monkeypatch)
+    policy, parallel = PrecisionConfig("bf16"), ParallelConfig(grad_sync=GradSyncConfig(deterministic=True))
+    config = Config(model=ModelConfig(attention="auto"), precision=policy, parallel=parallel)
+    kernel, why = attention_of(config, precision_of(policy), make_mesh())
+    assert kernel == "xla" and (why or "").startswith("parallel.grad_sync.deterministic=true, and cuDNN's backward")
+    with pytest.raises(UserError, match=r"^model\.attention: 'cudnn' is not possible: parallel\.grad_sync\..*auto"):
+        assemble(Config(model=CUDNN, precision=policy, parallel=parallel), make_mesh())
 
 
 def test_cudnn_where_it_cannot_be_is_refused() -> None:

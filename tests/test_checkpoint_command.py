@@ -16,13 +16,13 @@ from test_huggingface import NEEDS, bits, config_of, random_params, restored, sa
 
 from jaxdist.assemble import assemble
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.checkpoint.stored import Stored
+from jaxdist.checkpoint.stored import Stored, open_steps
 from jaxdist.checkpoint_command import average, check_all, listing
 from jaxdist.config import DevicesConfig, MeshConfig, ParallelConfig, to_yaml
 from jaxdist.data import Source
 from jaxdist.errors import UserError
+from jaxdist.identity import record
 from jaxdist.mesh import make_mesh
-from jaxdist.session import record
 
 pytestmark = pytest.mark.xdist_group("huggingface")
 SCRIPT = child.ROOT / "scripts" / "checkpoint.py"
@@ -124,13 +124,16 @@ def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mean").exists()
 
 
-def test_rows_are_compared(tmp_path: Path) -> None:
-    for step, layout in ((1, {}), (2, {"mesh": MeshConfig(pipe=2), "parallel": ParallelConfig(
-        schedule="interleaved", chunks=2, microbatches=2)})):  # fmt: skip
-        config = config_of("llama-tied", **layout)
-        save_run(tmp_path, config, random_params(config), step=step)
-    with pytest.raises(UserError, match=r"^steps 2 and 1 hold their blocks in different orders"):
-        average(tmp_path, tmp_path / "mean", last=2)
+def test_steps_of_several_pipelines_are_averaged(tmp_path: Path) -> None:
+    plain = config_of("llama-tied")
+    piped = config_of("llama-tied", mesh=MeshConfig(pipe=2), parallel=ParallelConfig(
+        schedule="interleaved", chunks=2, microbatches=2))  # fmt: skip
+    for step, config in ((1, plain), (2, piped)):
+        save_run(tmp_path / "run", config, random_params(config), step=step)
+    average(tmp_path / "run", tmp_path / "mean", last=2)
+    (mean,) = open_steps(tmp_path / "mean")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(random_params(plain)):
+        assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
 
 
 @pytest.mark.slow

@@ -8,18 +8,29 @@ import jax
 import pytest
 from child import ROOT
 
-from jaxdist.config import Config, DevicesConfig, ParallelConfig, XlaConfig
+from jaxdist.config import Config, DevicesConfig, GradSyncConfig, ParallelConfig, XlaConfig
 from jaxdist.config_devices import check_flags
 from jaxdist.errors import UserError
 from jaxdist.runtime import compiler
-from jaxdist.runtime.compiler import ADVICE, PRESETS, Setting, refused, resolve, set_flags, set_options, settings
+from jaxdist.runtime.compiler import (
+    ADVICE,
+    DETERMINISTIC,
+    PRESETS,
+    Setting,
+    refused,
+    resolve,
+    set_flags,
+    set_options,
+    settings,
+)
 
-SETTINGS = [*ADVICE, *(each for preset in PRESETS.values() for each in preset)]
-LIMIT = ADVICE[2].name
+SETTINGS = [*ADVICE, *DETERMINISTIC, *(each for preset in PRESETS.values() for each in preset)]
+LIMIT = next(each.name for each in ADVICE if each.name.endswith("overlap_limit"))
 
 
-def config(*flags: str, preset: str = "fast", prefetch: int = 0) -> Config:
-    return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=ParallelConfig(prefetch=prefetch))
+def config(*flags: str, preset: str = "fast", prefetch: int = 0, deterministic: bool = False) -> Config:
+    parallel = ParallelConfig(prefetch=prefetch, grad_sync=GradSyncConfig(deterministic=deterministic))
+    return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=parallel)
 
 
 @pytest.fixture
@@ -63,6 +74,20 @@ def test_what_is_no_flag(flags: tuple[str, ...], text: str) -> None:
 def test_flags_are_added_to_those_of_the_environment(env: pytest.MonkeyPatch) -> None:
     set_flags(config(f"{LIMIT}=2", "--xla_cpu_enable_fast_math=true"), "cpu", started=False)
     assert settings()["xla_flags"] == ["--xla_cpu_enable_fast_math=false", f"{LIMIT}=2"]
+
+
+@pytest.mark.parametrize("preset", ["fast", "plain"])
+def test_deterministic_sums_have_deterministic_kernels(preset: str, env: pytest.MonkeyPatch) -> None:
+    wanted, flag = config(preset=preset, deterministic=True), "--xla_gpu_deterministic_ops=true"
+    before = settings()["xla_flags"]
+    set_flags(wanted, "cpu", started=False)
+    set_flags(config(preset=preset), "gpu", started=False)
+    assert settings()["xla_flags"] == before
+    with pytest.raises(UserError, match=rf"^parallel\.grad_sync\.deterministic: true needs {flag} .* put it into XLA_"):
+        set_flags(wanted, "gpu", started=True)
+    set_flags(wanted, "gpu", started=False)
+    assert settings()["xla_flags"] == [*before, flag]
+    set_flags(wanted, "gpu", started=True)
 
 
 def test_simulated_devices_keep_their_defaults(env: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,12 @@ TOGETHER = [
          "parallel.chunks", "4 blocks", "2, 4", "parallel.stages=[1,1,2,2,1,1]"),
     case("chunks-microbatches", b"model: {layers: 8}\nmesh: {pipe: 2}\n"
          b"parallel: {chunks: 2, schedule: interleaved, microbatches: 3}\n", "parallel.microbatches", "2, 4"),
+    case("sequence-parallel", b"parallel: {sequence_parallel: true}\ndata: {seq_len: 130}\nmesh: {tensor: 4}\n",
+         "data.seq_len", "130", "128, 132", "parallel.sequence_parallel=false"),
+    case("sequence-parallel-sqrt", b"parallel: {sequence_parallel: true}\nmemory: {remat: sqrt}\n",
+         "memory.remat: 'sqrt'", "parallel.sequence_parallel", "none, full, dots"),
+    case("scan-blocks-prefetch", b"model: {scan_blocks: 2}\nparallel: {prefetch: 1}\n", "model.scan_blocks: 2",
+         "parallel.prefetch 1", "allowed with it: 1"),
     case("prefetch", b"parallel: {prefetch: 2}\n", "parallel.prefetch", "2", "1"),
     case("prefetch-kept", b"parallel: {prefetch: 1, reshard_after_forward: false}\n", "parallel.prefetch",
          "parallel.reshard_after_forward to true"),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from unittest.mock import Mock
 
 import child
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint import Checkpoints, integrity, manager
-from jaxdist.checkpoint.integrity import CHECKSUMS, check, record_of, seal
+from jaxdist.checkpoint.integrity import CHECKSUMS, Cancelled, check, record_of, seal
 from jaxdist.errors import UserError
 from jaxdist.state import TrainState
 
@@ -177,10 +178,10 @@ def test_a_file_that_cannot_be_read_is_damage(copy: Path, monkeypatch: pytest.Mo
     """A bad sector is what checksums are for; and nothing that fails here leaves other processes waiting."""
     bad, digest = copy / "2" / kinds(copy / "2")[0], integrity._digest
 
-    def read(path: Path) -> str:
+    def read(path: Path, cancel: Event) -> str:
         if path == bad:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return digest(path)
+        return digest(path, cancel)
 
     monkeypatch.setattr(integrity, "_digest", read)
     lines: list[str] = []
@@ -192,6 +193,22 @@ def test_a_file_that_cannot_be_read_is_damage(copy: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(integrity, "_digest", read)
         assert checkpoints.newest_intact(lines.append) == 1
     assert len(lines) == 1 and f"{bad.relative_to(copy / '2')} cannot be read: Input/output error; moved" in lines[0]
+
+
+def test_closing_ends_the_look_ahead(copy: Path) -> None:
+    """A mistake in the data ends a run while its newest checkpoint is read: nobody waits for 64 GiB of it."""
+    (copy / "3").mkdir()
+    size, name = 1 << 36, "large"
+    with (copy / "3" / name).open("wb") as file:
+        file.truncate(size)  # takes no room
+    (copy / "3" / CHECKSUMS).write_text(integrity._text(3, {name: [size, "0" * 64]}))
+    with pytest.raises(UserError, match="^data"), Checkpoints(copy, keep=2) as checkpoints:
+        assert checkpoints.latest() == 3
+        checkpoints.look_ahead()
+        assert checkpoints._ahead is not None
+        step, verdict = checkpoints._ahead
+        raise UserError("data")
+    assert step == 3 and isinstance(verdict.exception(timeout=20), Cancelled)
 
 
 def test_an_older_damaged_step_does_not_matter(copy: Path) -> None:

@@ -13,8 +13,10 @@ from jaxdist.config import load_config
 from jaxdist.data import Loader
 from jaxdist.data.prepare import prepare
 from jaxdist.errors import UserError
+from jaxdist.finish import data_wait
 from jaxdist.observe import read_metrics
-from jaxdist.train import Clock, data_wait, train
+from jaxdist.recorder import Clock
+from jaxdist.train import train
 
 YAML = """
 model: {layers: 1, width: 16, heads: 2}
@@ -83,9 +85,13 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(awaited) == [0.0]
     now[0] += 1.0
     assert clock.read() == {"tokens_per_s": 100.0, "data_wait": 0.0}
+    clock = Clock(8, "samples")
+    now[0] += 2.0
+    assert clock.read() == {"samples_per_s": 4.0, "data_wait": 0.0}
 
 
 def test_data_wait_of_a_run_weighs_steps_by_their_time() -> None:
     records = [{"tokens_per_s": rate, "data_wait": wait} for rate, wait in ((1, 1.0), (10, 0.5), (30, 0.1))]
     assert data_wait(records) == pytest.approx((0.5 / 10 + 0.1 / 30) / (1 / 10 + 1 / 30))
+    assert data_wait([{"samples_per_s": 1.0, "data_wait": wait} for wait in (1.0, 0.5, 0.1)]) == pytest.approx(0.3)
     assert data_wait(records[:1]) == data_wait([]) == data_wait([{"tokens_per_s": 1.0}] * 3) == 0

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_files import config, folder_of, ids_file, sharding
+from data_files import config, folder_of, ids_file, sharding, write_parquet, write_records
 
 from jaxdist import registry
-from jaxdist.data import Loader, Source
+from jaxdist.config import DataConfig
+from jaxdist.data import Loader, Source, make_eval_loader, make_loader
 from jaxdist.data.source import split_tail
 from jaxdist.data.sources.tokens import tokens
 from jaxdist.errors import UserError
@@ -75,18 +76,45 @@ def test_tokens_errors(tmp_path: Path, key: str, changes: dict[str, Any], messag
     caught.match(message)
 
 
+def some_data(name: str, folder: Path) -> DataConfig:
+    """A little data for a source. Skips where its package is not installed."""
+    if name == "images":
+        np.savez(folder / "a.npz", image=np.zeros((90, 3, 3), np.uint8), label=np.arange(90))
+        return config(folder / "a.npz")
+    if name == "iterable":
+        return config("test_data_tokens.NUMBERS", val_path="test_data_tokens.NUMBERS")
+    if name == "parquet":
+        return config(write_parquet(folder / "a.parquet", tokens=[[i, i + 1] * 9 for i in range(20)]))
+    if name == "arrayrecord":
+        return config(write_records(folder / "a.arrayrecord", [b"document %d" % i for i in range(20)]))
+    return config(ids_file(folder / "ids", np.arange(300) % 97))
+
+
+NUMBERS = [{"label": i, "x": [i, 0.5]} for i in range(40)]
+
+
 @pytest.mark.parametrize("name", registry.names("jaxdist.data.sources"))
 def test_every_source_keeps_the_contract(name: str, tmp_path: Path) -> None:
-    path = ids_file(tmp_path / "ids", np.arange(300) % 97)
-    source = registry.load("jaxdist.data.sources", name, key="data.source")(config(path))
+    data = some_data(name, tmp_path)
+    source = registry.load("jaxdist.data.sources", name, key="data.source")(data)
     assert isinstance(source, Source)
+    keys = {"name", "path", "unit", "train", "held_out", "files", "held_out_files", "sha256"}
+    assert set(source.info) == keys
+    assert (source.info["name"], source.info["path"]) == (name, data.path)
+    assert (source.info["train"], source.info["held_out"]) == (source.train.size, source.held_out.size)
+    again = registry.load("jaxdist.data.sources", name, key="data.source")(data)
+    assert again.info == source.info and len(source.info["sha256"]) == 64
+    made = make_loader(source, seq_len=4, global_batch=8, sharding=sharding(data=8), seed=0)
+    held = make_eval_loader(source, seq_len=4, global_batch=8, sharding=sharding(data=8), batches=1)
+    for batch in (made.batch(5), held.batch(0)):
+        assert {leaf: (value.shape, value.dtype) for leaf, value in batch.items()} == {
+            leaf: (like.shape, like.dtype) for leaf, like in made.leaves.items()}  # fmt: skip
+    if not isinstance(source.train, np.ndarray):
+        assert source.train.leaves == source.held_out.leaves and source.documents is None
+        return
     assert source.train.ndim == source.held_out.ndim == 1
     assert source.train.dtype == source.held_out.dtype
     assert max(int(source.train.max()), int(source.held_out.max())) < source.vocab
-    keys = {"name", "path", "unit", "train", "held_out", "files", "held_out_files", "sha256"}
-    assert set(source.info) == keys
-    assert (source.info["name"], source.info["path"]) == (name, str(path))
-    assert (source.info["train"], source.info["held_out"]) == (source.train.size, source.held_out.size)
     with pytest.raises(ValueError, match="read-only"):
         source.train[0] = 0
 

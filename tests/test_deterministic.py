@@ -109,7 +109,12 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
     if jax.__version_info__ < (0, 11):
         options["xla_cpu_use_fusion_emitters"] = True
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
+    jit = jax.jit
+
+    def compiled(*arguments: Any, compiler_options: Any = None, **keywords: Any) -> Any:
+        return jit(*arguments, compiler_options=options | (compiler_options or {}), **keywords)
+
+    monkeypatch.setattr(jax, "jit", compiled)
 
 
 ONE = Case("ddp", (1, 1, 1))

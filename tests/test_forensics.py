@@ -17,6 +17,7 @@ from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config import ModelConfig
 from jaxdist.forensics import Finding, make_diagnosis
 from jaxdist.mesh import AXES, batch_shards
+from jaxdist.models.gpt import gpt
 from jaxdist.precision import Precision
 from jaxdist.specs import STACKED, batch_spec
 from jaxdist.state import TrainState, shardings_of
@@ -37,9 +38,11 @@ class Bench:
     batch: Any
 
 
-def bench(sizes: dict[str, int], *, strategy: str, schedule: str, microbatches: int, **options: Any) -> Bench:
+def bench(
+    sizes: dict[str, int], *, strategy: str, schedule: str, microbatches: int, build: Any = poisoned, **options: Any
+) -> Bench:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
-    model = poisoned(dataclasses.replace(CONFIG, **options.pop("model", {})), max_length=LENGTH)
+    model = build(dataclasses.replace(CONFIG, **options.pop("model", {})), max_length=LENGTH)
     options = {"strategy": strategy, "schedule": schedule, "microbatches": microbatches, **options}
     step = make_train_step(model, tx, mesh, **options)
     rows = batch_shards(mesh) * microbatches * 2
@@ -132,6 +135,36 @@ def test_a_good_step_is_not_looked_into(everyday: Bench) -> None:
 
 @SHARED
 def test_the_microbatch_is_named(everyday: Bench) -> None:
+    check_a_token(everyday)
+
+
+@pytest.mark.parametrize("style", levels(["gpt2", "llama"], slow=1))
+def test_with_prefetching(style: str) -> None:
+    """Where the embedding is looked up by columns, of all devices' tokens; the probes' model is not."""
+    sizes = {"data": 2, "fsdp": 2}
+    ahead = bench(sizes, strategy="zero3", schedule="accumulate", microbatches=2, build=gpt, prefetch=1,
+                  model={"style": style})  # fmt: skip
+    check_a_block(ahead)
+    if style == "gpt2":  # an RMSNorm of an infinite deviation is zero, and so is its gradient
+        check_a_token(ahead)
+
+
+def check_a_block(everyday: Bench) -> None:
+    """A block whose output overflows, on every device."""
+    state = everyday.make()
+    down = state.params[STACKED]["mlp"]["down"]
+    kernel = np.array(down["kernel"])
+    kernel[2] = 3e38
+    mlp = {**state.params[STACKED]["mlp"], "down": {**down, "kernel": jax.device_put(kernel, down["kernel"].sharding)}}
+    state = state._replace(params={**state.params, STACKED: {**state.params[STACKED], "mlp": mlp}})
+    state, _ = everyday.step(state, everyday.batch)
+    assert int(state.guard.skipped) == 1
+    found = everyday.diagnose(state, everyday.batch)
+    assert found is not None and (found.kind, found.block, found.microbatch) == ("activation", 2, 0), str(found)
+    assert len(found.devices) == everyday.mesh.size
+
+
+def check_a_token(everyday: Bench) -> None:
     """A token whose row of the table is so large that its variance overflows, in one microbatch of one device."""
     state = everyday.make()
     table = np.array(state.params["embed"]["tokens"]["table"])

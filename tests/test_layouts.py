@@ -47,9 +47,14 @@ class Case(NamedTuple):
     prefetch: int = 0
     overlap: bool = False  # buckets so small that every block fills one, and is summed in the backward pass
     loss_chunk: int | None = None
+    sequence: bool = False
+    pipe: int = 1
+    schedule: str = "accumulate"
+    scan_blocks: int = 1
 
     def __str__(self) -> str:
-        return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:]))
+        later = self[10:] if self[10:] != (False, 1, "accumulate", 1) else ()
+        return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later))
 
 
 
@@ -135,13 +140,14 @@ def model_config(case: Case) -> ModelConfig:
         ModelConfig(
             style=case.style, tied=case.tied, layers=layers_of(case), width=width, heads=heads, vocab=VOCAB,
             mlp_width=width * 2, loss_chunk=case.loss_chunk, kv_heads=heads // 2 if case.style == "llama" else None,
+            scan_blocks=case.scan_blocks,
         )
     )  # fmt: skip
 
 
 def layers_of(case: Case) -> int:
-    """Five blocks are two segments of two and one of one."""
-    return 5 if case.remat == "sqrt" else 2 + 2 * case.prefetch
+    """Five blocks are two segments of two and one of one, or two rounds of a loop and one block more."""
+    return 5 if case.remat == "sqrt" or case.scan_blocks == 2 else 2 + 2 * case.prefetch
 
 
 def batch_size(case: Case) -> int:
@@ -195,14 +201,16 @@ def reference(config: ModelConfig, size: int, policy: str) -> Reference:
 
 
 def run(case: Case, policy: str, steps: int) -> Reference:
-    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])
-    model = gpt(model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param)
+    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
+    model = gpt(
+        model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param, sequence_parallel=case.sequence
+    )
     tx = optimizer(deterministic=case.algorithm == "deterministic")
     target = state_target(model, tx, mesh, strategy=case.strategy)
     state = place_params(initial(model_config(case), policy), tx, target)
     step = make_train_step(
-        model, tx, mesh, strategy=case.strategy, microbatches=case.microbatches, precision=policy,
-        grad_sync=sync_of(case), remat=case.remat, prefetch=case.prefetch, return_grads=True,
+        model, tx, mesh, strategy=case.strategy, schedule=case.schedule, microbatches=case.microbatches,
+        precision=policy, grad_sync=sync_of(case), remat=case.remat, prefetch=case.prefetch, return_grads=True,
     )  # fmt: skip
     losses, grads = [], []
     for i in range(steps):

@@ -13,8 +13,8 @@ from jaxdist.config import load_config
 from jaxdist.data import BLOCK, Loader, Part, Source, load_source, make_loader
 from jaxdist.data.mixture import block_counts, block_order
 from jaxdist.errors import UserError
+from jaxdist.identity import check_identity, identity
 from jaxdist.observe import read_metrics
-from jaxdist.session import check_identity, identity
 from jaxdist.train import train
 
 

@@ -118,13 +118,17 @@ def test_ddp_reduces_blocks_that_fill_a_bucket_in_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_prefetching_gathers_the_last_block_once(microbatches: int) -> None:
-    alone, ahead = (
-        collectives(jaxpr_of("zero3", fsdp=4, microbatches=microbatches, prefetch=prefetch), "fsdp")
-        for prefetch in (0, 1)
-    )
-    assert ahead["all_gather", "float32"] == alone["all_gather", "float32"] - microbatches * BLOCK
-    assert ahead["reduce_scatter", "float32"] == alone["reduce_scatter", "float32"]
+def test_prefetching_gathers_the_last_block_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
+    """The head's matrix in as many slices as there are blocks; its norm has no dim left to cut."""
+    counts = collectives(jaxpr_of("zero3", fsdp=4, microbatches=microbatches, prefetch=1), "fsdp")
+    slices = LAYERS * (HEAD - 1) + 1
+    assert counts == {
+        ("all_gather", "float32"): microbatches * (2 * LAYERS * BLOCK - BLOCK + slices),
+        ("reduce_scatter", "float32"): microbatches * (LAYERS * BLOCK + slices),
+        ("all_gather", "int32"): microbatches,  # everybody's tokens
+        ("all_to_all", "float32"): 2 * microbatches,  # columns of h, and of its gradient
+        ("psum", "float32"): 1,
+    }
 
 
 def test_prefetched_gathers_wait_for_no_block() -> None:

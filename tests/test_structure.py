@@ -21,21 +21,22 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "config_memory", "config_devices", "precision", "interpret", "autocast", "guard", "agree"},
+     "config_memory", "config_devices", "config_pipeline", "precision", "interpret", "autocast", "guard", "agree"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
     {"step", "compiled", "forensics", "init", "assemble", "evaluate", "checkpoint"},
     {"plan"},
     {"runtime", "observe"},
-    {"train", "incidents", "session", "saving", "evaluator", "checkpoint_command"},
+    {"train", "samples", "incidents", "session", "saving", "evaluator", "recorder", "finish",
+     "identity", "describe", "checkpoint_command", "doctor", "bench"},
 )
-FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe"}
+FOLDERS = {"collectives", "data", "nn", "models", "parallel", "checkpoint", "plan", "runtime", "observe", "bench"}
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Read before jax is started.
 WITHOUT_JAX = (
     "errors", "registry", "config", "config_load", "config_values", "config_check", "config_sync", "config_memory",
-    "config_devices",
+    "config_devices", "config_pipeline",
 )  # fmt: skip
 UNCHECKED = {("jaxdist/collectives/claim.py", "claim_replicated"), ("jaxdist/parallel/foreign.py", "unchecked_region")}
 KINDS = (
@@ -44,6 +45,7 @@ KINDS = (
     "jaxdist/collectives/algorithms",
     "jaxdist/data/sources",
     "jaxdist/models",
+    "jaxdist/bench/contenders",
 )
 FUNCTION_LINES, FILE_LINES, STEP_LINES, SCRIPT_LINES = 60, 400, 150, 60
 

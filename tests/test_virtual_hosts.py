@@ -13,7 +13,7 @@ import child
 import pytest
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.start import Job, describe_job
+from jaxdist.runtime.job import Job, describe_job
 from jaxdist.runtime.virtual_hosts import HostResult, Link, exit_status, missing, parse_links, run
 
 pytestmark = pytest.mark.xdist_group("network")  # one after another: they measure time
@@ -185,7 +185,8 @@ PSUM = """
 import os
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.runtime.start import describe_job, join
+from jaxdist.runtime.job import describe_job
+from jaxdist.runtime.join import join
 jax.config.update("jax_platforms", "cpu")
 join(describe_job(os.environ))
 mesh = jax.make_mesh((3,), ("data",))

@@ -4,7 +4,7 @@ One leaf is in memory at a time, stacked as in a checkpoint, and one of its tens
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -109,13 +109,13 @@ def _rope_theta(found: dict[str, Any]) -> Any:
     return rope.get("rope_theta") or found.get("rope_theta") or 10000.0
 
 
-def _places(each: Tensor, rows: Sequence[int]) -> list[tuple[int | None, Any]]:
-    """(block, index into our leaf) of each tensor of this kind. rows: of the blocks, in the order of the model."""
-    return list(enumerate(rows)) if each.leaf.partition(".")[0] == STACKED else [(None, ...)]
+def _places(each: Tensor, layers: int) -> list[Any]:
+    """Where each tensor of this kind lies in our leaf: the numbers of blocks, or all of it."""
+    return list(range(layers)) if each.leaf.partition(".")[0] == STACKED else [...]
 
 
 def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes: int = FILE_BYTES) -> str:
-    """Write a checkpoint's parameters to a new folder, in the order of the model whatever the layout of the run was.
+    """Write a checkpoint's parameters to a new folder, blocks in the order of the model.
 
     vocab: write only so many rows of the vocabulary; those after them were padding. Returns what was done, in a line.
     Raises `UserError` for a model that has no format.
@@ -126,7 +126,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     kept = model.vocab if vocab is None else vocab
     if not 1 <= kept <= model.vocab:
         raise UserError(f"--vocab: {kept}; allowed: 1 to {model.vocab}, the rows that the model has (model.vocab)")
-    table, rows = tensors(model, positions=positions), stored.rows.tolist()
+    table, layers = tensors(model, positions=positions), model.layers
     assert {each.leaf for each in table} == set(found), {each.leaf for each in table} ^ set(found)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already; give a new folder")
@@ -137,10 +137,10 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     def arrays() -> Iterator[np.ndarray]:
         for leaf, group in groupby(table, lambda each: each.leaf):
             array = stored.param(leaf)
-            yield from (each.take(array[row])[: shape(each)[0]] for each in group for _, row in _places(each, rows))
+            yield from (each.take(array[place])[: shape(each)[0]] for each in group for place in _places(each, layers))
 
     entries = [Entry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
-               for each in table for block, _ in _places(each, rows)]  # fmt: skip
+               for each in table for block in _places(each, layers)]  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
@@ -167,7 +167,7 @@ def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, pos
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
     table, expected, rows, dtypes = tensors(model, positions=positions), set(), set(), set()
     for each in table:
-        for block, _ in _places(each, range(model.layers)):
+        for block in _places(each, model.layers):
             name = actual_name(files, each.name.format(block), kind)
             expected.add(name)
             if name not in files.names:
@@ -190,15 +190,15 @@ def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, pos
 
 
 def load(
-    files: TensorFiles, model: ModelConfig, shapes: dict[str, Any], *, positions: int, rows: Sequence[int]
+    files: TensorFiles, model: ModelConfig, shapes: dict[str, Any], *, positions: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of each of our parameters, one after the other, of files that `check` has passed. shapes: of all
-    parameters, with the dtypes that they get. rows: of the blocks; others are zero. Raises `UserError`."""
+    parameters, with the dtypes that they get. Raises `UserError`."""
     kind = family(model)
     for leaf, group in groupby(tensors(model, positions=positions), lambda each: each.leaf):
         array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
         for each in group:
-            for block, row in _places(each, rows):
+            for block in _places(each, model.layers):
                 name = actual_name(files, each.name.format(block), kind)
                 tensor = files.read(name)
                 if not np.isfinite(tensor).all():
@@ -206,7 +206,7 @@ def load(
                 if leaf in TABLES:
                     _fill(array, tensor)
                 else:
-                    each.put(array[row], tensor)
+                    each.put(array[block], tensor)
         if leaf == TABLES[0] and model.tied and HEAD in files.names:
             if files.read(HEAD).tobytes() != files.read(actual_name(files, each.name, kind)).tobytes():
                 raise UserError(f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"

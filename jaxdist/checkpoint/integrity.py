@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
@@ -19,6 +20,7 @@ CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are not complete
 _VERSION = 1
+_PIECE = 1 << 20  # bytes that are read and hashed at a time
 
 
 class Verdict(NamedTuple):
@@ -43,23 +45,40 @@ def _files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return files, sorted(others)
 
 
-def _digest(path: Path) -> str:
+class Cancelled(Exception):
+    """Nobody waits for the verdict any more."""
+
+
+def _digest(path: Path, cancel: Event) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(_PIECE):
+            if cancel.is_set():
+                raise Cancelled(str(path))
+            digest.update(piece)
+    return digest.hexdigest()
 
 
-def _digest_or_error(path: Path) -> str:
+def _digest_or_error(path: Path, cancel: Event) -> str:
     """Or why there is none: such a file is damaged, too."""
     try:
-        return _digest(path)
+        return _digest(path, cancel)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
-def _digests(paths: list[Path], one: Callable[[Path], str] = _digest) -> list[str]:
-    """By several threads: hashlib lets go of the interpreter."""
+def _digests(
+    paths: list[Path], one: Callable[[Path, Event], str] = _digest, cancel: Event | None = None
+) -> list[str]:
+    """By several threads: hashlib lets go of the interpreter. They end with this call, soon if it is interrupted, or
+    with `Cancelled` once `cancel` is set."""
+    cancel = Event() if cancel is None else cancel
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(one, paths))
+        try:
+            return list(pool.map(one, paths, [cancel] * len(paths)))
+        except BaseException:
+            cancel.set()  # leaving the pool waits for its threads
+            raise
 
 
 def _text(step: int, files: dict[str, list[Any]]) -> str:
@@ -111,8 +130,9 @@ def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
     return files
 
 
-def check(folder: Path, step: int) -> Verdict:
-    """Compare a step's folder with its checksums. Opens only files that are in the folder, whatever is listed."""
+def check(folder: Path, step: int, cancel: Event | None = None) -> Verdict:
+    """Compare a step's folder with its checksums. Opens only files that are in the folder, whatever is listed. Raises
+    `Cancelled`, in about a millisecond, once `cancel` is set."""
     if (folder / CHECKSUMS).is_symlink():
         return Verdict(f"{CHECKSUMS} is no file", sealed=True)
     if not (folder / CHECKSUMS).exists():
@@ -133,7 +153,8 @@ def check(folder: Path, step: int) -> Verdict:
             same.append(name)
         else:
             wrong[name] = f"has {size} bytes instead of {wanted}"
-    for name, digest in zip(same, _digests([files[name] for name in same], _digest_or_error), strict=True):
+    digests = _digests([files[name] for name in same], _digest_or_error, cancel)
+    for name, digest in zip(same, digests, strict=True):
         if digest != listed[name][1]:
             wrong[name] = digest if digest.startswith("cannot") else "changed"
     return Verdict(_few([f"{name} {what}" for name, what in sorted(wrong.items())]), sealed=True)

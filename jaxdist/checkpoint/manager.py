@@ -1,7 +1,8 @@
 """Checkpoints through orbax: asynchronous, atomic (a step's folder appears when complete, with checksums), verified.
 
-What is saved is whole arrays under the names of the `TrainState`'s leaves, whatever the mesh and strategy; they are
-restored straight into the layout of the state that asks. Next to them lies a record of what the run was (`meta`).
+What is saved is whole arrays under the names of the `TrainState`'s leaves, blocks in the order of the model, whatever
+the mesh, strategy and pipeline; they are restored straight into the layout of the state that asks. Next to them lies a
+record of what the run was (`meta`).
 """
 
 import errno
@@ -10,19 +11,24 @@ import math
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.agree import anywhere, from_first
-from jaxdist.checkpoint.integrity import RECORD, TEMPORARY, SealedFolder, check, record_of
+from jaxdist.checkpoint.blocks import as_saved, between, in_model_order, in_order_of, saved_order
+from jaxdist.checkpoint.integrity import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
 from jaxdist.checkpoint.retention import Retention
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard, tree_is_finite
@@ -58,12 +64,16 @@ _FAILURES = (OSError, ValueError)  # of the file system, by Python and by tensor
 
 class Checkpoints:
     """The folder `checkpoints/` of a run. Every process must make the same calls. Close it, or use it as a context:
-    a failed asynchronous save surfaces as `SaveFailed` in `wait`, the next `save` or `close`, never silently."""
+    a failed asynchronous save surfaces as `SaveFailed` in `wait`, the next `save` or `close`, never silently.
 
-    def __init__(self, folder: Path, *, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
+    order: the block that each row of the run's stacked blocks holds (`order_of_blocks`), if that is not the model's."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, keep_every: int = 0, keep_best: int = 0, order: np.ndarray | None = None
+    ) -> None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
-        self._folder = folder.absolute()
+        self._folder, self._order = folder.absolute(), between(None, order)
         self._retention = Retention(keep, keep_every, keep_best)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention, create=True, cleanup_tmp_directories=True,
@@ -81,12 +91,30 @@ class Checkpoints:
         for step in self._manager.all_steps():
             self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
         self._under_way: int | None = None
+        self._ahead: tuple[int, Future[Verdict]] | None = None
+        self._closing = Event()
+        self._began = 0.0
+        self.longest_save = 0.0  # seconds, from the call of `save` to the end; on process 0
         self._verified: int | None = None
         self.failed: SaveFailed | None = None  # how the last save ended, if it did not land
 
     def latest(self) -> int | None:
         """The newest complete step, or None. It may be damaged: see `newest_intact`."""
         return self._manager.latest_step()
+
+    def look_ahead(self) -> None:
+        """Begin to verify the newest step, in a thread: `newest_intact` will wait for what is left of it."""
+        step = self.latest()
+        if step is not None and jax.process_index() == 0:
+            pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxdist-verify")
+            self._ahead = step, pool.submit(check, self._folder / str(step), step, self._closing)
+            pool.shutdown(wait=False)
+
+    def _check_files(self, step: int) -> Verdict:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == step:
+            return ahead[1].result()
+        return check(self._folder / str(step), step)
 
     def newest_intact(self, say: Callable[[str], None]) -> int | None:
         """The newest step whose files are what was written, or None if there is no checkpoint at all. Damaged ones that
@@ -114,7 +142,7 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         lines: list[str] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
-            verdict = check(self._folder / str(step), step)
+            verdict = self._check_files(step)
             if verdict.problem:
                 damaged[step] = verdict.problem
                 continue
@@ -152,11 +180,12 @@ class Checkpoints:
         self.wait()
         if self.failed is not None and jax.process_index() == 0:
             self._clear()
+        state = state if self._order is None else in_model_order(state, self._order)
         record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
         items = {"state": ocp.args.StandardSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.StandardSave(state.residual)
-        self._retention.losses[step] = math.nan if loss is None else loss
+        self._retention.losses[step], self._began = math.nan if loss is None else loss, time.time()
         try:
             saved = self._manager.save(step, args=ocp.args.Composite(**items))
         except _FAILURES as error:
@@ -188,6 +217,14 @@ class Checkpoints:
         bytes, and cast dtypes, silently. Warns when an older version saved it, without checksums.
         """
         self._verify(step)
+        saved = saved_order(self.meta(step))
+        rows = between(saved, self._order)
+        if rows is None:
+            return self._restored(step, target)
+        return in_order_of(target, self._restored(step, as_saved(target, rows, saved)), rows)
+
+    def _restored(self, step: int, target: TrainState) -> TrainState:
+        """With blocks in the order in which they were saved."""
         unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # saved before there was one
         asked = target._replace(guard=()) if unguarded else target
         self._check(step, asked)
@@ -259,6 +296,11 @@ class Checkpoints:
                     f"{leaf.dtype}{list(leaf.shape)}; use the configuration of the checkpoint, or another --run-dir"
                 )
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save was begun and not waited for: the same on every process."""
+        return self._under_way is not None
+
     def wait(self) -> None:
         """Wait for a save under way. Raises `SaveFailed`, on every process, if it has not landed."""
         if self._under_way is None:
@@ -281,11 +323,15 @@ class Checkpoints:
             warnings.warn(f"checkpoint of step {step} is saved, but an old one is not removed: {_why(error)}",
                           stacklevel=3)  # fmt: skip
         landed = jax.process_index() != 0 or (self._folder / str(step)).is_dir()
+        if landed and jax.process_index() == 0:
+            ended = (self._folder / str(step) / CHECKSUMS).stat().st_mtime  # the last file
+            self.longest_save = max(self.longest_save, min(ended, time.time()) - self._began)
         return step, None if landed else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def close(self) -> None:
         """Wait for a save under way, then let go of everything. Raises `SaveFailed` of this process: unlike `wait`, it
         may be called by one process alone, when that fails."""
+        self._closing.set()  # the interpreter waits at its exit for `look_ahead`
         step, error = (0, None) if self._under_way is None else self._await()
         self._manager.close()
         if error is not None:

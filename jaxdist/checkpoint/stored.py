@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxdist.checkpoint.blocks import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.integrity import verify
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.parallel.arrange import order_of_blocks
+from jaxdist.parallel.arrange import rows_of_blocks
 from jaxdist.specs import path_name
+from jaxdist.state import TrainState
 
 FOLDER = "checkpoints"  # in a run directory
 PyTree = Any
@@ -49,16 +50,10 @@ def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list
     return [Stored(path) for path in chosen]
 
 
-def rows_of_blocks(layers: int, *, stages: int, chunks: int, blocks: Sequence[int]) -> np.ndarray:
-    """The row that each block rests in, [layers], in the order of the model: the inverse of `order_of_blocks`."""
-    order = order_of_blocks(layers, stages=stages, chunks=chunks, blocks=blocks)
-    rows = np.flatnonzero(order >= 0)
-    return rows[np.argsort(order[rows])]
-
-
 class Stored:
-    """One step. meta: the record saved with it (`jaxdist.session.identity`). leaves: name -> ArrayMetadata, which has
-    shape and dtype, for every leaf of the state: "params.blocks.mlp.up.kernel"."""
+    """One step. meta: the record saved with it (`jaxdist.identity.identity`). leaves: name -> ShapeDtypeStruct of every
+    leaf of the state: "params.blocks.mlp.up.kernel". Blocks come in the order of the model, also where an older version
+    saved them as they lay in a pipeline."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -66,21 +61,24 @@ class Stored:
         self.meta: dict[str, Any] = ocp.JsonCheckpointHandler().restore(self.folder / "meta")
         self._handler = ocp.PyTreeCheckpointHandler()
         self._tree = self._handler.metadata(self.folder / "state").tree
-        self.leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree)}
+        order = saved_order(self.meta)
+        self._rows = None if order is None else rows_of_blocks(order)
+        parts = {"opt_state": (), "guard": ()} | self._tree
+        self._dims = {path_name(path): dim for path, dim in jax.tree_util.tree_leaves_with_path(
+            stacked_dims(TrainState(**parts)))}  # fmt: skip
+        named = ((path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree))
+        self.leaves = {name: jax.ShapeDtypeStruct(self._shape(name, leaf), leaf.dtype) for name, leaf in named}
+
+    def _shape(self, name: str, leaf: Any) -> tuple[int, ...]:
+        shape, dim = list(leaf.shape), self._dims[name]
+        if self._rows is not None and dim != NONE:
+            shape[dim] = self._rows.size
+        return tuple(shape)
 
     @property
     def model(self) -> ModelConfig:
         """The model that was trained, every key filled in."""
         return ModelConfig(**self.meta["model"])
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The row of each block, in the order of the model, whatever pipeline the run had."""
-        parallel = {"chunks": 1, "stages": []} | self.meta.get("parallel", {})  # older versions had no other
-        chunks, blocks = parallel["chunks"], parallel["stages"]
-        pipe = self.meta["mesh"]["pipe"] if chunks > 1 else 1
-        stages = len(blocks) // chunks if blocks else pipe
-        return rows_of_blocks(self.meta["model"]["layers"], stages=stages, chunks=chunks, blocks=blocks)
 
     def params(self) -> dict[str, Any]:
         """name -> shape and dtype of the parameters: "blocks.mlp.up.kernel"."""
@@ -88,13 +86,13 @@ class Stored:
         return {name.removeprefix(start): leaf for name, leaf in self.leaves.items() if name.startswith(start)}
 
     def param(self, name: str) -> np.ndarray:
-        """One parameter, the rows of blocks as they rest."""
+        """One parameter."""
         found = self.leaves["params." + name]
         tree: PyTree = 0
         for key in reversed(["params", *name.split(".")]):
             tree = {key: tree}
         array = jax.tree.leaves(self._read(tree))[0]
-        assert array.shape == tuple(found.shape) and math.prod(array.shape) == array.size
+        assert array.shape == found.shape and math.prod(array.shape) == array.size
         return array
 
     def rest(self) -> dict[str, Any]:
@@ -104,4 +102,13 @@ class Stored:
     def _read(self, tree: PyTree) -> PyTree:
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host, partial_restore=True)
-        return self._handler.restore(self.folder / "state", args=asked)
+        found = self._handler.restore(self.folder / "state", args=asked)
+        rows = self._rows
+        if rows is None:
+            return found
+
+        def one(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
+            dim = self._dims[path_name(path)]
+            return leaf if dim == NONE else leaf.take(rows, axis=dim)
+
+        return jax.tree_util.tree_map_with_path(one, found)

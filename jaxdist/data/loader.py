@@ -22,7 +22,7 @@ from jaxdist.errors import UserError
 
 T = TypeVar("T")
 
-_ROUNDS = 8
+ROUNDS = 8
 
 
 def permute(index: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ class ShuffledWindows:
         starts = np.empty_like(k)
         for epoch in np.unique(epochs):  # one, or two at an epoch's end, unless the batch is larger than the text
             here = epochs == epoch
-            state = np.random.SeedSequence((self.seed, int(epoch))).generate_state(_ROUNDS + 1, np.uint64)
+            state = np.random.SeedSequence((self.seed, int(epoch))).generate_state(ROUNDS + 1, np.uint64)
             offset = int(state[-1]) % (self.slack + 1)
             starts[here] = offset + permute(index[here], self.count, state[:-1]) * self.seq_len
         return starts, np.ones(k.shape, bool)
@@ -118,6 +118,18 @@ def targets_across(starts: np.ndarray, first: np.ndarray, seq_len: int) -> tuple
     return rows, starts[low[rows] + within] - first[rows] - 1
 
 
+def check_batch(global_batch: int, sharding: NamedSharding) -> None:
+    """Raise `UserError` unless the devices divide the batch."""
+    axes = sharding.spec[0] if len(sharding.spec) else None
+    axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    if global_batch % shards:
+        raise UserError(
+            f"data.global_batch={global_batch} cannot be split evenly over {shards} devices (mesh axes "
+            f"{', '.join(axes)}); use a multiple of {shards}"
+        )
+
+
 class Loader:
     """Global batches of a 1-D token array (memory-mapped or not), each process reading only the rows its devices hold.
 
@@ -146,18 +158,12 @@ class Loader:
                 f"data.seq_len={seq_len}: a window is {seq_len + 1} tokens, the text has {tokens.size}; use a shorter "
                 "window or a longer text"
             )
-        axes = sharding.spec[0] if len(sharding.spec) else None
-        axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-        shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
-        if global_batch % shards:
-            raise UserError(
-                f"data.global_batch={global_batch} cannot be split evenly over {shards} devices (mesh axes "
-                f"{', '.join(axes)}); use a multiple of {shards}"
-            )
+        check_batch(global_batch, sharding)
         if shuffle and batches is not None:
             raise UserError(f"batches={batches} is for shuffle=False: shuffled batches have no end")
         self.seq_len = seq_len
         self.global_batch = global_batch
+        self.leaves = batch_shapes(global_batch, seq_len)
         self.sharding = sharding
         self.documents = documents
         self.windows: ShuffledWindows | SpreadWindows
@@ -202,9 +208,9 @@ class Loader:
 
 
 class HostBatches(Protocol):
-    """What gives rows of global batches on the host: `Loader`."""
+    """What gives rows of global batches on the host: `Loader`. leaves: of a global batch."""
 
-    seq_len: int
+    leaves: dict[str, jax.ShapeDtypeStruct]
     global_batch: int
     sharding: NamedSharding
 
@@ -227,13 +233,13 @@ def global_batch_of(made: HostBatches, step: int) -> dict[str, jax.Array]:
         return jax.make_array_from_callback(each.shape, made.sharding, rows, dtype=each.dtype)
 
     with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-        return {leaf: whole(leaf, each) for leaf, each in batch_shapes(made.global_batch, made.seq_len).items()}
+        return {leaf: whole(leaf, each) for leaf, each in made.leaves.items()}
 
 
 def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The leaves of a batch: shapes and dtypes of `Loader.batch`."""
     grid = (global_batch, seq_len)
-    leaves = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+    leaves: dict[str, type] = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
     return {leaf: jax.ShapeDtypeStruct(grid, dtype) for leaf, dtype in leaves.items()}
 
 

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from jaxdist import registry
 from jaxdist.config import DataConfig
 from jaxdist.config_values import SMALLEST_SHARE, parse_mixture
-from jaxdist.data.loader import Loader, global_batch_of
-from jaxdist.data.source import Part, Source, fingerprint
+from jaxdist.data.loader import Loader, batch_shapes, global_batch_of
+from jaxdist.data.samples import Leaves, SampleLoader, Samples, batch_leaves, shuffled, spread
+from jaxdist.data.source import Part, Source, fingerprint, kind_of
 from jaxdist.errors import UserError
 
 BLOCK = round(1 / SMALLEST_SHARE)
@@ -34,13 +35,13 @@ def load_source(config: DataConfig) -> Source:
         Part(each.name, count, load_source(replace(config, mixture=(), source=each.source, path=each.path)))
         for each, count in zip(said, counts, strict=True)
     )
-    units = {part.name: part.source.info["unit"] for part in parts}
+    units = {part.name: _unit(part.source) for part in parts}
     if len(set(units.values())) > 1:
-        raise UserError(f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; ids of one"
-                        " kind can be mixed; prepare all with one tokenizer")  # fmt: skip
+        raise UserError(f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; what is of"
+                        " one kind can be mixed; prepare all texts with one tokenizer")  # fmt: skip
     infos = [part.source.info for part in parts]
-    total = {key: sum(info[key] for info in infos) for key in ("train", "held_out", "files", "held_out_files")}
-    parts_of = ((f"{part.name} {part.source.train.dtype.name}", 64, [part.source.info["sha256"].encode()])
+    total = {key: _total([info[key] for info in infos]) for key in ("train", "held_out", "files", "held_out_files")}
+    parts_of = ((f"{part.name} {kind_of(part.source)}", 64, [part.source.info["sha256"].encode()])
                 for part in parts)  # fmt: skip
     info = {
         "name": "mixture of " + ", ".join(f"{part.name} ({part.samples / BLOCK:g})" for part in parts),
@@ -49,6 +50,16 @@ def load_source(config: DataConfig) -> Source:
     }  # fmt: skip
     nothing = np.zeros(0, np.int32)
     return Source(nothing, nothing, max(part.source.vocab for part in parts), info, None, parts)
+
+
+def _unit(source: Source) -> str:
+    return source.info["unit"] if isinstance(source.train, np.ndarray) else kind_of(source)
+
+
+def _total(numbers: Sequence[int | None]) -> int | None:
+    """None: one of them is not known."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
@@ -83,7 +94,7 @@ class MixedLoader:
     def __init__(
         self, parts: Sequence[Part], *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
     ) -> None:
-        self.seq_len, self.global_batch, self.sharding = seq_len, global_batch, sharding
+        self.global_batch, self.sharding = global_batch, sharding
         self._order = block_order([part.samples for part in parts])
         self._counts = np.array([part.samples for part in parts])
         self._rank = np.empty(BLOCK, np.int64)  # of a sample among those of its source in the block
@@ -92,6 +103,7 @@ class MixedLoader:
         self._loaders = [
             _loader_of(part.source, seq_len, global_batch, sharding, _seed_of(seed, i)) for i, part in enumerate(parts)
         ]
+        self.leaves = self._loaders[0].leaves
 
     def choose(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each sample `k`, and which of the part's own samples it is, both from 0."""
@@ -105,7 +117,7 @@ class MixedLoader:
             raise IndexError(f"no batch {step}: they are numbered from 0")
         part, own = self.choose(step * self.global_batch + np.arange(self.global_batch)[rows])
         made = [(part == i, loader.samples(own[part == i])) for i, loader in enumerate(self._loaders)]
-        whole = {leaf: np.empty((part.size, self.seq_len), value.dtype) for leaf, value in made[0][1].items()}
+        whole = {leaf: np.empty((part.size, *value.shape[1:]), value.dtype) for leaf, value in made[0][1].items()}
         for here, values in made:
             for leaf, value in values.items():
                 whole[leaf][here] = value
@@ -123,14 +135,41 @@ def _seed_of(seed: int, part: int) -> int:
 
 def make_loader(
     source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
-) -> Loader | MixedLoader:
+) -> Loader | MixedLoader | SampleLoader:
     """The training batches of a source, or of a mixture."""
     if source.parts:
         return MixedLoader(source.parts, seq_len=seq_len, global_batch=global_batch, sharding=sharding, seed=seed)
     return _loader_of(source, seq_len, global_batch, sharding, seed)
 
 
-def _loader_of(source: Source, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int) -> Loader:
+def leaves_of(source: Source, *, seq_len: int, global_batch: int) -> Leaves:
+    """What a global batch of `make_loader` is made of."""
+    first = source.first
+    if isinstance(first, np.ndarray):
+        return batch_shapes(global_batch, seq_len)
+    return batch_leaves(first.leaves, global_batch)
+
+
+def make_eval_loader(
+    source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, batches: int | None
+) -> Loader | SampleLoader:
+    """The same held-out batches each time, of a source that is no mixture: at most `batches`, None is all."""
+    if source.held_out is None:
+        raise UserError(f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or set"
+                        " train.eval_every=0")  # fmt: skip
+    if isinstance(source.held_out, Samples):
+        return spread(source.held_out, global_batch=global_batch, sharding=sharding, batches=batches)
+    return Loader(
+        source.held_out, seq_len=seq_len, global_batch=global_batch, sharding=sharding, shuffle=False, batches=batches,
+        documents=source.documents and source.documents[1],
+    )  # fmt: skip
+
+
+def _loader_of(
+    source: Source, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
+) -> Loader | SampleLoader:
+    if not isinstance(source.train, np.ndarray):
+        return shuffled(source.train, global_batch=global_batch, sharding=sharding, seed=seed)
     return Loader(
         source.train, seq_len=seq_len, global_batch=global_batch, sharding=sharding, seed=seed,
         documents=source.documents and source.documents[0],

@@ -1,4 +1,4 @@
-"""What a source of token ids gives, and what sources share: the split in two, the fingerprint, the size check."""
+"""What a source gives, and what sources share: the split in two, the fingerprint, the size check."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -7,23 +7,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.data.samples import Samples, Stream
 from jaxdist.errors import UserError
 
 CHUNK_BYTES = 1 << 24  # what is read of a large file at a time
 
 
 class Source(NamedTuple):
-    """Token ids of a text, in two parts that share no file (or, for a single file, no position)."""
+    """Token ids of a text, or samples, in two parts that share no file (or, for a single file, no position)."""
 
-    train: np.ndarray  # 1-D, uint8, uint16 or uint32; may be a np.memmap; read-only
-    held_out: np.ndarray  # the same type; nothing is ever trained on it
-    vocab: int  # ids are in [0, vocab)
-    # name, path, unit ("bytes" or "tokens"), train and held_out (sizes in units), files and held_out_files (numbers of
-    # files on the two sides; a file cut in two counts on both), sha256 (hex, over names, sizes and content in order)
+    # Ids: 1-D, uint8, uint16 or uint32; may be a np.memmap; read-only. Or samples of fixed shapes.
+    train: np.ndarray | Samples | Stream
+    # The same type; nothing is ever trained on it. For a stream, `Samples`, or None: there are none.
+    held_out: np.ndarray | Samples | None
+    vocab: int  # ids are in [0, vocab); 0 for samples that are no ids
+    # name, path, unit ("bytes", "tokens" or "samples"), train and held_out (sizes in units; None: not known), files and
+    # held_out_files (numbers of files on the two sides; a file cut in two counts on both), sha256 (hex, over names,
+    # sizes and content in order)
     info: dict[str, Any]
     # Of both sides, where documents start: int64, increasing from 0. None: not known, or not asked for.
     documents: tuple[np.ndarray, np.ndarray] | None = None
     parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
+
+    @property
+    def first(self) -> np.ndarray | Samples | Stream:
+        """What is trained on; of a mixture that of its first part: all are of one kind."""
+        return self.parts[0].source.train if self.parts else self.train
+
+    @property
+    def streams(self) -> bool:
+        """Whether a stream is in it."""
+        return any(isinstance(each, Stream) for each in (self.train, *(part.source.train for part in self.parts)))
 
 
 class Part(NamedTuple):
@@ -32,6 +46,19 @@ class Part(NamedTuple):
     name: str
     samples: int  # of those of a block, `jaxdist.data.mixture.BLOCK`
     source: Source
+
+
+def kind_of(source: Source) -> str:
+    """What a run's identity remembers of the type: "uint16" of ids, "image uint8[28, 28], label int32[]" of samples."""
+    if isinstance(source.train, np.ndarray):
+        return source.train.dtype.name
+    return ", ".join(f"{leaf} {like.dtype.name}{list(like.shape)}" for leaf, like in source.train.leaves.items())
+
+
+def missing(package: str, extra: str, *, source: str) -> UserError:
+    """What the user sees when an extra is not installed."""
+    what = f"data.source: {source!r} needs the package {package}, which is not installed"
+    return UserError(f"{what}; pip install 'jaxdist[{extra}]'")
 
 
 def read_error(key: str, path: Path, error: OSError) -> UserError:
@@ -46,7 +73,7 @@ def hash_fraction(name: str | bytes) -> float:
     return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") / 2**64
 
 
-def held_out_files(names: Sequence[str], fraction: float) -> list[bool]:
+def held_out_files(names: Sequence[str | bytes], fraction: float) -> list[bool]:
     """Which files are held out: those whose `hash_fraction` is below `fraction`.
 
     A file stays on its side when others come or go, so a growing corpus never moves held-out text into training. The
@@ -99,6 +126,7 @@ def file_pieces(file: Path) -> Iterable[bytes]:
 def require_windows(source: Source, *, seq_len: int) -> None:
     """Raise `UserError` unless both sides hold at least one window of seq_len inputs and their targets."""
     need = seq_len + 1
+    assert isinstance(source.train, np.ndarray) and isinstance(source.held_out, np.ndarray)
     for side, key, more in (
         (source.train, "training", "a smaller data.held_out"),
         (source.held_out, "held-out", "a larger data.held_out"),

@@ -27,6 +27,7 @@ from jaxdist.nn import (
     model_def,
     vocab_cross_entropy,
     vocab_logits,
+    whole_sequence,
     whole_vocab,
 )
 from jaxdist.precision import accumulation_dtype
@@ -37,29 +38,34 @@ Batch = dict[str, jax.Array]
 class Embed(nnx.Module):
     """Token embedding, plus positions where they are learned."""
 
-    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs) -> None:
-        self.tokens = VocabEmbed(rngs, config.vocab, config.width)
-        self.positions = PositionEmbed(rngs, max_length, config.width) if config.positions == "learned" else None
-        self.dropout = config.dropout
+    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, sequence: bool) -> None:
+        self.tokens = VocabEmbed(rngs, config.vocab, config.width, sequence=sequence)
+        learned = config.positions == "learned"
+        self.positions = PositionEmbed(rngs, max_length, config.width, sequence=sequence) if learned else None
+        self.dropout, self.sequence = config.dropout, sequence
 
     def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:
         h_BSD = self.tokens(batch["inputs"])
         if self.positions is not None:
-            h_BSD = add_bias(h_BSD, self.positions(h_BSD.shape[1]))
-        return dropout(h_BSD, keys_B, site=0, rate=self.dropout)
+            h_BSD = add_bias(h_BSD, self.positions(batch["inputs"].shape[1]))
+        return dropout(h_BSD, keys_B, site=0, rate=self.dropout, sequence=self.sequence)
 
 
 class Head(nnx.Module):
     """Final norm, logits over the vocabulary, cross-entropy."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, sequence: bool) -> None:
         self.norm = make_norm(config.norm or "", config.width, eps=config.norm_eps, bias=bool(config.bias))
         self.projection = None if config.tied else VocabHead(rngs, config.vocab, config.width)
-        self.chunk = config.loss_chunk
+        self.chunk, self.sequence = config.loss_chunk, sequence
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         """[B, S, V]."""
-        return whole_vocab(vocab_logits(self.norm(h_BSD), self._table(embed)))
+        return whole_vocab(vocab_logits(self._normed(h_BSD), self._table(embed)))
+
+    def _normed(self, h_BSD: jax.Array) -> jax.Array:
+        h_BSD = self.norm(h_BSD)
+        return whole_sequence(h_BSD) if self.sequence else h_BSD
 
     def _table(self, embed: Embed | None) -> jax.Array:
         tokens = embed.tokens if embed is not None else self.projection
@@ -68,7 +74,7 @@ class Head(nnx.Module):
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
-        h_BSD, table_VD, targets_BS = self.norm(h_BSD), self._table(embed), batch["targets"]
+        h_BSD, table_VD, targets_BS = self._normed(h_BSD), self._table(embed), batch["targets"]
         # A negative target, such as PyTorch's ignore_index -100, counts nothing.
         weights_BS = jnp.where(targets_BS < 0, 0, batch["weights"]).astype(accumulation_dtype(h_BSD.dtype))
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
@@ -78,7 +84,7 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:
+def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool) -> Block:
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "resolve_model first"
     rope_theta = config.rope_theta if config.positions == "rope" else None
@@ -93,24 +99,41 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:
         out_scale=out_scale,
         fp8=fp8,
         kernel=config.attention.replace("auto", "xla"),
+        sequence=sequence,
     )
-    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, fp8=fp8)
+    mlp = MLP(
+        rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, fp8=fp8,
+        sequence=sequence,
+    )  # fmt: skip
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
-    return Block(norm1, attention, norm2, mlp, dropout=config.dropout)
+    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=sequence)
 
 
 class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
-    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, fp8: bool = False) -> None:
-        self.embed = Embed(config, max_length, rngs)
-        self.blocks = nnx.List([_block(config, rngs, fp8=fp8) for _ in range(config.layers)])
-        self.head = Head(config, rngs)
+    def __init__(
+        self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, fp8: bool = False, sequence: bool = False
+    ) -> None:
+        self.embed = Embed(config, max_length, rngs, sequence=sequence)
+        self.blocks = nnx.List([_block(config, rngs, fp8=fp8, sequence=sequence) for _ in range(config.layers)])
+        self.head = Head(config, rngs, sequence=sequence)
 
 
-def gpt(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False) -> ModelDef:
+def gpt(
+    config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False,
+    sequence_parallel: bool = False,
+) -> ModelDef:  # fmt: skip
     """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
     fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
-    head do not. config.attention: "auto" is "xla" here, `jaxdist.assemble` knows what it runs on."""
+    head do not. config.attention: "auto" is "xla" here, `jaxdist.assemble` knows what it runs on. sequence_parallel:
+    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence`)."""
     full = resolve_model(config)
-    return model_def(lambda rngs: GPT(full, max_length, rngs, fp8=fp8), tied=bool(full.tied), param_dtype=param_dtype)
+
+    def build(rngs: nnx.Rngs) -> GPT:
+        return GPT(full, max_length, rngs, fp8=fp8, sequence=sequence_parallel)
+
+    return model_def(
+        build, tied=bool(full.tied), param_dtype=param_dtype, scan_blocks=full.scan_blocks,
+        columns=not full.dropout and not sequence_parallel,  # both go by the position in h
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from jaxdist.nn.mlp import MLP
 from jaxdist.nn.model import ModelDef, model_def
 from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
 from jaxdist.nn.param import normal, param, zeros
+from jaxdist.nn.sequence import whole_sequence
 
 __all__ = [
     "MLP",
@@ -38,6 +39,7 @@ __all__ = [
     "product",
     "vocab_cross_entropy",
     "vocab_logits",
+    "whole_sequence",
     "whole_vocab",
     "why_not_cudnn",
     "zeros",

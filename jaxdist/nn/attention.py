@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.dropout import dropout_heads
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxdist.nn.wide import wide_einsum
 from jaxdist.precision import accumulation_dtype
 
 SITE_PROBABILITIES = 1
@@ -41,7 +42,7 @@ def causal_attention(
     """
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
-    scores = jnp.einsum("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK, preferred_element_type=wide) * width**-0.5
+    scores = wide_einsum("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
     # Added, not selected by: the backward pass of a selection would keep a mask as large as the scores.
     future = jnp.triu(jnp.full((length, length), jnp.finfo(wide).min, wide), 1)
     weights = jax.nn.softmax(scores + future, axis=-1)
@@ -89,13 +90,15 @@ class QKVProjection(nnx.Module):
 
     The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
     heads never need keys of another device. Names attention.qkv (`memory.remat`). fp8: see `jaxdist.nn.float8`.
+    sequence: h is this device's positions, q, k and v are of all.
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, fp8: bool = False
-    ) -> None:
+        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, fp8: bool = False,
+        sequence: bool = False,
+    ) -> None:  # fmt: skip
         features = kv_heads, heads // kv_heads + 2, width // heads
-        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, fp8=fp8)
+        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, fp8=fp8, sequence=sequence)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
@@ -107,6 +110,7 @@ class Attention(nnx.Module):
 
     Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`). fp8: both
     projections multiply in float8; scores and their product with v do not. kernel: xla, or cudnn without dropout.
+    sequence: input and output are this device's positions, see `jaxdist.nn.sequence`; heads see all of them.
     """
 
     def __init__(
@@ -122,10 +126,11 @@ class Attention(nnx.Module):
         out_scale: float,
         fp8: bool = False,
         kernel: str = "xla",
+        sequence: bool = False,
     ) -> None:
         self.kernel = kernel
-        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, fp8=fp8)
-        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, fp8=fp8)
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, fp8=fp8, sequence=sequence)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence)
         self.rope_theta = rope_theta
         self.dropout = dropout
 
@@ -138,5 +143,5 @@ class Attention(nnx.Module):
             context = cudnn_attention(q, k, v)
         else:
             context = causal_attention(q, k, v, keys_B, dropout=self.dropout)
-        context = checkpoint_name(context.reshape(*h_BSD.shape[:2], -1), "attention.context")
+        context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
         return checkpoint_name(self.out(context), "attention.out")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import rank
+from jaxdist.nn.sequence import own_positions, whole_length
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -16,12 +17,15 @@ def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
     return x * jnp.where(keep, jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
 
 
-def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
-    """x [B, ...], a whole copy on every device of `tensor`: zero with probability `rate`, else x / (1 - rate)."""
+def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence: bool = False) -> jax.Array:
+    """x [B, ...], a whole copy on every device of `tensor`: zero with probability `rate`, else x / (1 - rate).
+    sequence: x [B, S / tensor, ...] is this device's positions (`jaxdist.nn.sequence`); the mask is cut from that of
+    the whole."""
     if not rate:
         return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:]))(keys_B)
-    return _drop(x, keep, rate)
+    shape = (whole_length(x.shape[1]), *x.shape[2:]) if sequence else x.shape[1:]
+    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
+    return _drop(x, own_positions(keep, dim=1) if sequence else keep, rate)
 
 
 def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:

@@ -10,6 +10,8 @@ from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank
 from jaxdist.nn.param import normal
+from jaxdist.nn.sequence import own_positions, sum_to_positions
+from jaxdist.nn.wide import wide_einsum
 from jaxdist.precision import accumulation_dtype
 
 
@@ -21,27 +23,34 @@ def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
 
 
 class VocabEmbed(nnx.Module):
-    """ids [B, S] -> [B, S, D]; the table [V, D] is split by rows over `tensor`. Initial std 0.02 (GPT-2)."""
+    """ids [B, S] -> [B, S, D]; the table [V, D] is split by rows over `tensor`. Initial std 0.02 (GPT-2). sequence: of
+    this device's positions, see `sequence`."""
 
-    def __init__(self, rngs: nnx.Rngs, vocab: int, width: int) -> None:
+    def __init__(self, rngs: nnx.Rngs, vocab: int, width: int, *, sequence: bool = False) -> None:
         self.table = normal(rngs, (vocab, width), 0.02, ("tensor", None))
+        self.sequence = sequence
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         table = self.table[...]
         local, here = _local_ids(ids_BS, table.shape[0])
         # Looked up wide, so that its backward adds the gradients of a frequent token in at least fp32.
         rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
-        return psum(jnp.where(here[..., None], rows, jnp.zeros((), table.dtype)), "tensor")
+        own = jnp.where(here[..., None], rows, jnp.zeros((), table.dtype))
+        return sum_to_positions(own) if self.sequence else psum(own, "tensor")
 
 
 class PositionEmbed(nnx.Module):
-    """A learned vector a position, [S, D], a copy on every device of `tensor`. Initial std 0.02 (GPT-2)."""
+    """A learned vector a position, [S, D], a copy on every device of `tensor`. Initial std 0.02 (GPT-2). sequence: of
+    this device's positions, [S / tensor, D], in at least fp32, in which its gradient is then summed over `tensor`."""
 
-    def __init__(self, rngs: nnx.Rngs, length: int, width: int) -> None:
+    def __init__(self, rngs: nnx.Rngs, length: int, width: int, *, sequence: bool = False) -> None:
         self.table = normal(rngs, (length, width), 0.02, (None, None))
+        self.sequence = sequence
 
     def __call__(self, length: int) -> jax.Array:
-        return self.table[...][:length]
+        """length: of the whole sequence."""
+        rows = self.table[...][:length]
+        return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=0) if self.sequence else rows
 
 
 class VocabHead(nnx.Module):
@@ -53,7 +62,7 @@ class VocabHead(nnx.Module):
 
 def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
     """Logits of this device's vocabulary [B, S, V_t], summed and kept in at least fp32."""
-    return jnp.einsum("BSD,VD->BSV", h_BSD, table_VD, preferred_element_type=accumulation_dtype(h_BSD.dtype))
+    return wide_einsum("BSD,VD->BSV", h_BSD, table_VD)
 
 
 def whole_vocab(logits_BSV: jax.Array) -> jax.Array:

@@ -11,32 +11,35 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from jaxdist.collectives import psum
+from jaxdist.collectives import psum, to_varying, varying_axes
 from jaxdist.nn.float8 import product
 from jaxdist.nn.param import normal, zeros
+from jaxdist.nn.sequence import sum_to_positions, whole_sequence
 from jaxdist.precision import accumulation_dtype
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """y + bias, in at least fp32: the gradient of a bias is a sum over all positions, or samples."""
+    """y + bias, in at least fp32: the gradient of a bias is a sum over all positions, or samples (and over `tensor`, if
+    that is what y is split over)."""
     wide = accumulation_dtype(y.dtype)
-    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
+    return (y.astype(wide) + to_varying(bias.astype(wide), varying_axes(y))).astype(y.dtype)
 
 
 class ColumnParallelLinear(nnx.Module):
     """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in). fp8: the
-    product is taken in float8, see `jaxdist.nn.float8`."""
+    product is taken in float8, see `jaxdist.nn.float8`. sequence: x is this device's positions, see `sequence`."""
 
     def __init__(
         self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool,
-        fp8: bool = False,
+        fp8: bool = False, sequence: bool = False,
     ) -> None:  # fmt: skip
         spec = tuple("tensor" if dim == split else None for dim in range(len(features)))
         self.kernel = normal(rngs, (in_features, *features), in_features**-0.5, (None, *spec))
         self.bias = zeros(features, spec) if bias else None
-        self.fp8 = fp8
+        self.fp8, self.sequence = fp8, sequence
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = whole_sequence(x) if self.sequence else x
         y = product(x, self.kernel[...], fp8=self.fp8)
         return y if self.bias is None else add_bias(y, self.bias[...])
 
@@ -45,16 +48,19 @@ class RowParallelLinear(nnx.Module):
     """x [B, S, in_t] -> [B, S, out]: each device multiplies its rows, a psum over `tensor` adds the parts.
 
     `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
-    2.3). fp8: the product is taken in float8, see `jaxdist.nn.float8`.
+    2.3). fp8: the product is taken in float8, see `jaxdist.nn.float8`. sequence: the result is this device's positions,
+    by a reduce-scatter, see `sequence`.
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0, fp8: bool = False
-    ) -> None:
+        self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0,
+        fp8: bool = False, sequence: bool = False,
+    ) -> None:  # fmt: skip
         self.kernel = normal(rngs, (in_features, out_features), scale * in_features**-0.5, ("tensor", None))
         self.bias = zeros((out_features,), (None,)) if bias else None
-        self.fp8 = fp8
+        self.fp8, self.sequence = fp8, sequence
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = psum(product(x, self.kernel[...], fp8=self.fp8), "tensor")
+        part = product(x, self.kernel[...], fp8=self.fp8)
+        y = sum_to_positions(part) if self.sequence else psum(part, "tensor")
         return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum: once, not once a device

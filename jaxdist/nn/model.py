@@ -38,7 +38,9 @@ class ModelDef(NamedTuple):
     layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage. stages: where
     they have not all the same number of blocks, those of each virtual stage; leaves of blocks then have as many rows
     for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.arrange`. fp8: whether
-    linear layers multiply in float8; the precision of a step must say the same.
+    linear layers multiply in float8; the precision of a step must say the same. scan_blocks: blocks of one round of
+    the loop over blocks; 0: all, no loop. columns: whether `embed` works column by column: given some columns (the last
+    dim) of its parameters it gives those of h.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -53,6 +55,8 @@ class ModelDef(NamedTuple):
     chunks: int = 1
     stages: tuple[int, ...] = ()
     fp8: bool = False
+    scan_blocks: int = 1
+    columns: bool = False
 
     @property
     def empty_rows(self) -> int:
@@ -74,8 +78,12 @@ def _pure(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def model_def(build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any = jnp.float32) -> ModelDef:
+def model_def(
+    build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any = jnp.float32, scan_blocks: int = 1,
+    columns: bool = False,
+) -> ModelDef:  # fmt: skip
     """Take apart the module that `build(rngs)` makes (see `Stack`). Nothing is allocated: it is traced abstractly.
+    scan_blocks, columns: see `ModelDef`.
 
     Raises `ValueError` when the blocks are not uniform: they are stacked and scanned over.
     """
@@ -116,5 +124,7 @@ def model_def(build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any 
         logits=logits,
         layers=len(split),
         tied=tied,
+        columns=columns,
         fp8=any(getattr(node, "fp8", False) for _, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Module)),
+        scan_blocks=scan_blocks,
     )

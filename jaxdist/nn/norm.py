@@ -6,8 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.param import param, zeros
 from jaxdist.precision import accumulation_dtype
+
+
+def _wide(parameter: jax.Array, x: jax.Array) -> jax.Array:
+    """In the dtype of x, varying over the same axes: gradients are summed over `tensor` (see `sequence`) once they are
+    as small as the parameter."""
+    return to_varying(parameter.astype(x.dtype), varying_axes(x))
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -26,7 +33,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(accumulation_dtype(x.dtype))
         wide = wide * lax.rsqrt(_mean(wide * wide) + self.eps)
-        return (wide * self.scale[...].astype(wide.dtype)).astype(x.dtype)
+        return (wide * _wide(self.scale[...], wide)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -41,8 +48,8 @@ class LayerNorm(nnx.Module):
         wide = x.astype(accumulation_dtype(x.dtype))
         wide = wide - _mean(wide)
         wide = wide * lax.rsqrt(_mean(wide * wide) + self.eps)
-        wide = wide * self.scale[...].astype(wide.dtype)
-        return (wide if self.bias is None else wide + self.bias[...].astype(wide.dtype)).astype(x.dtype)
+        wide = wide * _wide(self.scale[...], wide)
+        return (wide if self.bias is None else wide + _wide(self.bias[...], wide)).astype(x.dtype)
 
 
 def make_norm(kind: str, width: int, *, eps: float, bias: bool) -> LayerNorm | RMSNorm:

@@ -32,6 +32,6 @@ def specs_of(state: nnx.State) -> PyTree:
     """PartitionSpec tree of an NNX state whose parameters were made with `param`, as nested dicts."""
 
     def spec(variable: nnx.Variable) -> P:
-        return variable.get_metadata().get("spec") or P(*(None,) * variable[...].ndim)
+        return variable.get_metadata().get("spec") or P(*(None,) * variable.get_value().ndim)
 
     return nnx.to_pure_dict(jax.tree.map(spec, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))

@@ -2,7 +2,7 @@
 
 from jaxdist.observe.console import Console
 from jaxdist.observe.environment import environment, measured_on, redact, redact_command, redact_urls, write_environment
-from jaxdist.observe.metrics import MetricsWriter, read_metrics
+from jaxdist.observe.metrics import MetricsWriter, read_metrics, work_unit
 from jaxdist.observe.report import LayoutRow, write_report
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "redact",
     "redact_command",
     "redact_urls",
+    "work_unit",
     "write_environment",
     "write_report",
 ]

@@ -95,7 +95,8 @@ class Console:
             self.line(f"{name:<{width}}  " + str(value).replace("\n", "\n" + " " * (width + 2)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call once for every finished step, `step` from 1 to the total. Uses loss, grad_norm and tokens_per_s."""
+        """Call once for every finished step, `step` from 1 to the total. Uses loss, grad_norm and tokens_per_s, or
+        samples_per_s."""
         if not self._enabled:
             return
         now = self._clock()
@@ -137,9 +138,8 @@ class Console:
             fields.append(f"loss {_number(metrics['loss'])}")
         if "grad_norm" in metrics:
             fields.append(f"grad {metrics['grad_norm']:.3g}")
-        if "tokens_per_s" in metrics:
-            fields.append(f"tokens/s {_rate(metrics['tokens_per_s'])}")
-        return fields
+        rates = [(unit, f"{unit}_per_s") for unit in ("tokens", "samples")]
+        return fields + [f"{unit}/s {_rate(metrics[key])}" for unit, key in rates if key in metrics]
 
     def _eta(self, step: int) -> str:
         """Remaining time from the median of recent steps: compilation and evaluations do not recur in every step."""

@@ -79,14 +79,15 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: REDACTED if _SECRET.search(name) else redact(environ[name]) for name in names}
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that a run stands on. None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None  # jaxdist itself when it runs from a checkout
-    return versions
+            found[name] = None  # jaxdist itself when it runs from a checkout
+    return found
 
 
 def _git() -> dict[str, Any] | None:
@@ -137,7 +138,7 @@ def environment(
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": redact_command(command),
-        "versions": _versions(),
+        "versions": versions(),
         "git": _git(),
         "platform": platform.platform(),
         "hostname": socket.gethostname(),

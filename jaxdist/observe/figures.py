@@ -170,8 +170,9 @@ def _draw_baselines(axes: Axes, baselines: Mapping[str, float], *, gap: float) -
         axes.annotate(text, xy=(1, value), xycoords=where, xytext=(1.035, position), textcoords=where, **style)
 
 
-def throughput_figure(line: Curve, *, median: float, low: np.ndarray) -> str:
-    """Tokens per second of each step, and their median. Steps marked in `low` are off the scale, at the lower edge."""
+def throughput_figure(line: Curve, *, median: float, low: np.ndarray, unit: str = "tokens") -> str:
+    """Tokens, or what `unit` says, per second of each step, and their median. Steps marked in `low` are off the scale,
+    at the lower edge."""
     shown = Curve(line.steps, np.where(low, np.nan, line.values))
     finite = shown.values[np.isfinite(shown.values)]
     with matplotlib.rc_context(_STYLE):
@@ -180,7 +181,7 @@ def throughput_figure(line: Curve, *, median: float, low: np.ndarray) -> str:
         figure, axes = _canvas(2.9)
         _step_axis(axes, line.steps)
         pad = max(0.08 * float(finite.max() - finite.min()), 0.05 * abs(median), 1e-9)
-        axes.set(ylabel="tokens/s", ylim=(max(0.0, float(finite.min()) - pad), float(finite.max()) + pad))
+        axes.set(ylabel=f"{unit}/s", ylim=(max(0.0, float(finite.min()) - pad), float(finite.max()) + pad))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if median >= 100 else f"{v:,.3g}"))
         few: dict[str, Any] = {"marker": "o", "markersize": 4} if len(line.steps) < 30 else {}
         thin = decimate(shown)
@@ -190,7 +191,7 @@ def throughput_figure(line: Curve, *, median: float, low: np.ndarray) -> str:
         if low.any():
             _at_edge(axes, line.steps[low], marker="v", color=BASELINE, label="below the axis (see text)")
         _legend(axes)
-        return _svg(figure, "throughput", f"Tokens per second over steps, median {median:,.0f}.")
+        return _svg(figure, "throughput", f"{unit.capitalize()} per second over steps, median {median:,.0f}.")
 
 
 def draws_devices(mesh_axes: Mapping[str, int]) -> bool:

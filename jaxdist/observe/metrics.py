@@ -1,6 +1,7 @@
 """The record of a run: metrics.jsonl, one JSON object a line, readable while the run writes it.
 
 A line is `{"step": 10, "loss": 3.2, "grad_norm": 1.2, "tokens_per_s": 12345.6}`; evaluations carry `"eval/loss"`.
+Where data are samples, not tokens, it is "samples_per_s".
 Floats are written in the shortest form that reads back as the same float64. JSON has no NaN and no infinity: such a
 value is written as null beside a second key that says what it was, `{"loss": null, "loss/nonfinite": "nan"}` ("nan",
 "inf" or "-inf"), so that every line is valid JSON for any reader. `read_metrics` puts the float back.
@@ -11,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -72,12 +73,16 @@ def _decode(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _parse(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _parse(path: Path, content: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     """(lines with their records, whether a torn last line was left out).
 
     A line is written in one piece with its newline last, so only a line without newline can be torn.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = content.splitlines(keepends=True)
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -98,7 +103,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no metrics file at {path}")
-    return [record for _, record in _parse(path)[0]]
+    return [record for _, record in _parse(path, path.read_bytes())[0]]
 
 
 class MetricsWriter:
@@ -121,13 +126,14 @@ class MetricsWriter:
         self._file = self.path.open("ab", buffering=0)
 
     def _truncate(self, step: int) -> None:
-        parsed, torn = _parse(self.path)
+        content = _read(self.path)
+        parsed, torn = _parse(self.path, content)
         kept = [line for line, record in parsed if record["step"] <= step]
         unfinished = bool(kept) and not kept[-1].endswith(b"\n")  # whole, but killed before its newline
         if unfinished:
             kept[-1] += b"\n"
         whole = b"".join(kept)
-        if not unfinished and self.path.exists() and self.path.read_bytes().startswith(whole):
+        if not unfinished and self.path.exists() and content.startswith(whole):
             os.truncate(self.path, len(whole))  # needs no room, and is atomic, too
         elif torn or unfinished or len(kept) < len(parsed):
             replace_file(self.path, whole)
@@ -145,7 +151,14 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers."""
-        self._unwritten += _encode(step, metrics)
+        self._append(_encode(step, metrics))
+
+    def write_list(self, step: int, key: str, values: Sequence[str]) -> None:
+        """One line that holds a list in place of numbers."""
+        self._append((json.dumps({"step": step, key: list(values)}) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        self._unwritten += line
         self._flush()
 
     def _flush(self) -> None:
@@ -180,6 +193,11 @@ def curve(metrics: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -
     points = [(record["step"], record[key]) for record in metrics if record.get(key) is not None]
     steps, values = (np.array([point[i] for point in points], dtype=np.float64) for i in (0, 1))
     return Curve(steps.astype(np.int64), values * factor)
+
+
+def work_unit(metrics: Iterable[Mapping[str, Any]]) -> str:
+    """What the records count: "samples" where they have "samples_per_s", else "tokens"."""
+    return "samples" if any("samples_per_s" in record for record in metrics) else "tokens"
 
 
 def decimate(line: Curve, limit: int = 2000) -> Curve:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.observe.console import format_duration, printable
 from jaxdist.observe.environment import redact_urls
-from jaxdist.observe.metrics import Curve, curve, replace_file
+from jaxdist.observe.metrics import Curve, curve, replace_file, work_unit
 
 _LONG = 12  # lists with more entries, and tables with more than 5 times as many rows, are folded
 
@@ -38,6 +38,8 @@ class _Unit(NamedTuple):
 
 
 def _unit(data_info: Mapping[str, Any]) -> _Unit:
+    if "samples_per_step" in data_info:  # a loss of somebody else's: what it is in is not known
+        return _Unit("the model's own unit", 1.0, None)
     if data_info.get("unit") == "bytes":
         return _Unit("bits per byte", 1 / math.log(2), 1.0)
     per_token = data_info.get("bytes_per_token")
@@ -50,8 +52,9 @@ def _median(values: np.ndarray) -> float:
 
 
 def _rates(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, float, np.ndarray]:
-    """Tokens per second, their median, and which steps are left out of it: those slower than half (compilation)."""
-    rates = curve(metrics, "tokens_per_s")
+    """Tokens (or samples) per second, their median, and which steps are left out of it: those slower than half
+    (compilation)."""
+    rates = curve(metrics, f"{work_unit(metrics)}_per_s")
     low = rates.values < _median(rates.values) / 2
     return rates, _median(rates.values[~low]), low
 
@@ -108,7 +111,7 @@ def _section(name: str, *parts: str) -> str:
     return f'<section id="{name.lower()}"><h2>{_text(name)}</h2>{"".join(parts)}</section>'
 
 
-def _wall_seconds(metrics: Sequence[Mapping[str, Any]], tokens_per_step: float | None) -> float | None:
+def _wall_seconds(metrics: Sequence[Mapping[str, Any]], per_step: float | None) -> float | None:
     """Seconds of training: from "wall_s" where lines have it (0 again after a resume), else from the rates."""
     total = previous = 0.0
     seen = False
@@ -117,16 +120,16 @@ def _wall_seconds(metrics: Sequence[Mapping[str, Any]], tokens_per_step: float |
         previous, seen = value, True
     if seen:
         return total + previous
-    rates = curve(metrics, "tokens_per_s").values
+    rates = curve(metrics, f"{work_unit(metrics)}_per_s").values
     rates = rates[np.isfinite(rates) & (rates > 0)]
-    return float((tokens_per_step / rates).sum()) if tokens_per_step and rates.size else None
+    return float((per_step / rates).sum()) if per_step and rates.size else None
 
 
-def _tokens_seen(metrics: Sequence[Mapping[str, Any]], tokens_per_step: float | None) -> float | None:
+def _seen(metrics: Sequence[Mapping[str, Any]], per_step: float | None) -> float | None:
     recorded = [record["tokens"] for record in metrics if record.get("tokens") is not None]
     if recorded:
         return float(recorded[-1])
-    return tokens_per_step * max(record["step"] for record in metrics) if tokens_per_step and metrics else None
+    return per_step * max(record["step"] for record in metrics) if per_step and metrics else None
 
 
 def _summary(
@@ -134,8 +137,9 @@ def _summary(
 ) -> str:
     train, evaluation = curve(metrics, "loss", unit.loss), curve(metrics, "eval/loss", unit.loss)
     _, rate, _ = _rates(metrics)
-    seen = _tokens_seen(metrics, data_info.get("tokens_per_step"))
-    wall = _wall_seconds(metrics, data_info.get("tokens_per_step"))
+    counted = work_unit(metrics)
+    per_step = data_info.get(f"{counted}_per_step")
+    seen, wall = _seen(metrics, per_step), _wall_seconds(metrics, per_step)
     finite = np.isfinite(evaluation.values)
     cards: list[tuple[str, str, str]] = []
     if train.steps.size:
@@ -149,8 +153,9 @@ def _summary(
     else:
         cards.append(("Best evaluation", "-", "no evaluation recorded" if not finite.size else "none is finite"))
     cards.append(_baseline_card(baselines, _own_loss(metrics, unit), unit))
-    cards.append(("Tokens seen", "-", "not recorded") if seen is None else ("Tokens seen", f"{seen:,.0f}", ""))
-    cards.append(("Median throughput", f"{rate:,.0f}" if math.isfinite(rate) else "-", "tokens/s"))
+    title = f"{counted.capitalize()} seen"
+    cards.append((title, "-", "not recorded") if seen is None else (title, f"{seen:,.0f}", ""))
+    cards.append(("Median throughput", f"{rate:,.0f}" if math.isfinite(rate) else "-", f"{counted}/s"))
     cards.append(("Wall time", "-" if wall is None else format_duration(wall), "in training steps"))
     items = (f"<div><dt>{_text(a)}</dt><dd>{_text(b)}<small>{_text(c)}</small></dd></div>" for a, b, c in cards)
     return f'<dl class="cards">{"".join(items)}</dl>'
@@ -212,9 +217,9 @@ def _loss_section(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, 
 def _throughput_section(metrics: Sequence[Mapping[str, Any]]) -> str:
     from jaxdist.observe import figures
 
-    rates, median, low = _rates(metrics)
-    svg = figures.throughput_figure(rates, median=median, low=low)
-    caption = "Tokens per second, all devices together."
+    (rates, median, low), unit = _rates(metrics), work_unit(metrics)
+    svg = figures.throughput_figure(rates, median=median, low=low, unit=unit)
+    caption = f"{unit.capitalize()} per second, all devices together."
     if low.any():
         slow = rates.steps[low]
         named = ", ".join(f"{step:,}" for step in slow[:6]) + (" ..." if slow.size > 6 else "")
@@ -317,7 +322,8 @@ def write_report(
     "tokens" (seen so far) and "wall_s" (since this process began to train). `devices` are kinds or names in mesh order,
     `mesh_axes` the sizes of all axes, outermost first. `baselines` are in bits per byte. `data_info` is a source's
     info: "unit" is "bytes" or "tokens"; optional "tokens_per_step" gives tokens seen and wall time where the records do
-    not say, and "bytes_per_token" makes baselines comparable with the losses of tokens.
+    not say, and "bytes_per_token" makes baselines comparable with the losses of tokens. Of samples that are no ids the
+    records have "samples_per_s", `data_info` "samples_per_step", and losses are in whatever unit they are.
     """
     unit = _unit(data_info)
     sample = f"<pre>{html.escape(printable(samples))}</pre>" if samples.strip() else "<p>No samples.</p>"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config_check import check_stages, uneven
+from jaxdist.config_pipeline import check_stages, uneven
 from jaxdist.nn import ModelDef
 from jaxdist.specs import STACKED
 
@@ -29,14 +29,23 @@ def order_of_blocks(layers: int, *, stages: int, chunks: int = 1, blocks: Sequen
     return rows.reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
 
 
+def rows_of_blocks(order: np.ndarray) -> np.ndarray:
+    """The row that each block rests in, [layers]: the inverse of `order_of_blocks`."""
+    rows = np.flatnonzero(order >= 0)
+    return rows[np.argsort(order[rows])]
+
+
+def take_rows(leaf: jax.Array, which: np.ndarray, *, dim: int = 0) -> jax.Array:
+    """Rows `which` of one dim, as `leaf.take` has them; zeros where `which` is -1."""
+    rows = leaf[(slice(None),) * dim + (which,)]
+    if (which >= 0).all():
+        return rows
+    return jnp.where((which >= 0).reshape(-1, *[1] * (leaf.ndim - 1 - dim)), rows, jnp.zeros((), leaf.dtype))
+
+
 def arrange_rows(blocks: PyTree, order: np.ndarray) -> PyTree:
     """Leaves [layers, ...], in the order of the model, as they rest: [rows, ...]. order: see `order_of_blocks`."""
-
-    def rows(leaf: jax.Array) -> jax.Array:
-        holds = (order >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
-        return leaf[order] if holds.all() else jnp.where(holds, leaf[order], jnp.zeros((), leaf.dtype))
-
-    return jax.tree.map(rows, blocks)
+    return jax.tree.map(lambda leaf: take_rows(leaf, order), blocks)
 
 
 def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[int] = ()) -> ModelDef:

@@ -19,10 +19,10 @@ from jaxdist.config_memory import Remat, check_remat
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.program import in_precision, make_program, regathers
+from jaxdist.parallel.program import in_precision, make_program
 from jaxdist.parallel.remat import available, rematerialise
 from jaxdist.parallel.schedule import Program
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.parallel.strategy import Strategy, StrategyOptions, regathers
 from jaxdist.precision import accumulation_dtype
 from jaxdist.specs import spec_leaves
 

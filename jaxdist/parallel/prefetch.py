@@ -5,8 +5,11 @@ i + 1 is reduced: nothing in an iteration of either loop waits for a collective 
 can run them side by side. Differentiating a scan would gather each block right before its first use. Costs one more
 gathered block and one more block's gradients; saves a gather, since the last block is kept for the backward pass, which
 starts with it.
+
+What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,40 +17,64 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.mesh import AnyMesh, on_cpu
+from jaxdist.parallel.ends import Riders
 from jaxdist.parallel.remat import after
-from jaxdist.parallel.stack import Block, Blocks, Gather, Stack, at, put, rows_of
-from jaxdist.specs import only
+from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
+from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
 
 PyTree = Any
+COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what XLA makes one collective of
 
 
-def prefetched(gather: Gather, block: Block, last: Block) -> Stack:
-    """The stack of blocks, differentiable once, with respect to diff and h.
+def combining(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int] | None:
+    """What XLA:GPU is told beside a program that prefetches: to combine the collectives of one block, but not those of
+    two. Its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment: 96.5
+    instead of 98.5 % of the communication hidden (1.3 B parameters, 8 H200, docs/plan.md)."""
+    if not options.prefetch or not is_model(params) or on_cpu(mesh):
+        return None
 
-    What is differentiable in `gather` is what its backward reduces. block: with whatever rematerialisation. last: the
-    same, where it stands outside a loop.
-    """
+    def gathered(leaf: Any) -> int:  # elements of one block's; what is no shard does not travel
+        shard = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
+        return shard * mesh.shape["fsdp"] if dim_of(leaf.sharding.spec, "fsdp") is not None else 0
+
+    block = sum(map(gathered, jax.tree.leaves(params[STACKED])))
+    received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
+    sizes = {"all_gather": received, "reduce_scatter": reduced}
+    least = 30 * 2**20  # XLA's own
+    return {f"xla_gpu_{op}_combine_threshold_bytes": max(least, int(COMBINED * block * size))
+            for op, size in sizes.items()}  # fmt: skip
+
+
+def prefetched(gather: Gather, block: Block, last: Block, riders: Riders) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
+    once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
+    block: with whatever rematerialisation. last: the same, where it stands outside a loop."""
     blocks, ending = Blocks(gather, block), Blocks(gather, last)
 
-    def forward(diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
+    def forward(
+        diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-            h, unit = carry
+            h, unit, whole = carry
             following, reduce_following = blocks.fetch(diff, held, i + 1)
+            whole, reduce_slice = riders.fetch(riding, whole, i)
             h, kept = blocks.run(unit, diff, h, layers[i], keys)
-            return (h, following), (kept, reduce_following)
+            return (h, following, whole), (kept, reduce_following, reduce_slice)
 
         unit, reduce_first = blocks.fetch(diff, held, 0)
-        inner = None
+        inner, whole = None, riders.empty(riding)
         if len(layers) > 1:
-            (h, unit), inner = lax.scan(body, (h, unit), jnp.arange(len(layers) - 1))
+            (h, unit, whole), inner = lax.scan(body, (h, unit, whole), jnp.arange(len(layers) - 1))
+        whole, reduce_slice = riders.fetch(riding, whole, len(layers) - 1)
         h, end = ending.run(unit, diff, h, layers[-1], keys)
-        return h, (diff, held, inner, end, only(end.wanted, unit), reduce_first)
+        return (h, whole), (diff, held, riding, inner, end, only(end.wanted, unit), reduce_first, reduce_slice)
 
-    def backward(residuals: PyTree, dh: jax.Array) -> tuple[PyTree, None, None, jax.Array, None]:
-        diff, held, inner, end, unit, reduce_first = residuals
+    def backward(residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
+        (diff, held, riding, inner, end, unit, reduce_first, reduce_last), (dh, dwhole) = residuals, given
         wanted = None if inner is None else inner[0].wanted  # the same in all blocks
-        count = rows_of(diff, held)
-        grads = zeros_varying_like(diff)
+        count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
 
         def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
             if count <= 3:  # loops of one round are unrolled: the compiler would merge gathers of both passes, and keep
@@ -55,24 +82,27 @@ def prefetched(gather: Gather, block: Block, last: Block) -> Stack:
             return blocks.again(diff, held, i, wanted)
 
         def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, None]:
-            dh, unit, behind, grads = carry
+            dh, unit, behind, grads, slices = carry
             before = again(i - 1, dh)
-            kept, reduce_following = at(inner, i)
+            kept, reduce_following, reduce_slice = at(inner, i)
             grads = put(grads, i + 1, *reduce_following(behind))
+            slices = riders.reduce(slices, i, reduce_slice, dwhole)
             behind, dh = kept(unit, dh)
-            return (dh, before, behind, grads), None
+            return (dh, before, behind, grads, slices), None
 
         before = again(count - 2, dh) if count > 1 else None
+        slices = riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry = (dh, before, behind, grads)
+        carry = (dh, before, behind, grads, slices)
         if count > 2:  # a scan of none would still be counted by who reads the program
             carry, _ = lax.scan(body, carry, jnp.arange(count - 2, 0, -1))
-        dh, unit, behind, grads = carry
+        dh, unit, behind, grads, slices = carry
         if count > 1:
-            kept, reduce_second = at(inner, 0)
+            kept, reduce_second, reduce_slice = at(inner, 0)
             grads = put(grads, 1, *reduce_second(behind))
+            slices = riders.reduce(slices, 0, reduce_slice, dwhole)
             behind, dh = kept(unit, dh)
-        return put(grads, 0, *reduce_first(behind)), None, None, dh, None
+        return put(grads, 0, *reduce_first(behind)), None, None, dh, None, slices
 
     stack = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
     stack.defvjp(forward, backward)

@@ -11,28 +11,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
-from jaxdist.config_memory import Remat, check_deterministic, check_prefetched
+from jaxdist.config_memory import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.branch import Choose, by_condition, by_mask, typed_like
+from jaxdist.parallel.ends import Ends, Riders
 from jaxdist.parallel.overlap import reduced_behind
 from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay
 from jaxdist.parallel.prefetch import prefetched
 from jaxdist.parallel.remat import BLOCK_INPUT, after, rematerialise
 from jaxdist.parallel.schedule import Program, Stages
 from jaxdist.parallel.segments import Segments, segmented
-from jaxdist.parallel.stack import Block, Blocks, Gather, Stack
-from jaxdist.parallel.strategy import Strategy
+from jaxdist.parallel.stack import Block, Blocks, Gather, Stack, rounds_of
+from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.precision import Precision
-from jaxdist.specs import STACKED, only, spec_axes, spec_leaves, unit_specs
+from jaxdist.specs import STACKED, only, unit_specs
 
 PyTree = Any
 EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
-
-
-def regathers(strategy: Strategy, specs: PyTree) -> bool:
-    """Whether the backward pass gathers parameters of this unit again."""
-    return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
 def isolate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,8 +82,14 @@ def _check(model: ModelDef, remat: Remat, *, isolated: bool, prefetch: int) -> N
         check_prefetched(remat)
     if isolated:
         check_deterministic(remat)
+    check_unrolled(model.scan_blocks, remat, prefetch=prefetch, deterministic=isolated)
     if prefetch and model.stages:
         raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
+
+
+def _check_axes() -> None:
+    if active_axes("context"):  # would be the same work twice
+        raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
 
 
 def make_program(
@@ -122,7 +124,7 @@ def make_program(
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return run("blocks", model.block, params, h, _fold(keys, layer))
 
-    stack = _make_stack(gather, block, remat, prefetch=prefetch, gathers=again(units["blocks"]), choose=choose)
+    stack = _make_stack(gather, block, remat, gathers=again(units["blocks"]), choose=choose, unroll=model.scan_blocks)
 
     def embed(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return embed_unit(diff["embed"], held["embed"], batch)
@@ -136,37 +138,57 @@ def make_program(
         return head_unit(diff["head"], held["head"], tied, h, batch)
 
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
-        if active_axes("context"):  # would be the same work twice
-            raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
+        _check_axes()
         return relay(lambda h, chunk: blocks(diff, held, h, batch, chunk), embed(diff, held, batch), model.chunks)
 
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
+    if prefetch:
+        ends = Ends(model, strategy, units, use, embed, head, run, remat)
+        loss = _ahead(ends, functools.partial(_prefetched, gather, block, remat))
+
     head_units = ("head", "embed") if model.tied else ("head",)
-    staged = _staged_blocks(gather, block, remat, choose)
+    staged = _staged_blocks(gather, block, remat, choose, unroll=model.scan_blocks)
     stages = Stages(embed, head, staged, head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if prefetch or remat == "offload" else stages)
+
+
+def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Callable[..., Any]:
+    """The loss of a model whose communication runs ahead of its computation."""
+
+    def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        _check_axes()
+        h = ends.embedded(diff, held, batch)
+        riders, riding, head = ends.riders(diff, held, h, batch)
+        own = blocks_of_chunk(diff["blocks"], held["blocks"], 0, chunks=1, counts=())
+        h, rode = make_stack(riders)(*own, h, batch["keys"], riding)
+        return head(rode, h)
+
+    return loss
+
+
+def _prefetched(gather: Gather, block: Block, remat: Remat, riders: Riders) -> Callable[..., Any]:
+    inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
+    return prefetched(gather, inner, last, riders)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 def _make_stack(
-    gather: Gather, block: Block, remat: Remat, *, prefetch: int, gathers: bool, choose: Choose | None
+    gather: Gather, block: Block, remat: Remat, *, gathers: bool, choose: Choose | None, unroll: int
 ) -> Stack:
-    """All blocks one after the other. gathers: see `rematerialise`; choose: see `Blocks`."""
+    """All blocks one after the other. gathers: see `rematerialise`; choose, unroll: see `Blocks`."""
     if remat == "sqrt":
         return segmented(Segments(Blocks(gather, block, choose)))
-    if prefetch:
-        inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-        return prefetched(gather, inner, last)
 
     def unit(diff: PyTree, held: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         h = checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h
         return block(gather(diff, held, None), h, layer, keys)
 
-    run = rematerialise(unit, remat, gathers=gathers, in_scan=True)
+    # Without a loop the compiler would merge the recomputation with the first run.
+    run = rematerialise(unit, remat, gathers=gathers, in_scan=unroll == 1)
 
     def stack(diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree) -> jax.Array:
         def body(h: jax.Array, own: PyTree) -> tuple[jax.Array, None]:
@@ -174,16 +196,19 @@ def _make_stack(
             work = lambda: run(diff, held, h, layer, keys)  # noqa: E731
             return work() if choose is None else choose(layer > 0, lambda: typed_like(work(), h), lambda: h), None
 
-        return lax.scan(body, h, (diff, held, layers))[0]
+        return lax.scan(body, h, (diff, held, layers), unroll=rounds_of(unroll, len(layers)))[0]
 
     return stack
 
 
-def _staged_blocks(gather: Gather, block: Block, remat: Remat, choose: Choose | None) -> Blocks | Segments:
+def _staged_blocks(
+    gather: Gather, block: Block, remat: Remat, choose: Choose | None, *, unroll: int
+) -> Blocks | Segments:
     """Forward and backward pass of a pipeline's stage."""
     if remat == "sqrt":
         return Segments(Blocks(gather, block, choose))
-    return Blocks(gather, rematerialise(block, remat, gathers=True, in_scan=True, constants=False), choose)
+    inner = rematerialise(block, remat, gathers=True, in_scan=unroll == 1, constants=False)
+    return Blocks(gather, inner, choose, unroll)
 
 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:

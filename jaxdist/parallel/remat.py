@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxdist.collectives import active_axes
 from jaxdist.config_memory import Remat
-from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh
+from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh, on_cpu
 
 PyTree = Any
 BLOCK_INPUT = "block.input"  # the name of what "offload" moves; `[names]` are those of `config_memory`
@@ -24,11 +23,13 @@ CHEAP = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "tran
 
 def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     """Save every intermediate value except gathered parameters: they are gathered again (that is ZeRO-3, not ZeRO-2).
+    Activations that are gathered over `tensor` are saved.
 
     Differentiation has inlined the forward rule of `gather_leaf` by the time a policy is asked, so the collective's own
     name is seen, as long as that rule holds no custom_vjp; a hand-written gather (ppermute) would need its name here.
     """
-    return prim.name != "all_gather" and prim.name not in CHEAP
+    gathered = prim.name == "all_gather" and "fsdp" in tuple(params["axis_name"])
+    return not gathered and prim.name not in CHEAP
 
 
 def _only_of_data(prim: Any, *operands: Any, **params: Any) -> bool:
@@ -78,7 +79,7 @@ def rematerialise(
 
 def available(mode: Remat, mesh: AnyMesh) -> Remat:
     """The mode, or "full" in place of "offload" on CPUs, with a notice: all their memory is the host's."""
-    if mode == "offload" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
+    if mode == "offload" and on_cpu(mesh):
         logging.getLogger(__name__).warning(
             "memory.remat: a CPU has no memory apart from the host's to offload to; 'offload' runs as 'full'"
         )

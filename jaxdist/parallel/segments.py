@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import zeros_varying_like
-from jaxdist.config_memory import refuse_split_backward
+from jaxdist.collectives import varying_axes, zeros_varying_like
+from jaxdist.config_memory import refuse_split_backward, refuse_split_sequence
 from jaxdist.interpret import trimmed
 from jaxdist.parallel.remat import after
 from jaxdist.parallel.stack import AGAIN, Blocks, Stack, at, put
@@ -37,6 +37,8 @@ class Segments(NamedTuple):
         self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree
     ) -> tuple[jax.Array, PyTree]:
         """(output of the last block, what `backward` needs). Segments have isqrt(L) blocks, the last what is left."""
+        if "tensor" in varying_axes(h):  # and so would be the rows' numbers, behind a barrier with its gradient
+            refuse_split_sequence()
         size, count, left = sizes(len(layers))
 
         def segment(h: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -89,13 +89,20 @@ def rows_of(diff: PyTree, held: PyTree) -> int:
     return jax.tree.leaves((diff, held))[0].shape[0]
 
 
+def rounds_of(scan_blocks: int, blocks: int) -> int:
+    """What `lax.scan` calls unroll: of so many blocks, those of a round of the loop; all for 0."""
+    return min(scan_blocks or blocks, blocks)
+
+
 class Blocks(NamedTuple):
     """gather: of one unit; what is differentiable in it is what its backward reduces. block: with whatever
-    rematerialisation. choose: how rows that hold no block, with 0 in layers, are passed over; None: all hold one."""
+    rematerialisation. choose: how rows that hold no block, with 0 in layers, are passed over; None: all hold one.
+    unroll: blocks of a round of a loop, as `ModelDef.scan_blocks`."""
 
     gather: Gather
     block: Block
     choose: Choose | None = None
+    unroll: int = 1
 
     def fetch(self, diff: PyTree, held: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
         """(usable block i, what brings the gradients of its trained leaves back to diff)."""
@@ -141,7 +148,7 @@ class Blocks(NamedTuple):
 
             return self.in_row(layers[i], work, h)
 
-        return lax.scan(body, h, jnp.arange(len(layers)))
+        return lax.scan(body, h, jnp.arange(len(layers)), unroll=rounds_of(self.unroll, len(layers)))
 
     def backward(
         self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
@@ -157,7 +164,8 @@ class Blocks(NamedTuple):
 
             return self.in_row(layers[i], work, dh)
 
-        dh, grads = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
+        unroll = rounds_of(self.unroll, len(layers))
+        dh, grads = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True, unroll=unroll)
         return grads, dh
 
     def backward_input(

@@ -22,7 +22,7 @@ from jaxdist.parallel.spread import spreading
 from jaxdist.parallel.sync import GradSync, finish, reduce_late
 from jaxdist.parallel.widening import widening
 from jaxdist.precision import Precision
-from jaxdist.specs import dim_of, map_named, map_specs, split_over, unit_specs
+from jaxdist.specs import dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
 PyTree = Any
 
@@ -36,7 +36,8 @@ class Strategy(NamedTuple):
     gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce.
     reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
     what lossy sums carry from step to step (see `sync`), or ().
-    drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again.
+    drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again. It then
+    takes trained parameters from diff, which holds shards, and can be given parts of these.
     leafwise: whether `reduce` sums each leaf by itself, in its own shape, so that it can be given some of the leaves.
     reduce_block: (gradient of one block's diff, specs of the stack) -> the same, with the sums that `reduce` then
     leaves out; None: no sums in the backward pass but those of `gather`. See `overlap`.
@@ -49,6 +50,11 @@ class Strategy(NamedTuple):
     drops: bool = False
     leafwise: bool = False
     reduce_block: Callable[[PyTree, PyTree], PyTree] | None = None
+
+
+def regathers(strategy: Strategy, specs: PyTree) -> bool:
+    """Whether the backward pass gathers parameters of this unit again."""
+    return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
 class StrategyOptions(NamedTuple):
@@ -95,9 +101,13 @@ def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Add `fsdp` to one dim of every parameter that is large enough and divisible; the others stay whole."""
+    """Add `fsdp` to one dim of every parameter that is large enough and divisible; the others stay whole. A model's
+    embedding rests as columns, which `ends` looks up without gathering them."""
     split = functools.partial(split_over, axis="fsdp", mesh=mesh, min_bytes=min_shard_bytes)
-    return map_specs(split, specs, shapes)
+    if not is_model(specs):
+        return map_specs(split, specs, shapes)
+    return {name: map_specs(functools.partial(split, columns=name == "embed"), specs[name], shapes[name])
+            for name in specs}  # fmt: skip
 
 
 def hold_nothing(tree: PyTree) -> PyTree:

@@ -35,7 +35,7 @@ class GradSync(NamedTuple):
     """algorithm: of `jaxdist.collectives`. bucket_mb: gradients are fused into flat buffers of at most this many MB; a
     larger leaf goes alone. wire_dtype: None, "bfloat16", or "int8" with error feedback (the state carries the residual;
     for all-reduces: reduce-scatters over fsdp, of zero1 to zero3, then send what they sum).
-    link: what algorithm "auto" reckons with: "auto", a name, or a rate such as "200mbit".
+    link: what algorithms "auto" and "two_level" reckon with: "auto", a name, or a rate such as "200mbit".
 
     deterministic: the same bits on any number of devices. Gradients are computed for one virtual shard after the other,
     of which the global batch has `virtual_shards`, and summed in a fixed order. That and the number of batch shards

@@ -7,8 +7,10 @@ from jax.sharding import NamedSharding
 
 from jaxdist.assemble import Parts
 from jaxdist.config import Config
-from jaxdist.data import batch_shapes
-from jaxdist.mesh import HOST, AnyMesh
+from jaxdist.config_values import parse_mixture
+from jaxdist.data import Source, batch_shapes, leaves_of
+from jaxdist.errors import UserError
+from jaxdist.mesh import HOST, AnyMesh, on_cpu
 from jaxdist.optim import leave_out
 from jaxdist.specs import BATCH_SPEC, bytes_per_device
 
@@ -31,9 +33,23 @@ class Footprint(NamedTuple):
         return self.arguments + self.outputs - self.aliased + self.temporary
 
 
-def batch_of(config: Config, mesh: AnyMesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The global batch of one step, laid out."""
-    shapes = batch_shapes(config.data.global_batch, config.data.seq_len)
+def check_windows(config: Config) -> None:
+    """Raise `UserError` where a batch is not made of windows of ids, and its shapes are in the data alone. Not known of
+    a source of somebody else's, which is taken for one of ids."""
+    names = [part.source for part in parse_mixture(config.data.mixture)] or [config.data.source]
+    own = "." in config.model.name  # the shipped model takes ids only
+    if found := [name for name in names if name == "images" or (name == "iterable" and own)]:
+        raise UserError(f"data.source: {found[0]!r} gives samples whose shapes are known only when it is read, and a"
+                        " plan is made without data; allowed: text, tokens, parquet, arrayrecord")  # fmt: skip
+
+
+def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """The global batch of one step, laid out. source: None where no data has been read; raises `UserError` then for
+    what `check_windows` refuses."""
+    sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
+    if source is None:
+        check_windows(config)
+    shapes = batch_shapes(**sizes) if source is None else leaves_of(source, **sizes)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
@@ -47,7 +63,7 @@ def held(tree: PyTree, *, on_host: bool = False) -> int:
 def compile_step(parts: Parts, batch: PyTree) -> Any:
     """The step as `jax.stages.Compiled`, for the devices of its state's mesh. For simulated devices code is not
     optimised: that is a third of the time, and comes after buffers and collectives are settled."""
-    simulated = parts.target.step.sharding.mesh.devices.flat[0].platform == "cpu"
+    simulated = on_cpu(parts.target.step.sharding.mesh)
     options = {"xla_backend_optimization_level": 0} if simulated else {}
     return parts.step.lower(parts.target, batch).compile(compiler_options=options)
 

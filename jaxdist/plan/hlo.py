@@ -102,7 +102,7 @@ def _visit(computations: dict[str, list[str]], name: str, times: int) -> list[Co
             continue
         trips = _TRIPS.search(rest)
         inner = times * int(trips[1]) if opcode == "while" and trips else times
-        if opcode in ("while", "call", "conditional", "fusion", "async-start"):
+        if opcode.removesuffix("-start") in ("while", "call", "conditional", "fusion", "async"):
             branches = [each.strip(" %") for group in _BRANCHES.findall(rest) for each in group.split(",")]
             inside = [_visit(computations, called, inner) for called in (*_CALLED.findall(rest), *branches)]
             if opcode == "conditional":  # the branch that sends most, as in the ledger: which one runs is not known
@@ -117,7 +117,7 @@ def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: boo
     if asynchronous and op != "psum" and len(shapes) > 1:
         shapes = shapes[len(shapes) // 2 :] if op != "ppermute" else shapes[1:2]
     nbytes = sum(size * BITS.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) // 8 for dtype, size in shapes)
-    n = _group_size(rest)
+    n = group_size(rest)
     operand, count = (
         {"all_gather": total // n, "reduce_scatter": total * n}.get(op, total)
         for total in (nbytes, sum(size for _, size in shapes))
@@ -130,13 +130,15 @@ def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: boo
     )  # fmt: skip
 
 
-def _group_size(rest: str) -> int:
+def group_size(rest: str) -> int:
+    """Devices of a group of a collective, from its attributes."""
     if (explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", rest)) is not None:
         return len(explicit[1].split(","))
     if (iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)) is not None:
         return int(iota[2])
     if (named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest)) is not None:  # jax 0.12
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", named[2]))
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])  # 'fsdp':(4)2: two parts of an axis, 4 apart
+        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
     pairs = re.findall(r"\{(\d+),(\d+)\}", (re.search(r"source_target_pairs=\{(.*?)\}\}", rest + "}}") or [""])[0])
     return max(1, len({rank for pair in pairs for rank in pair}))

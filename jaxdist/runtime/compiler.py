@@ -45,31 +45,32 @@ class Setting(NamedTuple):
 # scheduler, command buffers and cuBLASLt are on by themselves. Nothing for the CPU: nothing was measured to help there.
 PRESETS: Mapping[str, tuple[Setting, ...]] = {
     "gpu": (
-        # Source: XLA docs/effort_levels.md for what it does. Figures: step of a 355 M GPT, FSDP over 8 H200, compiled
-        # ahead of time and replayed; 2982 MiB of temporary memory instead of 2960. Also jax 0.11.2 and 0.12.0.1.
+        # Source: XLA docs/effort_levels.md for what it does. Figures: docs/plan.md, jax 0.12.0.1.
         Setting(
             "jax_optimization_level", "O1",
-            "collective pipelining and loop unrolling: 88 % of the communication hidden, 30 % without; none synchronous"
-            " in the loops, 2 without",
+            "collective pipelining and loop unrolling: 84.8 % of the communication hidden, none of it synchronous in"
+            " the loops (355 M GPT, 8 H200)",
             "XLA docs/effort_levels.md; measured on compiled schedules, no GPU ran",
         ),
     ),
     "cpu": (),
 }  # fmt: skip
 
-# What depends on model and mesh: not set by a preset, worth trying in `devices.xla.flags`. Each was measured as above.
+# Set on GPUs with `parallel.grad_sync.deterministic`, whatever the preset: kernels are not chosen by how fast they
+# happened to be, and a scatter (an embedding's gradient) adds in a fixed order.
+DETERMINISTIC = (
+    Setting(
+        "--xla_gpu_deterministic_ops", "true", "parallel.grad_sync.deterministic: the same bits from run to run",
+        "option dump of XLA; no GPU ran",
+    ),
+)  # fmt: skip
+
+# What depends on model and mesh: not set by a preset, worth trying in `devices.xla.flags`.
 ADVICE = (
     Setting(
-        "--xla_gpu_all_gather_combine_threshold_bytes", "125829120",
-        "parallel.prefetch=1 with blocks of more than 30 MiB (the default): between one and two blocks' bytes; 1.3 B, 8"
-        " GPUs: 98.5 % hidden", "measured; JAX-Toolbox GPU_performance.md: at least one layer's bytes",
-    ),
-    Setting(
-        "--xla_gpu_reduce_scatter_combine_threshold_bytes", "125829120", "the same, for the gradients", "the same",
-    ),
-    Setting(
         "--xla_gpu_experimental_parallel_collective_overlap_limit", "2",
-        "parallel.prefetch=1 on 256 GPUs in one axis: 98.5 % hidden; not on 8", "measured",
+        "parallel.prefetch=1 over many GPUs: so many collectives may be under way at once; not measured with this code",
+        "option dump of XLA",
     ),
     Setting(
         "--xla_gpu_pipeline_all_gather", "on", "a part of O1: 1 synchronous collective instead of 3, +11 % temporary"
@@ -129,10 +130,15 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
     """Add what `devices.xla` asks for to XLA_FLAGS. Must run before JAX starts its devices.
 
     backend: gpu or cpu, as far as it is known by then. started: JAX has its devices already, as in a notebook; then the
-    preset is left out, and flags that were asked for are a `UserError`, as are those that XLA would abort on.
+    preset is left out, and flags that were asked for, or that deterministic sums need, are a `UserError`, as are those
+    that XLA would abort on.
     """
     xla, given = config.devices.xla, os.environ.get("XLA_FLAGS", "")
-    flags = resolve(PRESETS[backend] if xla.preset == "fast" else (), xla.flags, given)
+    fixed = DETERMINISTIC if backend == "gpu" and config.parallel.grad_sync.deterministic else ()
+    flags = resolve((*fixed, *(PRESETS[backend] if xla.preset == "fast" else ())), xla.flags, given)
+    if started and flags and (missing := resolve(fixed, (), given)):
+        raise UserError(f"parallel.grad_sync.deterministic: true needs {missing[0]} on GPUs, but JAX has started its"
+                        " devices, which read flags once; put it into XLA_FLAGS before JAX starts")  # fmt: skip
     if started and xla.flags and flags:
         raise UserError(f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
                         " or put them into XLA_FLAGS before JAX starts")  # fmt: skip

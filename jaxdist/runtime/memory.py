@@ -6,7 +6,9 @@ from pathlib import Path
 import jax
 
 from jaxdist.config import Config, to_yaml
+from jaxdist.errors import UserError
 from jaxdist.plan.explain import explain
+from jaxdist.plan.footprint import check_windows
 from jaxdist.plan.remedies import remedies
 from jaxdist.plan.show import memory_text, remedies_text
 
@@ -22,7 +24,13 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     compiling: compile them here and now, for the devices of this process; if not, or if the compiler too runs out of
     memory, say the command that does it for simulated devices. Call it with nothing on the devices any more.
     """
-    say(f"out of memory: {reason.splitlines()[0]}", "", "\n".join(memory_text(explain(config))), "")
+    said = f"out of memory: {reason.splitlines()[0]}"
+    try:
+        check_windows(config)
+    except UserError as error:  # shapes are in the data: nothing more can be said
+        say(said, f"what the step holds cannot be said: {error}")
+        return
+    say(said, "", "\n".join(memory_text(explain(config))), "")
     file = folder / "config.yaml"
     if not file.exists():  # the run had not begun
         file.write_text(to_yaml(config), encoding="utf-8")

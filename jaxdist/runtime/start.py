@@ -3,12 +3,10 @@
 import contextlib
 import importlib.util
 import os
-import re
-import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import jax
 
@@ -18,106 +16,15 @@ from jaxdist.errors import UserError
 from jaxdist.precision import POLICIES, check_float8, enable_x64
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
-
-INITIALIZATION_S = 300  # until all processes have joined
-HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
-LOOPBACK = ("127.0.0.1", "localhost")
-
-
-class Job(NamedTuple):
-    """A multi-process job as the environment describes it. coordinator: "host:port". gpus: indices of this process's
-    GPUs, () for all that it sees, None for what JAX_LOCAL_DEVICE_IDS says. detect: JAX finds out the rest (SLURM, MPI).
-    """
-
-    coordinator: str | None
-    processes: int | None
-    rank: int | None
-    gpus: tuple[int, ...] | None = ()
-    detect: bool = False
+from jaxdist.runtime.job import describe_job
+from jaxdist.runtime.join import HEARTBEAT_S, join
+from jaxdist.runtime.verdict import LEAST_LIMIT_S
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not text.isascii() or not text.isdigit():
-        raise UserError(f"{name}: {text!r} in the environment is no rank or count; allowed: an integer >= 0")
-    return int(text)
-
-
-def describe_job(environ: Mapping[str, str]) -> Job | None:
-    """The job that the environment describes, or None for a single process.
-
-    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; or torchrun's MASTER_ADDR, MASTER_PORT,
-    WORLD_SIZE and RANK; or a SLURM or Open MPI step of more than one task, which JAX detects by itself.
-    """
-    gpus = local_gpus(environ)
-    if environ.get("JAX_COORDINATOR_ADDRESS") and environ.get("JAX_NUM_PROCESSES"):
-        count, rank = _integer(environ, "JAX_NUM_PROCESSES"), _integer(environ, "JAX_PROCESS_ID")
-        return _check_job(environ["JAX_COORDINATOR_ADDRESS"], count, rank, gpus)
-    if environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
-        # torchrun's own store listens on MASTER_PORT; without torchrun the port is free.
-        port = _integer(environ, "MASTER_PORT") + (1 if "TORCHELASTIC_RUN_ID" in environ else 0)
-        address = f"{environ['MASTER_ADDR']}:{port}"
-        return _check_job(address, _integer(environ, "WORLD_SIZE"), _integer(environ, "RANK"), gpus)
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        if environ.get(name, "1") not in ("", "1"):
-            return Job(None, None, None, gpus, detect=True)
-    if environ.get("JAX_COORDINATOR_ADDRESS"):  # every process would train alone, all of them into one folder
-        raise UserError("JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES is not; set JAX_PROCESS_ID too")
-    return None
-
-
-def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """See `Job.gpus`. Where several processes share a node and all see its GPUs, each takes that of its local rank."""
-    if environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return None
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    bound = visible != "" and "," not in visible  # the launcher has chosen
-    shared = re.search("[2-9]|1[0-9]", re.sub(r"\(x\d+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "")))
-    for rank, several in (
-        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1") != "1"),
-        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1"),
-        ("SLURM_LOCALID", shared),
-    ):
-        if several and rank in environ and not bound:
-            return (_integer(environ, rank),)
-    return ()
-
-
-def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
-    port = coordinator.rpartition(":")[2]
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise UserError(f"coordinator: {coordinator!r} in the environment is no address; allowed: host:port of rank 0")
-    if rank >= processes:
-        raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to the number of processes - 1")
-    return Job(coordinator, processes, rank, gpus) if processes > 1 else None
-
-
-def join(job: Job) -> None:
-    """`jax.distributed.initialize` for this job. Must run before JAX starts its devices."""
-    options: dict[str, Any] = {
-        "initialization_timeout": INITIALIZATION_S, "heartbeat_timeout_seconds": HEARTBEAT_S
-    }  # fmt: skip
-    if job.gpus is not None:
-        options["local_device_ids"] = list(job.gpus)  # an empty list is all; left out, SLURM gets one GPU a task
-    if job.detect:
-        jax.distributed.initialize(**options)
-        return
-    assert job.coordinator is not None
-    host, port = job.coordinator.rsplit(":", 1)
-    if job.rank == 0:
-        _check_port(int(port))
-    if host in LOOPBACK:  # the service has no authentication: open to this machine only, where that is enough
-        options["coordinator_bind_address"] = job.coordinator
-    jax.distributed.initialize(job.coordinator, job.processes, job.rank, **options)
-
-
-def _check_port(port: int) -> None:
-    """Raise `UserError` if the port is taken: jax 0.10 would crash without a word."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UserError(f"MASTER_PORT or JAX_COORDINATOR_ADDRESS: port {port}: {reason}; set a free one") from error
+def heartbeat_s(watchdog_s: float | None) -> int:
+    """Seconds without a sign of life after which JAX holds a process for dead and ends the others without a name:
+    later than the watch, where there is one."""
+    return HEARTBEAT_S if watchdog_s == 0 else int(watchdog_s or LEAST_LIMIT_S) + 60
 
 
 @contextlib.contextmanager
@@ -182,19 +89,25 @@ def _count(devices: DevicesConfig) -> int:
         raise UserError(f"devices.platform: 'gpu', but JAX cannot use one ({reason}); set auto or cpu") from error
 
 
-def start(config: Config) -> Config:
+def unwatched(config: Config) -> AbstractContextManager[None]:
+    """Nothing around it."""
+    return contextlib.nullcontext()
+
+
+def start(config: Config, watched: Callable[[Config], AbstractContextManager[None]] = unwatched) -> Config:
     """Bring up JAX and its compiler for this configuration and return it with the mesh that the devices allow.
+    watched: a context in which to do what follows on joining.
 
     Raises `UserError` when the mesh does not fit the devices that are there, or they cannot multiply as the precision
-    asks.
+    asks; `MissingPeers` when processes of the job do not come.
     """
     enable_x64(config.precision.policy)
     set_flags(config, expected_backend(config.devices), started=has_devices())
     choose_platform(config.devices)
     job = describe_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
-        join(job)
-    with fail_alone():
+        join(job, heartbeat_s(config.train.watchdog_s))
+    with fail_alone(), watched(config):
         config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
         set_options(config, jax.default_backend())
         set_up(config.devices.compilation_cache, jax.default_backend())

@@ -1,49 +1,207 @@
-"""Stopping on Ctrl-C or SIGTERM: at the end of a step, the same step on every process, with a checkpoint."""
+"""Stopping on Ctrl-C, SIGTERM or a time limit: after the same step on every process, with a checkpoint."""
 
+import contextlib
 import os
+import select
 import signal
-from types import FrameType, TracebackType
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
+from jax._src import distributed  # its key-value store has no public name
 
-STOPPED = 75  # exit status: stopped, and the same command resumes
+from jaxdist.runtime.folders import leave_stop_note
+from jaxdist.runtime.ranks import SAME_S, STOPPED
+
+_POLL_S = 0.2  # between two looks into the store of a job
+_LEAVE_S = 2.0  # for the other processes of a job to hear that one leaves
+_CLOSE, _WAKE = 0, 255  # in the pipe, beside numbers of signals
+
+
+class TimeLimit:
+    """The end of a run that a scheduler ends: when to stop, so that the last steps and a save still fit.
+
+    seconds: since `started` (time.monotonic()); None: no limit. save: how long a save takes, as far as is known.
+    """
+
+    def __init__(self, seconds: float | None, started: float, save: Callable[[], float]) -> None:
+        self._end = None if seconds is None else started + seconds
+        self._save, self._mark, self._longest = save, 0.0, 0.0
+
+    def is_near(self) -> bool:
+        """Called once a step. The others of a job hear of it a look later, and go to the end of the step after."""
+        if self._end is None:
+            return False
+        now = time.monotonic()
+        if self._mark:  # not the first, which was compiled
+            self._longest = max(self._longest, now - self._mark)
+        self._mark = now
+        return now + 2 * self._longest + 2 * _POLL_S + self._save() >= self._end
 
 
 class StopSignal:
-    """A context in which SIGINT and SIGTERM set a flag; a second SIGINT raises KeyboardInterrupt as usual.
+    """A context in which a first SIGINT or SIGTERM asks a training run to stop and a second one ends it at once.
 
-    In a job of several processes JAX's coordination service agrees on the step: there a SIGINT is turned into the
-    SIGTERM that this service listens to.
+    As long as no step was given to the devices there is nothing to save: the first signal ends the process at once,
+    too. At once is by `os._exit`, with status `STOPPED`. Signals within a second of the first are the same one, sent on
+    by a launcher or a scheduler. A thread sees them, whatever the main thread is doing: Python alone would wait for the
+    end of a compilation. In a job of several processes it carries them to the others by the store of JAX's coordination
+    service, whose own handler of SIGTERM, which swallows a second one, is left out. To be entered on the main thread
+    before the job is joined; on another thread no signal is heeded.
     """
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self.why = ""  # the first request to stop: a signal's name, or a configuration key
+        self.started = time.monotonic()
+        self.limit = TimeLimit(None, self.started, lambda: 0.0)
+        self._lock = threading.Lock()
+        self._taken: int | None = None  # the last step for which `requested` was asked
+        self._last: int | None = None  # the step to stop after
+        self._store: _Store | None = None
+        self._first_signal: float | None = None
         self._previous: dict[int, Any] = {}
-        self._several = jax.process_count() > 1
+        self._on_main = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "StopSignal":
-        # With several processes JAX's own SIGTERM handler must stay in place.
-        for number in (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._receive)
+        if not jax.distributed.is_initialized():
+            jax.config.update("jax_enable_preemption_service", False)
+        self._out, self._in = os.pipe()
+        os.set_blocking(self._in, False)  # as `set_wakeup_fd` wants it
+        self._thread = threading.Thread(target=self._watch, name="jaxdist-stop", daemon=True)
+        self._thread.start()
+        if self._on_main:
+            self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, _nothing)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._on_main:
+            signal.set_wakeup_fd(self._wakeup)
+        if self._store is not None and error is None:
+            self._store.set(f"at/{self._store.rank}", str(self._taken or 0))  # or the others would wait for it
+        os.write(self._in, bytes([_CLOSE]))
+        self._thread.join()
+        os.close(self._in)
+        os.close(self._out)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received = number
-        if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def join(self) -> None:
+        """To be called when JAX has started: from now on the processes of a job hear of each other's signals."""
+        if jax.process_count() == 1:
+            return
+        if self._on_main:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a job that was joined before has JAX's handler
+                signal.signal(number, _nothing)
+        self._store = _Store()
+        os.write(self._in, bytes([_WAKE]))
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step` steps. Every process must call it once a step, with the same steps."""
-        if self._several:
-            return bool(multihost_utils.reached_preemption_sync_point(step))
-        return self._received is not None
+        if jax.process_index() == 0 and self.limit.is_near():
+            self._ask("train.max_hours")
+        with self._lock:
+            self._taken = step
+            return self._last is not None and step >= self._last
+
+    def _watch(self) -> None:
+        """The thread."""
+        while True:
+            ready, _, _ = select.select([self._out], [], [], None if self._store is None else _POLL_S)
+            try:
+                for number in os.read(self._out, 64) if ready else b"":
+                    if number == _CLOSE:
+                        return
+                    if number in (signal.SIGINT, signal.SIGTERM):
+                        self._receive(signal.Signals(number).name)
+                if self._store is not None:
+                    self._look(self._store)
+            except jax.errors.JaxRuntimeError:
+                self._store = None  # process 0 is gone: JAX ends this one, too
+
+    def _receive(self, name: str) -> None:
+        if self._taken is None:
+            self._leave(f"ended by {name} before the first step")
+        now = time.monotonic()
+        if self._first_signal is None:
+            self._first_signal = now
+            self._ask(name)
+        elif now > self._first_signal + SAME_S:
+            self._leave(f"ended at once by a second signal, {name}")
+
+    def _ask(self, why: str) -> None:
+        """Ask for a stop after a step."""
+        self.why = self.why or why
+        if self._store is not None:
+            self._store.set("why", why)
+        else:
+            self._last = 0
+
+    def _look(self, store: "_Store") -> None:
+        """What do the others say?"""
+        said = store.get()
+        if "now" in said:
+            self._leave("")
+        if "why" not in said or self._last is not None:
+            return
+        self.why = self.why or said["why"]
+        if self._taken is None:  # this process has not begun a step, so that no other can have ended one
+            self._leave(f"ended by {self.why} before the first step")
+        with self._lock:  # no step is begun before it is known which one is the last
+            store.set(f"at/{store.rank}", str(self._taken))
+            while len(at := [int(value) for key, value in said.items() if key.startswith("at/")]) < store.count:
+                time.sleep(_POLL_S / 10)
+                said = store.get()
+                if "now" in said:
+                    self._leave("")
+            self._last = max(at) + 1
+
+    def _leave(self, text: str) -> None:
+        """End this process at once, and those of its job."""
+        if self._store is not None:  # in a thread: the store may not answer any more
+            tell = threading.Thread(target=self._store.leave, daemon=True)
+            tell.start()
+            tell.join(_LEAVE_S)
+        if text:
+            print(f"{text}; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        leave_stop_note(os.environ)
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # a progress bar hides the cursor
+        os._exit(STOPPED)
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """A handler must be there for Python to write the signal's number to the pipe."""
+
+
+class _Store:
+    """The key-value store of a job, for one training run. Lives on process 0."""
+
+    def __init__(self) -> None:
+        client: Any = distributed.global_state.client
+        self._client, self.rank, self.count = client, jax.process_index(), jax.process_count()
+        run = client.key_value_increment(f"jaxdist/stop/runs/{self.rank}", 1)  # the same number on all processes
+        self._folder = f"jaxdist/stop/{run}/"
+
+    def set(self, key: str, value: str) -> None:
+        self._client.key_value_set(self._folder + key, value, allow_overwrite=True)
+
+    def get(self) -> dict[str, str]:
+        """All keys."""
+        found = self._client.key_value_dir_get(self._folder)
+        return {key.removeprefix(self._folder): value for key, value in found}
+
+    def leave(self) -> None:
+        """Tell the others; process 0 waits until they know, because the store ends with it."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has left
+            self.set("now", "")
+            self.set(f"left/{self.rank}", "")
+            while self.rank == 0 and sum(key.startswith("left/") for key in self.get()) < self.count:
+                time.sleep(_POLL_S / 10)

@@ -1,0 +1,1 @@
+"""Contenders, one a file: `<name>(task: Task) -> Contender`, each as its own users would write it."""

@@ -1,0 +1,204 @@
+"""Samples of fixed shapes, such as an image and its label: read at random, or from a stream.
+
+B = global batch.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.data.loader import ROUNDS, ShuffledWindows, SpreadWindows, check_batch, global_batch_of, permute
+from jaxdist.errors import UserError
+
+WEIGHTS = "weights"  # of a batch whose samples have none: float32 [B], 1 where a sample counts
+Rows = dict[str, np.ndarray]
+Leaves = dict[str, jax.ShapeDtypeStruct]
+
+
+class Samples(NamedTuple):
+    """Samples that can be read at random. leaves: of one sample. read: numbers (int64 [n]) -> leaves [n, ...]."""
+
+    size: int
+    leaves: Leaves
+    read: Callable[[np.ndarray], Rows]
+
+
+class Stream(NamedTuple):
+    """Samples that come in one order. start: number of the first -> the samples of an epoch from it on. size: how many
+    an epoch has; None: not known. take: what `start` gives, and its number -> leaves of one sample. buffer: how many
+    are shuffled together."""
+
+    size: int | None
+    leaves: Leaves
+    start: Callable[[int], Iterator[Any]]
+    take: Callable[[Any, int], Rows]
+    buffer: int
+
+
+def sample_leaves(sample: Mapping[str, Any], *, where: str) -> Leaves:
+    """Shape and type of each part of a sample as devices get them: 8-byte numbers become 4-byte ones. Raises
+    `UserError` for what is no array of numbers; where: of its message."""
+    leaves = {}
+    for name, value in sample.items():
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise UserError(f"{where}: {name} is of type {array.dtype}; allowed: numbers and booleans")
+        narrow = {"i8": np.int32, "u8": np.uint32, "f8": np.float32}.get(f"{array.dtype.kind}{array.dtype.itemsize}")
+        leaves[name] = jax.ShapeDtypeStruct(array.shape, narrow or array.dtype)
+    return leaves
+
+
+def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
+    """Rows as type `dtype` of `sample_leaves`. Raises `UserError` for integers that it does not hold; where: of its
+    message."""
+    cast = np.asarray(rows).astype(dtype, copy=False)
+    if np.issubdtype(dtype, np.integer) and not np.array_equal(cast, rows):
+        limits = np.iinfo(dtype)
+        raise UserError(f"{where} holds integers that do not fit into {dtype.name}; allowed: from {limits.min} to"
+                        f" {limits.max}")  # fmt: skip
+    return cast
+
+
+def batch_leaves(leaves: Leaves, global_batch: int) -> Leaves:
+    """Of a global batch, from those of a sample."""
+    return {leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype)
+            for leaf, like in with_weights(leaves).items()}  # fmt: skip
+
+
+class ShuffledStream:
+    """Endless epochs of a stream in which each run of `buffer` samples is shuffled. Which sample is number k is a
+    function of (seed, k) and of the stream alone.
+
+    Numbers are best asked for in rising order: for a smaller one than before, the stream is started anew. across: how
+    many samples lie between the smallest and the largest number of a step.
+    """
+
+    def __init__(self, stream: Stream, *, seed: int, across: int) -> None:
+        self._stream, self._seed, self._across = stream, seed, across
+        self._size = stream.size
+        self._epoch, self._at, self._samples = -1, 0, iter(())
+        self._runs: OrderedDict[tuple[int, int], tuple[list[Any], np.ndarray]] = OrderedDict()
+
+    def read(self, k: np.ndarray) -> Rows:
+        """Samples `k` (int64): leaves [n, ...]."""
+        taken = [self._one(int(each)) for each in k]
+        return {leaf: np.stack([each[leaf] for each in taken]) if taken else np.zeros((0, *like.shape), like.dtype)
+                for leaf, like in self._stream.leaves.items()}  # fmt: skip
+
+    def _one(self, k: int) -> Rows:
+        while True:
+            epoch, index = (0, k) if self._size is None else divmod(k, self._size)
+            run, place = divmod(index, self._stream.buffer)
+            samples, order = self._run(epoch, run)
+            if place < len(samples):  # or the end was found just now, and k is in another epoch
+                number = run * self._stream.buffer + int(order[place])
+                return self._stream.take(samples[order[place]], number)
+
+    def _run(self, epoch: int, run: int) -> tuple[list[Any], np.ndarray]:
+        if (epoch, run) not in self._runs:
+            first, most = run * self._stream.buffer, self._stream.buffer
+            self._go_to(epoch, first)
+            samples = list(islice(self._samples, most if self._size is None else min(most, self._size - first)))
+            self._at += len(samples)
+            self._check_end(short=len(samples) < most)
+            state = np.random.SeedSequence((self._seed, epoch, run)).generate_state(ROUNDS, np.uint64)
+            self._runs[epoch, run] = samples, permute(np.arange(len(samples)), len(samples), state)
+            smallest = min(self._stream.buffer, self._size or self._stream.buffer)
+            while len(self._runs) > self._across // smallest + 2:
+                self._runs.popitem(last=False)
+        return self._runs[epoch, run]
+
+    def _go_to(self, epoch: int, first: int) -> None:
+        if epoch != self._epoch or first < self._at:
+            self._epoch, self._at, self._samples = epoch, first, self._stream.start(first)
+            if self._size is None:
+                begun = list(islice(self._samples, 1))
+                self._samples = chain(begun, self._samples)
+                if not begun:  # beyond the end, which is to be found
+                    self._at, self._samples = 0, self._stream.start(0)
+        self._at += sum(1 for _ in islice(self._samples, first - self._at))
+
+    def _check_end(self, *, short: bool) -> None:
+        """Note the number of samples at the end of the first epoch; later ones must have as many."""
+        ended = short or self._at == self._size
+        if not ended:
+            return
+        more = self._size is not None and next(self._samples, None) is not None
+        if self._at == 0:
+            raise UserError("data.path: gives no samples; give an object whose __iter__ does")
+        if self._size is None:
+            self._size = self._at
+        if more or self._at < self._size:
+            raise UserError(f"data.path: gives {'more than ' if more else ''}{self._at} samples in epoch {self._epoch},"
+                            f" not {self._size} as before, or as its __len__ says; give the same in each")  # fmt: skip
+
+
+class SampleLoader:
+    """Global batches of samples, as `jaxdist.data.Loader` has them of windows. pick: numbers of samples (int64 [n]) ->
+    leaves [n, ...], weights among them. leaves: of one sample. batches: how many there are; None: no end."""
+
+    def __init__(
+        self, pick: Callable[[np.ndarray], Rows], leaves: Leaves, *, global_batch: int, sharding: NamedSharding,
+        batches: int | None = None,
+    ) -> None:  # fmt: skip
+        check_batch(global_batch, sharding)
+        self.global_batch, self.sharding, self.batches, self.samples = global_batch, sharding, batches, pick
+        self.leaves = batch_leaves(leaves, global_batch)
+
+    def host_rows(self, step: int, rows: slice) -> Rows:
+        """Rows `rows` of the global batch of a step, on the host."""
+        if step < 0 or (self.batches is not None and step >= self.batches):
+            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
+        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The global batch of a step. No communication and no computation on devices."""
+        return global_batch_of(self, step)
+
+
+def with_weights(leaves: Leaves) -> Leaves:
+    """The leaves of a sample in a batch."""
+    return leaves if WEIGHTS in leaves else {**leaves, WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
+
+
+def _weighted(rows: Rows, counts: np.ndarray) -> Rows:
+    if WEIGHTS not in rows:
+        return {**rows, WEIGHTS: counts.astype(np.float32)}
+    own = rows[WEIGHTS]
+    return {**rows, WEIGHTS: own * counts.reshape(-1, *[1] * (own.ndim - 1)).astype(own.dtype)}
+
+
+def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSharding, seed: int) -> SampleLoader:
+    """Endless epochs from `seed`, each sample once an epoch."""
+    options: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding}
+    if isinstance(samples, Stream):
+        stream = ShuffledStream(samples, seed=seed, across=global_batch)
+        pick = lambda k: _weighted(stream.read(k), np.ones(k.shape, bool))  # noqa: E731
+        return SampleLoader(pick, samples.leaves, **options)
+    return _of_windows(samples, ShuffledWindows(samples.size + 1, seq_len=1, seed=seed), options)
+
+
+def spread(
+    samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None
+) -> SampleLoader:
+    """A fixed set for evaluation: `batches` batches at most, evenly spread; None: all samples. Rows that are left over
+    do not count."""
+    windows = SpreadWindows(samples.size + 1, seq_len=1, global_batch=global_batch, batches=batches)
+    options = {"global_batch": global_batch, "sharding": sharding, "batches": windows.batches}
+    return _of_windows(samples, windows, options)
+
+
+def _of_windows(samples: Samples, windows: ShuffledWindows | SpreadWindows, options: dict[str, Any]) -> SampleLoader:
+    """A sample is a window of one id and its target, as it were: the same shuffling, the same spreading."""
+    assert windows.count == samples.size
+
+    def pick(k: np.ndarray) -> Rows:
+        numbers, counts = windows.starts(k)
+        return _weighted(samples.read(numbers), counts)
+
+    return SampleLoader(pick, samples.leaves, **options)

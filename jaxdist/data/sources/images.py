@@ -1,0 +1,105 @@
+"""Images with labels, in arrays of numpy: a `.npz` file, or a folder of `.npy` files, which are mapped into memory."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.config import DataConfig
+from jaxdist.data.loader import ROUNDS, permute
+from jaxdist.data.samples import Samples, fit, sample_leaves
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error
+from jaxdist.errors import UserError
+
+REQUIRED = ("image", "label")
+
+
+def images(config: DataConfig) -> Source:
+    """Samples of `data.path`: a `.npz` file with the arrays `image` [n, ...] and `label` [n, ...], or a folder with
+    `image.npy` and `label.npy`. Every other array that lies there is a part of each sample too: all have n rows.
+
+    A batch has the arrays' rows as they are, 8-byte integers as int32 and 8-byte floats as float32, and `weights`.
+    Held out are the samples of `data.val_path`, a file or folder of the same kind; without it the `data.held_out`-th
+    part of them, taken at random, always the same. A `.npz` file is read into memory.
+
+    Raises `UserError`: missing, unreadable, empty, Python objects in an array, rows that do not match.
+    """
+    arrays = _open(Path(config.path).expanduser(), key="data.path")
+    whole, held_arrays = _samples(arrays, key="data.path"), None
+    if config.val_path is not None:
+        held_arrays = _open(Path(config.val_path).expanduser(), key="data.val_path")
+        train, held_out = whole, _samples(held_arrays, key="data.val_path")
+        if held_out.leaves != whole.leaves:
+            raise UserError(f"data.val_path: {config.val_path!r} holds other arrays than data.path, or of other types"
+                            " or shapes; give both of one kind")  # fmt: skip
+    else:
+        train, held_out = _split(whole, config.held_out)
+    both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
+    info = {
+        "name": "images", "path": config.path, "unit": "samples", "train": train.size, "held_out": held_out.size,
+        "files": len(arrays), "held_out_files": len(held_arrays or arrays),
+        "sha256": fingerprint((f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
+                              for side, found in both.items() for name, array in found.items()),
+    }  # fmt: skip
+    return Source(train, held_out, 0, info)
+
+
+def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
+    """The arrays, by name, in order of their names."""
+    try:
+        if path.is_dir():
+            found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in path.glob("[!.]*.npy")}
+        elif path.suffix == ".npz" and path.is_file():
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: file[name] for name in file.files}
+        else:
+            raise UserError(f"{key}: {str(path)!r} is no .npz file and no folder; give one with {', '.join(REQUIRED)}")
+    except OSError as error:
+        raise read_error(key, path, error) from error
+    except UserError:
+        raise
+    except Exception as error:  # zipfile.BadZipFile, ValueError for Python objects, EOFError ...
+        raise UserError(f"{key}: {str(path)!r} holds something else than arrays of numbers ({error}); write it again"
+                        " with numpy.savez or numpy.save") from error  # fmt: skip
+    if others := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+        raise UserError(f"{key}: {str(path)!r} holds {others[0]!r}, which is no array; write it again with numpy.savez"
+                        " or numpy.save")  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def _samples(arrays: Mapping[str, np.ndarray], *, key: str) -> Samples:
+    if lacking := [name for name in REQUIRED if name not in arrays]:
+        raise UserError(f"{key}: has no array {lacking[0]!r}, only {', '.join(arrays) or 'nothing'}; allowed names:"
+                        " image, label, and others beside them")  # fmt: skip
+    counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    size = counts["image"]
+    if other := [name for name, count in counts.items() if count != size or not count]:
+        raise UserError(f"{key}: image has {size} rows, {other[0]} {counts[other[0]]}; give as many of each, 1 or more")
+    leaves = sample_leaves({name: array[0] for name, array in arrays.items()}, where=key)
+
+    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
+        rows = {name: array[numbers] for name, array in arrays.items()}
+        return {name: fit(row, leaves[name].dtype, where=f"{key}: {name}") for name, row in rows.items()}
+
+    return Samples(size, leaves, read)
+
+
+def _split(whole: Samples, fraction: float) -> tuple[Samples, Samples]:
+    """In an order that depends on the number of samples only: neighbours are often alike, or of one label."""
+    if whole.size < 2:
+        raise UserError("data.path: holds one sample, and one is held out; give more, or data.val_path")
+    keys = np.random.SeedSequence(whole.size).generate_state(ROUNDS, np.uint64)
+    order = permute(np.arange(whole.size), whole.size, keys)
+    cut = whole.size - max(1, int(whole.size * fraction))
+    parts = [np.sort(part) for part in (order[:cut], order[cut:])]  # in order as they lie on the disk
+
+    def side(part: np.ndarray) -> Samples:
+        return Samples(part.size, whole.leaves, lambda numbers: whole.read(part[numbers]))
+
+    return side(parts[0]), side(parts[1])
+
+
+def _pieces(array: np.ndarray) -> Iterator[bytes]:
+    rows = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
+    for start in range(0, len(array), rows):
+        yield np.ascontiguousarray(array[start : start + rows]).tobytes()

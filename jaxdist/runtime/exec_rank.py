@@ -1,0 +1,30 @@
+"""Become a rank of a launcher: python -I -S exec_rank.py LAUNCHER_PID CPUS COMMAND ...
+
+It dies with its launcher (PR_SET_PDEATHSIG, which a program started from here keeps) and runs on CPUS, as "0,1,2", or
+on all where that is "". A program of its own: a launcher with threads must not run Python between fork and exec.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(launcher: int, cpus: str, command: list[str]) -> int:
+    """Does not return, unless the command cannot be run: then 2."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it was dead before the line above
+        return 1
+    if cpus:
+        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"error: {command[0]!r} cannot be run: {error.strerror}; give a program after --", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

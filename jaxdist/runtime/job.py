@@ -1,0 +1,198 @@
+"""The job that a process belongs to, as its environment describes it: explicit flags, JAX's variables, torchrun's,
+SLURM, Open MPI, Kubernetes. Read before JAX is imported."""
+
+import argparse
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxdist.errors import UserError
+
+# What explicit flags are kept in: so that everything that looks for the job, now or in a child, finds the same one.
+INIT_METHOD, NUM_PROCESSES, RANK = "JAXDIST_INIT_METHOD", "JAXDIST_NUM_PROCESSES", "JAXDIST_RANK"
+JOB_ID = "JAXDIST_JOB_ID"  # processes with different ones do not join each other
+FREE_PORT = "JAXDIST_FREE_PORT"  # of a launcher that has chosen the coordinator's port: another one can be had
+KUBERNETES_PORT = 55527  # of the coordinator of a JobSet, where JOBSET_PORT gives none; JAX's own choice
+FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: one made of the job's number, as JAX does
+# (rank, number of processes) as launchers call them, for an explicit init method that comes without.
+LAUNCHERS = (
+    (RANK, NUM_PROCESSES), ("RANK", "WORLD_SIZE"), ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("JOB_COMPLETION_INDEX", NUM_PROCESSES), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+)  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A multi-process job as the environment describes it. coordinator: "host:port". gpus: indices of this process's
+    GPUs, () for all that it sees, None for what JAX_LOCAL_DEVICE_IDS says. detect: JAX finds out the rest (SLURM, MPI
+    with variables missing). file: in place of a coordinator, where process 0 writes its address.
+    """
+
+    coordinator: str | None
+    processes: int | None
+    rank: int | None
+    gpus: tuple[int, ...] | None = ()
+    detect: bool = False
+    file: str | None = None
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UserError(f"{name}: {text!r} in the environment is no rank or count; allowed: an integer >= 0")
+    return int(text)
+
+
+def describe_job(environ: Mapping[str, str]) -> Job | None:
+    """The job that the environment describes, or None for a single process. The first of these that is there:
+
+    1. JAXDIST_INIT_METHOD (a flag of scripts/train.py), tcp://HOST:PORT or file://PATH, with JAXDIST_NUM_PROCESSES and
+       JAXDIST_RANK, or the rank and number that a launcher gives;
+    2. JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID;
+    3. torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK;
+    4. a SLURM step, then an Open MPI job, of more than one task;
+    5. a Kubernetes JobSet: see `_jobset`. In an indexed Job, which tells a pod its index and nothing else,
+       JOB_COMPLETION_INDEX stands in for the rank that 1, 2 or 3 lack.
+    """
+    gpus = local_gpus(environ)
+    index = "JOB_COMPLETION_INDEX"
+    if environ.get(INIT_METHOD):
+        return _by_method(environ, gpus)
+    if environ.get("JAX_COORDINATOR_ADDRESS") and environ.get("JAX_NUM_PROCESSES"):
+        own = index if "JAX_PROCESS_ID" not in environ and index in environ else "JAX_PROCESS_ID"
+        count, rank = _integer(environ, "JAX_NUM_PROCESSES"), _integer(environ, own)
+        return _check_job(environ["JAX_COORDINATOR_ADDRESS"], count, rank, gpus)
+    if environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
+        # torchrun's own store listens on MASTER_PORT; without torchrun the port is free.
+        port = _integer(environ, "MASTER_PORT") + (1 if "TORCHELASTIC_RUN_ID" in environ else 0)
+        own = index if "RANK" not in environ and index in environ else "RANK"
+        address = f"{environ['MASTER_ADDR']}:{port}"
+        return _check_job(address, _integer(environ, "WORLD_SIZE"), _integer(environ, own), gpus)
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+        return _slurm(environ, gpus)
+    if environ.get("OMPI_COMM_WORLD_SIZE", "1") not in ("", "1"):
+        return _open_mpi(environ, gpus)
+    if environ.get("JOBSET_NAME") and index in environ:
+        return _jobset(environ, gpus)
+    if environ.get("JAX_COORDINATOR_ADDRESS"):  # every process would train alone, all of them into one folder
+        raise UserError("JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES is not; set JAX_PROCESS_ID too")
+    return None
+
+
+def _by_method(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | None:
+    method = environ[INIT_METHOD]
+    scheme, mark, rest = method.partition("://")
+    if scheme not in ("tcp", "file") or not mark or not rest or "\0" in rest:
+        raise UserError(f"--init-method: {method!r}; allowed: tcp://HOST:PORT of process 0, or file:///PATH of a file"
+                        " that no process has written yet, on storage that all share")  # fmt: skip
+    pair = next(((rank, count) for rank, count in LAUNCHERS if environ.get(rank) and environ.get(count)), None)
+    if pair is None:
+        raise UserError(f"--init-method: {method!r} says where, but not who; add --num-processes and --rank")
+    count, rank = _integer(environ, pair[1]), _integer(environ, pair[0])
+    if scheme == "tcp":
+        return _check_job(rest.rstrip("/"), count, rank, gpus)
+    if not Path(rest).is_absolute():
+        raise UserError(f"--init-method: {method!r} is relative; give the whole path, as in file:///shared/job")
+    checked = _check_job("file:1", count, rank, gpus)
+    return checked and checked._replace(coordinator=None, file=rest)
+
+
+def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
+    """The coordinator is the step's first host. Where a variable is missing JAX may still find the job."""
+    hosts = environ.get("SLURM_STEP_NODELIST", "")
+    if not all(environ.get(name, "").isdigit() for name in ("SLURM_JOB_ID", "SLURM_PROCID")) or not hosts:
+        return Job(None, None, None, gpus, detect=True)
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node7,..., node[007-015,020],... or node[007,009]
+    if match is None:
+        raise UserError(f"SLURM_STEP_NODELIST: {hosts!r} names no host first; give --init-method tcp://HOST:PORT")
+    step = environ.get("SLURM_STEP_ID", "0")  # two steps of one job may run at once
+    number = int(environ["SLURM_JOB_ID"]) + (int(step) if step.isdigit() else 0)
+    address = f"{match[1]}{match[2] or ''}:{FIRST_PORT + number % PORTS}"
+    count, rank = _integer(environ, "SLURM_STEP_NUM_TASKS"), _integer(environ, "SLURM_PROCID")
+    return _check_job(address, count, rank, gpus) or Job(None, None, None, gpus, detect=True)
+
+
+def _open_mpi(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
+    """Open MPI before 5 tells every process where mpirun runs, which is taken for the host of process 0, as JAX does.
+    Open MPI 5 does not: JAX asks mpi4py for it, where it can."""
+    match = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\[]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    if match is None or not environ.get("OMPI_COMM_WORLD_RANK"):
+        return Job(None, None, None, gpus, detect=True)
+    host = f"[{match[2]}]" if match[2] else match[3]
+    address = f"{host}:{FIRST_PORT + int(match[1]) // 4096 % PORTS}"  # its job numbers are multiples of 4096
+    count, rank = _integer(environ, "OMPI_COMM_WORLD_SIZE"), _integer(environ, "OMPI_COMM_WORLD_RANK")
+    return _check_job(address, count, rank, gpus) or Job(None, None, None, gpus, detect=True)
+
+
+def _jobset(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | None:
+    """A Kubernetes JobSet, one process a pod: pod 0 of job 0 coordinates, by the name that the JobSet gives it.
+
+    A JobSet sets no variables; its manifest does, from annotations and by hand: JOBSET_NAME, REPLICATED_JOB_NAME,
+    JOB_INDEX (default 0), REPLICATED_JOB_REPLICAS (default 1), PODS_PER_JOB (the Job's `completions`), and, where they
+    are not the defaults, JOBSET_SUBDOMAIN and JOBSET_PORT. Kubernetes sets JOB_COMPLETION_INDEX.
+    """
+    name, replicated = environ["JOBSET_NAME"], environ.get("REPLICATED_JOB_NAME", "")
+    if not replicated:
+        raise UserError(f"REPLICATED_JOB_NAME is not set, but JOBSET_NAME is ({name!r}); set it in the manifest")
+    pods = _integer(environ, "PODS_PER_JOB")
+    defaults = {"JOB_INDEX": "0", "REPLICATED_JOB_REPLICAS": "1", "JOBSET_PORT": str(KUBERNETES_PORT)} | dict(environ)
+    index, pod = _integer(defaults, "JOB_INDEX"), _integer(environ, "JOB_COMPLETION_INDEX")
+    if pod >= pods:
+        raise UserError(f"PODS_PER_JOB: {pods}, but this is pod {pod}; allowed: the Job's number of completions")
+    host = f"{name}-{replicated}-0-0.{environ.get('JOBSET_SUBDOMAIN') or name}"
+    count = pods * _integer(defaults, "REPLICATED_JOB_REPLICAS")
+    return _check_job(f"{host}:{_integer(defaults, 'JOBSET_PORT')}", count, index * pods + pod, gpus)
+
+
+def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """See `Job.gpus`. Where several processes share a node and all see its GPUs, each takes that of its local rank.
+
+    JAX by itself gives every SLURM task the one GPU of its local rank, also where a node has one task only: that task
+    would drive GPU 0 and leave the others idle. Here a process that is alone on its node drives all that it sees.
+    """
+    if environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    bound = visible != "" and "," not in visible  # the launcher has chosen
+    shared = re.search("[2-9]|1[0-9]", re.sub(r"\(x\d+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "")))
+    for rank, several in (
+        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1") != "1"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1"),
+        ("SLURM_LOCALID", shared),
+    ):
+        if several and rank in environ and not bound:
+            return (_integer(environ, rank),)
+    return ()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`."""
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not host.strip("[]"):
+        raise UserError(f"coordinator: {address!r} in the environment is no address; allowed: host:port of rank 0")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
+    split_address(coordinator)
+    if rank >= processes:
+        raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to the number of processes - 1")
+    return Job(coordinator, processes, rank, gpus) if processes > 1 else None
+
+
+def add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe a job on a command line; `take_job_flags` reads them."""
+    group = parser.add_argument_group("a job of several processes", "found in the environment where left out")
+    group.add_argument("--init-method", metavar="URL", help="tcp://HOST:PORT of process 0, or file:///PATH on storage "
+                       "that all processes share")  # fmt: skip
+    group.add_argument("--num-processes", metavar="N", help="in the whole job")
+    group.add_argument("--rank", metavar="R", help="of this process, from 0")
+
+
+def take_job_flags(options: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
+    """Put the flags of `add_job_flags` into the environment, where they come before all else."""
+    given = {INIT_METHOD: options.init_method, NUM_PROCESSES: options.num_processes, RANK: options.rank}
+    if not options.init_method and (options.num_processes or options.rank):
+        raise UserError("--num-processes and --rank say who, but not where; add --init-method")
+    environ.update({name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,99 @@
+"""Bandwidth between all pairs of a job, one pair at a time, and the links that are slow beside the others."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+ALL_PAIRS = 16  # ends; among more, those at distances 1, 2, 4, ... are measured: n log n pairs in place of n squared
+SLOW = 0.5  # of what is usual
+
+
+class SlowLink(NamedTuple):
+    """A link that is slow beside the others. ends: one for the link of a device or host to all others, or the two of a
+    pair. mb_per_s: its best. usual: of the others."""
+
+    ends: tuple[int, ...]
+    mb_per_s: float
+    usual: float
+
+
+def one_device_a_process() -> list[jax.Device]:
+    """The ends of a probe: the first device of each process; of a single process, all of its devices."""
+    if jax.process_count() == 1:
+        return jax.devices()
+    first: dict[int, jax.Device] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    return [first[rank] for rank in sorted(first)]
+
+
+def pairs(ends: int) -> Iterator[tuple[int, int]]:
+    """(sender, receiver): all of them, or of many ends those that are a power of two apart."""
+    distances = range(1, ends) if ends <= ALL_PAIRS else [2**k for k in range((ends - 1).bit_length())]
+    return ((i, (i + distance) % ends) for distance in distances for i in range(ends))
+
+
+def bandwidths(devices: Sequence[jax.Device], *, mib: float, repetitions: int = 3) -> np.ndarray:
+    """[sender, receiver] -> MB/s, the best of the repetitions; NaN where nothing was measured. Every process must call
+    it. mib: of a message."""
+    n, count = len(devices), max(1, round(mib * 2**20 / 4))
+    mesh = Mesh(np.array(devices), ("ends",))
+    sharding = NamedSharding(mesh, P("ends"))
+    x = jax.make_array_from_callback((n, count), sharding, lambda index: np.ones((1, count), np.float32))
+    seconds = np.full((n, n), np.inf)
+    for pair in pairs(n):
+        send = jax.jit(
+            jax.shard_map(
+                lambda x, pair=pair: jax.lax.ppermute(x, "ends", [pair]), mesh=mesh, in_specs=P("ends"),
+                out_specs=P("ends"),
+            )
+        )  # fmt: skip
+        jax.block_until_ready(send(x))  # compiles and connects
+        for _ in range(repetitions):
+            _together()
+            begun = time.perf_counter()
+            jax.block_until_ready(send(x))
+            seconds[pair] = min(seconds[pair], time.perf_counter() - begun)
+    return _of_the_receivers(seconds, devices, count * 4)
+
+
+def _together() -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("probe")
+
+
+def _of_the_receivers(seconds: np.ndarray, devices: Sequence[jax.Device], size: int) -> np.ndarray:
+    """What each receiver has measured: a sender may be done when its bytes lie in a buffer."""
+    if jax.process_count() > 1:
+        measured = np.asarray(multihost_utils.process_allgather(jnp.asarray(seconds, jnp.float32)))
+        columns = [measured[device.process_index][:, i] for i, device in enumerate(devices)]
+        seconds = np.stack(columns, axis=1)
+    return np.where(np.isfinite(seconds), size / 1e6 / seconds, np.nan)
+
+
+def slow_links(mb_per_s: np.ndarray) -> list[SlowLink]:
+    """Which links are slow: those of an end whose best to or from anyone is below half the median end's best, and pairs
+    below half of what the worse of their two ends reaches with others. Two ends alone cannot be told apart.
+    """
+    n = len(mb_per_s)
+    if n < 3:
+        return []
+    best = np.array([np.nanmax(np.concatenate([mb_per_s[i], mb_per_s[:, i]])) for i in range(n)])
+    usual = statistics.median(best.tolist())
+    found = [SlowLink((i,), float(best[i]), usual) for i in range(n) if best[i] < SLOW * usual]
+    slow = {link.ends[0] for link in found}
+    for i in range(n):
+        for j in range(i + 1, n):
+            between = [value for value in (mb_per_s[i, j], mb_per_s[j, i]) if not np.isnan(value)]
+            reached = float(min(best[i], best[j]))
+            if between and not {i, j} & slow and max(between) < SLOW * reached:
+                found.append(SlowLink((i, j), float(max(between)), reached))
+    return found

@@ -1,0 +1,8 @@
+"""Start the processes of a job, and again when it fails: python scripts/launch.py -n 4 -- COMMAND ..."""
+
+import sys
+
+from jaxdist.runtime.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""Compile a configuration's train step for GPUs that are not there: will it fit, what does it send, what is hidden?
+
+    python scripts/plan.py --compile --gpu h200 --hosts 32 --gpus-per-host 8 --config FILE [section.key=value ...]
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from jaxdist.config import load_config
+from jaxdist.errors import UserError
+
+
+def main() -> int:
+    """Exit status: 0 it fits; 1 it does not; 2 the configuration is wrong, or something is not installed."""
+    parser = argparse.ArgumentParser(description="The step of a configuration, compiled for GPUs that are not there.")
+    parser.add_argument("--compile", action="store_true", required=True, help="what it does so far")
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--gpu", default="h200", help="a100-40, a100-80, h100, h200, b200, gb200")
+    parser.add_argument("--hosts", type=int, help="default: as many as the mesh needs")
+    parser.add_argument("--gpus-per-host", type=int, default=8)
+    parser.add_argument("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="assumed of a collective")
+    parser.add_argument("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
+    parser.add_argument("--rows", type=int, default=12, help="collectives printed of each loop; 0: all")
+    parser.add_argument("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides, planned=True)
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
+        from jaxdist.plan import aot, hardware, show_aot
+        from jaxdist.runtime.compiler import set_flags, set_options
+
+        gpu, library = hardware.get_gpu(arguments.gpu), aot.plugin_library()
+        set_flags(config, "gpu", started=False)
+        set_options(config, "gpu")
+        text = arguments.target_config.read_text() if arguments.target_config else aot.target_config(gpu, library)
+        mesh = aot.mesh_of(config, text, hosts=arguments.hosts, gpus_per_host=arguments.gpus_per_host)
+        rates = show_aot.with_network(gpu.rates, arguments.network, arguments.latency)
+        planned = aot.compile_ahead(config, gpu, mesh, rates)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(show_aot.to_text(planned, rows=arguments.rows, network=arguments.network))
+    if arguments.hlo is not None:
+        arguments.hlo.write_text(planned.text)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(show_aot.to_json(planned, config), indent=1) + "\n")
+    return 0 if aot.verdict(planned.footprint, gpu).fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Embedding and head of prefetched models: the same gradients as on one device, and as without prefetching, whatever
+the sizes of the model."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax.sharding import NamedSharding
+from levels import levels
+
+from jaxdist.config import ModelConfig, resolve_model
+from jaxdist.init import state_target
+from jaxdist.mesh import abstract_mesh, make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.parallel.ends import Riders, first_reads
+from jaxdist.plan.ledger import ledger
+from jaxdist.precision import POLICIES
+from jaxdist.specs import BATCH_SPEC
+from jaxdist.state import place_params
+from jaxdist.step import make_train_step
+
+SEQ, ROWS = 8, 16
+
+
+def config(style: str, *, tied: bool, layers: int, vocab: int, width: int = 32, **more: Any) -> ModelConfig:
+    return resolve_model(ModelConfig(
+        style=style, tied=tied, layers=layers, vocab=vocab, width=width, heads=4, mlp_width=48, **more,
+    ))  # fmt: skip
+
+
+CASES = {  # five blocks cut neither 52 rows nor 32 columns into equal slices, three not 64
+    "gpt2, tied": (config("gpt2", tied=True, layers=5, vocab=52), {"fsdp": 8}),
+    "llama, untied, hybrid": (config("llama", tied=False, layers=5, vocab=66, loss_chunk=3), {"data": 2, "fsdp": 4}),
+    "gpt2, untied, tensor": (config("gpt2", tied=False, layers=3, vocab=64), {"fsdp": 2, "tensor": 2}),
+    "llama, tied, one block": (config("llama", tied=True, layers=1, vocab=50), {"fsdp": 4}),
+    # 36 columns are no 8 parts: the embedding is gathered; more blocks than columns or rows of the table: it is whole
+    "gpt2, rows": (config("gpt2", tied=True, layers=3, vocab=64, width=36), {"fsdp": 8}),
+    "llama, a small table": (config("llama", tied=False, layers=5, vocab=4, width=16), {"fsdp": 4}),
+}
+
+
+def make_batch(model: ModelConfig) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, model.vocab, (ROWS, SEQ + 1)).astype(np.int32)
+    weights = (rng.random((ROWS, SEQ)) < np.linspace(0.1, 1, ROWS)[:, None]).astype(np.float32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+
+@functools.cache
+def initial(model: ModelConfig, policy: str) -> Any:
+    made = gpt(model, max_length=SEQ, param_dtype=POLICIES[policy].param)
+    return jax.device_get(jax.jit(made.init)(jax.random.key(0)))
+
+
+def gradients(
+    model: ModelConfig, sizes: dict[str, int], policy: str, *, strategy: str = "zero3", **options: Any
+) -> tuple[float, Any]:
+    mesh, tx = make_mesh(**sizes), optax.sgd(0.1)
+    made = gpt(model, max_length=SEQ, param_dtype=POLICIES[policy].param)
+    layout = {"freeze": options.get("freeze", ())}
+    state = place_params(initial(model, policy), tx, state_target(made, tx, mesh, strategy=strategy, **layout))
+    step = make_train_step(made, tx, mesh, strategy=strategy, precision=policy, return_grads=True, **options)
+    batch = jax.device_put(make_batch(model), NamedSharding(mesh, BATCH_SPEC))
+    _, metrics = step(state, batch)
+    return float(metrics["loss"]), jax.device_get(metrics["grads"])
+
+
+def check_against_one_device(model: ModelConfig, sizes: dict[str, int], **options: Any) -> None:
+    """With prefetching, in float64."""
+    with jax.enable_x64(True):
+        loss_of = functools.partial(oracle.loss, config=model)
+        with jax.numpy_dtype_promotion("standard"):
+            want = jax.jit(jax.value_and_grad(loss_of))(initial(model, "fp64"), make_batch(model))
+        got = gradients(model, sizes, "fp64", prefetch=1, **options)
+    assert got[0] == pytest.approx(float(want[0]), rel=1e-12)
+    assert oracle.error(got[1], want[1]) < 1e-10
+
+
+@pytest.mark.parametrize("name", levels(CASES, everyday=1))
+def test_gradients_are_those_of_one_device(name: str) -> None:
+    check_against_one_device(*CASES[name], remat="full")
+
+
+SMALL = {"gpt2, tied, small": (config("gpt2", tied=True, layers=3, vocab=52), {"fsdp": 4})}
+WHOLE = [  # all but zero3 have whole parameters on a device: nothing is cut
+    ("zero1", "gpt2, tied, small", {"microbatches": 2}), ("ddp", "gpt2, tied, small", {"microbatches": 2}),
+    ("zero2", "gpt2, tied, small", {"microbatches": 2}), ("zero3", "gpt2, tied, small", {"microbatches": 2}),
+    ("zero2", "llama, untied, hybrid", {"remat": "full"}), ("zero1", "llama, untied, hybrid", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, everyday=2))
+def test_gradients_under_other_strategies(strategy: str, name: str, options: dict[str, Any]) -> None:
+    check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({"remat": "full"}, {}), ({"microbatches": 2}, {}), ({}, {"dropout": 0.5}),
+     ({"freeze": ("embed.tokens.*", "head.norm.*")}, {})],
+    ids=["full", "microbatches", "dropout", "frozen"],
+)  # fmt: skip
+def test_gradients_are_those_without_prefetching(options: dict[str, Any], more: dict[str, Any]) -> None:
+    model = config("gpt2", tied=True, layers=3, vocab=52, **more)
+    plain = gradients(model, {"fsdp": 4}, "fp32", **options)
+    ahead = gradients(model, {"fsdp": 4}, "fp32", **options, prefetch=1)
+    assert ahead[0] == pytest.approx(plain[0], rel=1e-6)
+    trained = list(zip(jax.tree.leaves(ahead[1]), jax.tree.leaves(plain[1]), strict=True))
+    assert max(oracle.error(mine, other) for mine, other in trained if np.linalg.norm(other) > 1e-6) < 1e-6
+
+
+def test_what_is_sent() -> None:
+    """Never the embedding's table; a slice of the head's beside each block."""
+    model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
+    made, tx = gpt(model, max_length=SEQ), optax.sgd(0.1)
+    step = make_train_step(made, tx, mesh, strategy="zero3", remat="full", prefetch=1)
+    batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
+    found = ledger(step, state_target(made, tx, mesh, strategy="zero3"), batch).collectives
+    tables = [each for each in found if "table" in each.purpose]
+    slices = 11 * 32 * 4  # bytes: of 52 rows, five times 11
+    for op, size in (("all_gather", slices // 8), ("reduce_scatter", slices)):
+        mine = [each for each in tables if each.op == op]
+        assert sum(each.calls for each in mine) == model.layers and {each.bytes_per_call for each in mine} == {size}
+    moved = [each for each in found if each.op == "all_to_all"]
+    assert sum(each.calls for each in moved) == 2
+    assert {each.bytes_per_call for each in moved} == {ROWS // 8 * SEQ * 32 * 4}
+
+
+@pytest.mark.parametrize(("strategy", "least"), [("ddp", 0), ("zero1", 0), ("zero2", 0), ("zero3", 2**30)])
+def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int) -> None:
+    model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
+    made, tx = gpt(model, max_length=SEQ), optax.sgd(0.1)
+    step = make_train_step(made, tx, mesh, strategy=strategy, prefetch=1)
+    batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
+    found = ledger(step, state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=least), batch).collectives
+    assert found and not any(each.op == "all_to_all" for each in found)
+
+
+def test_slices_cover_a_leaf_that_rounds_do_not_divide() -> None:
+    leaf = np.arange(14.0).reshape(7, 2)
+    riders = Riders(lambda tree: tree, {"a": 0}, 3)
+    whole = {"a": np.zeros((7, 2))}
+    for i in range(3):
+        whole = riders.paste(whole, i, riders.cut({"a": leaf}, i))
+    np.testing.assert_array_equal(whole["a"], leaf)
+    with jax.numpy_dtype_promotion("standard"):
+        traced = jax.jit(lambda i: riders.cut({"a": leaf}, i))(2)
+    np.testing.assert_array_equal(traced["a"], leaf[4:])
+
+
+def test_what_a_function_reads() -> None:
+    tree = {name: np.ones(2, np.float32) for name in "abcd"}
+    read = first_reads(lambda tree: (tree["b"] * 2 + tree["a"], tree["c"]), tree)
+    assert read["b"] < read["a"] < read["c"] < read["d"] == float("inf")
