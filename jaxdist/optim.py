@@ -15,17 +15,16 @@ import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from jaxdist import interpret
 from jaxdist.errors import UserError
 from jaxdist.interpret import CALLS
 from jaxdist.precision import accumulation_dtype
+from jaxdist.rounding import PRODUCTS, products_rounded, rounded
 from jaxdist.specs import fitting, is_model
 
 if TYPE_CHECKING:
     from jaxdist.config import OptimizerConfig
 
 PyTree = Any
-PRODUCTS = {"mul", "div", "square", "integer_pow", "pow"}  # a quotient by a constant becomes a product
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
 
 
@@ -198,32 +197,12 @@ def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def rounded(x: jax.Array) -> jax.Array:
-    """x itself: max(x, min(x, 0)), which no compiler sees through.
-
-    A compiler fuses a product with a sum, which then round once together. Of a * b + c * d it fuses one, and which one
-    depends on the shape of the loop, hence of the shard. A rounded product is no product any more. (An
-    optimization_barrier does not do on jax 0.10, whose CPU compiler drops it before it fuses.)
-    """
-    return jnp.maximum(x, jnp.minimum(x, jnp.zeros_like(x)))
-
-
 def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, in which every product is rounded before anything is added to it: the same bits for shards of any
-    shape."""
-
-    def rounding(equation: Any, operands: Sequence[Any]) -> list[Any]:
-        # Loops and conditions stay as they are: see `check_order`.
-        results = interpret.bind(equation, operands)
-        if equation.primitive.name in PRODUCTS:
-            results = [rounded(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in results]
-        return results
+    """The optimizer with `products_rounded`. Loops and conditions: see `check_order`."""
+    apart = products_rounded(optimizer.update)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        jaxpr, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(updates, state, params)
-        leaves = jax.tree.leaves((updates, state, params))
-        results = interpret.evaluate(jaxpr.jaxpr, jaxpr.consts, leaves, rounding)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return apart(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
 

@@ -13,6 +13,7 @@ from jaxdist.errors import UserError
 from jaxdist.guard import choose, fresh_guard
 from jaxdist.mesh import HOST, AnyMesh
 from jaxdist.optim import apply_updates
+from jaxdist.rounding import products_rounded
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
@@ -149,10 +150,11 @@ def allocate(
     optimizer: optax.GradientTransformation,
     target: TrainState,
 ) -> TrainState:
-    """Initialise directly into the layout of `target`: no device ever holds more than its part."""
+    """Initialise directly into the layout of `target`: no device ever holds more than its part. The parameters are the
+    same bits in every layout."""
 
     def make(key: jax.Array) -> TrainState:
-        return fresh_state(make_params(key), optimizer, target.residual)
+        return fresh_state(products_rounded(make_params)(key), optimizer, target.residual)
 
     return jax.jit(make, out_shardings=shardings_of(target))(key)
 

@@ -1,11 +1,13 @@
 """`GradSync(deterministic=True)`: the same bits on any number of devices, in ddp and zero3, in fp32 and bf16."""
 
+import dataclasses
 import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +20,10 @@ from jaxdist import init_state, make_mesh, make_train_step, state_target
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
-from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, rounded, with_rounded_products
+from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, with_rounded_products
 from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import make_precision
+from jaxdist.rounding import erf_inv, rounded
 
 ROOT = Path(__file__).parent.parent
 ROWS, LENGTH, VOCAB, STEPS = 16, 8, 64, 10
@@ -157,6 +160,26 @@ def test_same_bits_with_other_optimizers(name: str, case: Case) -> None:
     """Nothing clips: what divides the gradients by the weight meets the optimizer's sums."""
     want, got = (run(each, "fp32", "gpt2", True, name, 3) for each in (ONE, case))
     assert (got[1] != want[1]).sum() == 0 and (got[0] != want[0]).sum() == 0
+
+
+@pytest.mark.parametrize("width", [24, 32])
+def test_parameters_start_with_the_same_bits_in_every_layout(width: int) -> None:
+    """Shards of 3, 4, 6, 12 and 16 columns: loops that a compiler rounds each in its own way."""
+    model = gpt(dataclasses.replace(model_config("gpt2"), width=width), max_length=LENGTH)
+    meshes = [make_mesh(), make_mesh(fsdp=2), make_mesh(data=2, fsdp=4), make_mesh(fsdp=8), make_mesh(tensor=4)]
+    want, *others = (bits(init_state(model, optax.sgd(1.0), mesh, strategy="zero3").params) for mesh in meshes)
+    for got in others:
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 4, 6, 8, 32])
+def test_inverse_error_function_is_the_same_bits_in_every_shape(columns: int) -> None:
+    x = np.linspace(-1, 1, 96 * 257, dtype=np.float32)
+    want = np.asarray(jax.jit(erf_inv)(x))
+    np.testing.assert_array_equal(np.asarray(jax.jit(erf_inv)(x.reshape(-1, columns))).ravel(), want)
+    exact = [NormalDist().inv_cdf((1 + float(each)) / 2) / 2**0.5 for each in x[1:-1:16]]
+    np.testing.assert_allclose(want[1:-1:16], exact, rtol=1e-6)
+    assert want[0] == -np.inf and want[-1] == np.inf
 
 
 def test_products_of_an_optimizer_are_rounded_wherever_they_stand() -> None:

@@ -24,8 +24,9 @@ from jaxdist.collectives import (
 )
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
-from jaxdist.optim import check_order, rounded
+from jaxdist.optim import check_order
 from jaxdist.precision import accumulation_dtype
+from jaxdist.rounding import rounded
 from jaxdist.specs import UNITS, claimed_axes, dim_of, map_named, map_specs, path_name, spec_leaves, without_idle
 
 PyTree = Any
