@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,6 +179,25 @@ def test_a_directory_that_vanishes(tmp_path: Path) -> None:
         folder.unlink()
         checkpoints.save(5, state_of(5), {})
     assert_restores(folder, 5)
+
+
+def test_the_process_ends_soon_after_a_failed_save(tmp_path: Path) -> None:
+    """Orbax can leave threads that wait ten minutes for a folder, and the interpreter waits for threads."""
+    (tmp_path / "checkpoints").mkdir()
+    script = f"""
+import pathlib, test_failed_saves as module
+folder = pathlib.Path({str(tmp_path / "checkpoints")!r})
+with module.Checkpoints(folder, keep=2) as checkpoints:
+    folder.rmdir()
+    folder.write_text("in the way")
+    try:
+        checkpoints.save(1, module.state_of(1), {{}})
+    except module.SaveFailed as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True,
+                         timeout=120)  # fmt: skip
+    assert run.stdout == "checkpoint of step 1 was not saved: Not a directory\n", run.stderr
 
 
 def test_a_step_that_vanishes_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

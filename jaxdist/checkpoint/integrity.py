@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
+from jaxdist.checkpoint.together import saves
+
 CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are not complete
@@ -199,7 +201,8 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     async def finalize(self) -> None:
         """Runs on process 0, in a thread of orbax: training goes on."""
-        await super().finalize()
-        between, final = Path(super().get_final()), Path(self.get_final())
-        seal(between, int(final.name))
-        between.rename(final)
+        with saves.telling():
+            await super().finalize()
+            between, final = Path(super().get_final()), Path(self.get_final())
+            seal(between, int(final.name))
+            between.rename(final)
