@@ -1,8 +1,33 @@
-"""What one process knows, on every process of a job."""
+"""What one process knows, on every process of a job; and which of how many it is."""
+
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+
+class Place(NamedTuple):
+    """Which process of how many this is."""
+
+    rank: int
+    processes: int
+
+
+def job_state() -> Any:
+    """What JAX keeps of the job: `client` (the coordinator's store), `coordinator_address`, `process_id`,
+    `num_processes`. It has no public name, so it is looked up where there is a job only."""
+    from jax._src.distributed import global_state
+
+    return global_state
+
+
+def place() -> Place:
+    """Of this process, without starting JAX's devices. (0, 1) outside of a job."""
+    if not jax.distributed.is_initialized():
+        return Place(0, 1)
+    state = job_state()
+    return Place(state.process_id, state.num_processes)
 
 
 def from_first(text: str) -> str:

@@ -21,7 +21,8 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "config_memory", "config_devices", "config_pipeline", "precision", "interpret", "autocast", "guard", "agree"},
+     "config_memory", "config_devices", "config_pipeline", "precision", "interpret", "rounding", "autocast", "guard",
+     "agree"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.runtime.channel import job_state, place
+from jaxdist.agree import job_state, place
 
 KEY = "jaxdist/saves"
 LOOK_S = 0.5  # between two looks
@@ -81,7 +81,7 @@ class Together:
                 raise TimeoutError(f"no answer to {key}")
 
 
-saves = Together()
+saves = Together()  # one a process, as the coordinator's store is
 
 
 class _Told:

@@ -14,10 +14,9 @@ import secrets
 import selectors
 import socket
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
+from jaxdist.agree import Place, job_state
 from jaxdist.errors import UserError
 
 KEY = "jaxdist/channel"
@@ -26,29 +25,6 @@ HELLO_S = 5.0  # until a connection must have said whose it is
 LINE_BYTES = 1 << 20  # more without an end is no line of ours
 
 Message = dict[str, Any]
-
-
-class Place(NamedTuple):
-    """Which process of how many this is."""
-
-    rank: int
-    processes: int
-
-
-def job_state() -> Any:
-    """What JAX keeps of the job: `client` (the coordinator's store), `coordinator_address`, `process_id`,
-    `num_processes`. It has no public name, so it is looked up where there is a job only."""
-    from jax._src.distributed import global_state
-
-    return global_state
-
-
-def place() -> Place:
-    """Of this process, without starting JAX's devices. (0, 1) outside of a job."""
-    if not jax.distributed.is_initialized():
-        return Place(0, 1)
-    state = job_state()
-    return Place(state.process_id, state.num_processes)
 
 
 class Link:

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax._src import distributed  # its key-value store has no public name
 
+from jaxdist.agree import job_state
 from jaxdist.runtime.folders import leave_stop_note
 from jaxdist.runtime.ranks import SAME_S, STOPPED
 
@@ -185,7 +185,7 @@ class _Store:
     """The key-value store of a job, for one training run. Lives on process 0."""
 
     def __init__(self) -> None:
-        client: Any = distributed.global_state.client
+        client: Any = job_state().client
         self._client, self.rank, self.count = client, jax.process_index(), jax.process_count()
         run = client.key_value_increment(f"jaxdist/stop/runs/{self.rank}", 1)  # the same number on all processes
         self._folder = f"jaxdist/stop/{run}/"

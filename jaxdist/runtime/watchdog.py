@@ -19,10 +19,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxdist.agree import Place, place
 from jaxdist.errors import UserError
 from jaxdist.runtime import verdict as judge
 from jaxdist.runtime.breadcrumbs import Breadcrumbs, Pace
-from jaxdist.runtime.channel import CONNECT_S, Channel, Message, Place, place
+from jaxdist.runtime.channel import CONNECT_S, Channel, Message
 from jaxdist.runtime.verdict import Beat, Failure, Verdict, beat_of
 
 TURN_S = 0.2  # the thread looks around this often, and when something comes
