@@ -147,13 +147,14 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
     hosts = len({device.process_index for device in mesh.devices.flat})
     program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
     done = time.perf_counter()
-    return _read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
+    return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
 
 
-def _read(
+def read(
     program: Any, config: Config, parts: Parts, gpu: Gpu, hosts: int, rates: Rates, attention: str,
     seconds: tuple[float, float],
 ) -> Planned:  # fmt: skip
+    """What is to be said of a compiled step. seconds: that tracing and compiling took."""
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
     return Planned(
