@@ -9,7 +9,6 @@ pass, which starts with both of them on the device anyway.
 What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from jax.sharding import Mesh
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.ends import Riders
-from jaxdist.parallel.remat import after
 from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
@@ -54,34 +52,43 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     return told
 
 
-def prefetched(gather: Gather, block: Block, last: Block, riders: Riders) -> Callable[..., tuple[jax.Array, PyTree]]:
+def known_after(h: jax.Array, i: jax.Array | int) -> jax.Array:
+    """i, which the compiler cannot know before it has h: it would gather for both passes at once, and keep. Barriers
+    are gone by the time that it combines collectives."""
+    return i + (h[(0,) * h.ndim] > jnp.finfo(h.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
+
+
+def prefetched(
+    gather: Gather, block: Block, last: Block, riders: Riders, sums: Callable[[PyTree], PyTree] | None = None
+) -> Callable[..., tuple[jax.Array, PyTree]]:
     """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
     once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
-    block: with whatever rematerialisation. last: the same, where it stands outside a loop."""
+    block: with whatever rematerialisation. last: the same, where it stands outside a loop. sums: what else is done to
+    a block's gradients once they are reduced; one block later, as it would wait for that."""
     blocks, ending = Blocks(gather, block), Blocks(gather, last)
 
     def forward(
         diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        def turn(of: Blocks, carry: PyTree, i: jax.Array | int) -> tuple[PyTree, PyTree]:
-            h, unit, whole = carry
+        def turn(of: Blocks, carry: PyTree) -> tuple[PyTree, PyTree]:
+            h, unit, whole, i = carry
             following, reduce_following = of.fetch(diff, held, i + 1)
             whole, reduce_slice = riders.fetch(riding, whole, i)
             h, kept = of.run(unit, diff, h, layers[i], keys)
-            return (h, following, whole), (kept, reduce_following, reduce_slice)
+            return (h, following, whole, i + 1), (kept, reduce_following, reduce_slice)
 
         count, inner, late = len(layers), None, None
         first, reduce_first = blocks.fetch(diff, held, 0)
-        carry = h, first, riders.empty(riding)
+        carry = h, first, riders.empty(riding), jnp.int32(0)  # carried: what comes after a loop is not gathered before
         if count > 2:
-            carry, inner = lax.scan(functools.partial(turn, blocks), carry, jnp.arange(count - 2))
+            carry, inner = lax.scan(lambda carry, _: turn(blocks, carry), carry, length=count - 2)
         if count > 1:
             before = carry[1]
-            carry, late = turn(ending, carry, count - 2)
+            carry, late = turn(ending, carry)
             late = late, only(late[0].wanted, before)
-        h, unit, whole = carry
-        whole, reduce_slice = riders.fetch(riding, whole, count - 1)
-        h, end = ending.run(unit, diff, h, layers[-1], keys)
+        h, unit, whole, i = carry
+        whole, reduce_slice = riders.fetch(riding, whole, i)
+        h, end = ending.run(unit, diff, h, layers[i], keys)
         last = end, only(end.wanted, unit)
         return (h, whole), (diff, held, riding, inner, late, last, reduce_first, reduce_slice)
 
@@ -90,20 +97,26 @@ def prefetched(gather: Gather, block: Block, last: Block, riders: Riders) -> Cal
         count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
 
         def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
-            if count <= 4:  # loops of one round are unrolled: the compiler would merge gathers of both passes, and keep
-                i = after(dh, jnp.asarray(i, jnp.int32))
+            if count <= 4 or isinstance(i, int):  # loops of one round are unrolled
+                i = known_after(dh, i)
             return blocks.again(diff, held, i, inner[0].wanted)  # the same is wanted of all blocks
 
+        def settle(grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree) -> tuple[PyTree, PyTree]:
+            """With those of block i, and of block i + 1 where they waited; (all, those that wait)."""
+            if sums is None:
+                return put(grads, i, reduced), None
+            return grads if waiting is None else put(grads, i + 1, sums(waiting)), reduced
+
         def turn(carry: PyTree, i: jax.Array | int, saved: PyTree, before: PyTree) -> PyTree:
-            (dh, unit, behind, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
-            grads = put(grads, i + 1, *reduce_following(behind))
+            (dh, unit, behind, waiting, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
+            grads, waiting = settle(grads, waiting, i + 1, *reduce_following(behind))
             slices = riders.reduce(slices, i, reduce_slice, dwhole)
             behind, dh = kept(unit, dh)
-            return dh, before, behind, grads, slices
+            return dh, before, behind, waiting, grads, slices
 
         slices = riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry = dh, late and late[1], behind, grads, slices
+        carry = dh, late and late[1], behind, None, grads, slices
         if count > 1:
             carry = turn(carry, count - 2, late[0], again(count - 3, dh) if count > 2 else None)
         if count > 3:  # a scan of none would still be counted by who reads the program
@@ -113,8 +126,9 @@ def prefetched(gather: Gather, block: Block, last: Block, riders: Riders) -> Cal
             )  # fmt: skip
         if count > 2:
             carry = turn(carry, 0, at(inner, 0), None)
-        dh, _, behind, grads, slices = carry
-        return put(grads, 0, *reduce_first(behind)), None, None, dh, None, slices
+        dh, _, behind, waiting, grads, slices = carry
+        grads, waiting = settle(grads, waiting, 0, *reduce_first(behind))
+        return grads if sums is None else put(grads, 0, sums(waiting)), None, None, dh, None, slices
 
     stack = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
     stack.defvjp(forward, backward)

@@ -145,8 +145,11 @@ def make_program(
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
     if prefetch:
+        late = strategy.reduce_block
+        sums = late and jax.named_scope(STACKED)(functools.partial(late, specs=specs[STACKED]))
+        gather = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
         ends = Ends(model, strategy, units, use, embed, head, run, remat)
-        loss = _ahead(ends, functools.partial(_prefetched, gather, block, remat))
+        loss = _ahead(ends, functools.partial(_prefetched, gather, block, remat, sums))
 
     head_units = ("head", "embed") if model.tied else ("head",)
     staged = _staged_blocks(gather, block, remat, choose, unroll=model.scan_blocks)
@@ -168,9 +171,9 @@ def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Ca
     return loss
 
 
-def _prefetched(gather: Gather, block: Block, remat: Remat, riders: Riders) -> Callable[..., Any]:
+def _prefetched(gather: Gather, block: Block, remat: Remat, sums: Any, riders: Riders) -> Callable[..., Any]:
     inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-    return prefetched(gather, inner, last, riders)
+    return prefetched(gather, inner, last, riders, sums)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
