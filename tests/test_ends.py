@@ -2,6 +2,7 @@
 the sizes of the model."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -98,17 +99,22 @@ def test_gradients_under_other_strategies(strategy: str, name: str, options: dic
     check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [({"remat": "full"}, {}), ({"microbatches": 2}, {}), ({}, {"dropout": 0.5}),
-     ({"freeze": ("embed.tokens.*", "head.norm.*")}, {})],
-    ids=["full", "microbatches", "dropout", "frozen"],
-)  # fmt: skip
-def test_gradients_are_those_without_prefetching(options: dict[str, Any], more: dict[str, Any]) -> None:
-    model = config("gpt2", tied=True, layers=3, vocab=52, **more)
-    plain = gradients(model, {"fsdp": 4}, "fp32", **options)
-    ahead = gradients(model, {"fsdp": 4}, "fp32", **options, prefetch=1)
+GPT2, OTHER = CASES["gpt2, tied"][0], config("llama", tied=False, layers=6, vocab=70, width=48, kv_heads=2)
+PLAIN = {
+    "untuned": (OTHER, {"fsdp": 4}, {"remat": "full"}), "two blocks": (replace(OTHER, layers=2), {"fsdp": 4}, {}),
+    "four blocks, hybrid": (replace(OTHER, layers=4), {"data": 2, "fsdp": 2}, {}),
+    "microbatches": (GPT2, {"fsdp": 4}, {"microbatches": 2}), "full": (GPT2, {"fsdp": 4}, {"remat": "full"}),
+    "dropout": (replace(GPT2, dropout=0.5), {"fsdp": 4}, {}),
+    "frozen": (GPT2, {"fsdp": 4}, {"freeze": ("embed.tokens.*", "head.norm.*")}),
+}
+
+
+@pytest.mark.parametrize("name", levels(PLAIN, everyday=len(PLAIN)))
+def test_gradients_are_those_without_prefetching(name: str) -> None:
+    """Those of plain differentiation; of sizes that the recipe was not tuned on, among others."""
+    model, sizes, options = PLAIN[name]
+    plain = gradients(model, sizes, "fp32", **options)
+    ahead = gradients(model, sizes, "fp32", **options, prefetch=1)
     assert ahead[0] == pytest.approx(plain[0], rel=1e-6)
     trained = list(zip(jax.tree.leaves(ahead[1]), jax.tree.leaves(plain[1]), strict=True))
     assert max(oracle.error(mine, other) for mine, other in trained if np.linalg.norm(other) > 1e-6) < 1e-6
