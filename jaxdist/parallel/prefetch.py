@@ -9,6 +9,7 @@ pass, which starts with both of them on the device anyway.
 What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxdist.collectives import zeros_varying_like
+from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.ends import Riders
 from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
@@ -52,10 +53,13 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     return told
 
 
-def known_after(h: jax.Array, i: jax.Array | int) -> jax.Array:
-    """i, which the compiler cannot know before it has h: it would gather for both passes at once, and keep. Barriers
-    are gone by the time that it combines collectives."""
-    return i + (h[(0,) * h.ndim] > jnp.finfo(h.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
+def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
+    """i, which the compiler cannot know before it has the tree: it would gather what is outside of loops before all of
+    them, or once for both passes, and keep it. (Barriers are gone by the time that it combines collectives, and what a
+    loop has counted to it knows.) Read off the leaf that varies over the fewest axes, as what is gathered with i is of
+    i's type."""
+    leaf = min(jax.tree.leaves(tree), key=lambda leaf: len(varying_axes(leaf)))
+    return i + (leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
 
 
 def prefetched(
@@ -70,25 +74,25 @@ def prefetched(
     def forward(
         diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        def turn(of: Blocks, carry: PyTree) -> tuple[PyTree, PyTree]:
-            h, unit, whole, i = carry
+        def turn(of: Blocks, carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+            h, unit, whole = carry
             following, reduce_following = of.fetch(diff, held, i + 1)
             whole, reduce_slice = riders.fetch(riding, whole, i)
             h, kept = of.run(unit, diff, h, layers[i], keys)
-            return (h, following, whole, i + 1), (kept, reduce_following, reduce_slice)
+            return (h, following, whole), (kept, reduce_following, reduce_slice)
 
         count, inner, late = len(layers), None, None
         first, reduce_first = blocks.fetch(diff, held, 0)
-        carry = h, first, riders.empty(riding), jnp.int32(0)  # carried: what comes after a loop is not gathered before
+        carry = h, first, riders.empty(riding)
         if count > 2:
-            carry, inner = lax.scan(lambda carry, _: turn(blocks, carry), carry, length=count - 2)
+            carry, inner = lax.scan(functools.partial(turn, blocks), carry, jnp.arange(count - 2))
         if count > 1:
             before = carry[1]
-            carry, late = turn(ending, carry)
+            carry, late = turn(ending, carry, known_after(before, count - 2))
             late = late, only(late[0].wanted, before)
-        h, unit, whole, i = carry
-        whole, reduce_slice = riders.fetch(riding, whole, i)
-        h, end = ending.run(unit, diff, h, layers[i], keys)
+        h, unit, whole = carry
+        whole, reduce_slice = riders.fetch(riding, whole, known_after(unit, count - 1))
+        h, end = ending.run(unit, diff, h, layers[-1], keys)
         last = end, only(end.wanted, unit)
         return (h, whole), (diff, held, riding, inner, late, last, reduce_first, reduce_slice)
 

@@ -145,16 +145,27 @@ def make_program(
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
     if prefetch:
-        late = strategy.reduce_block
-        sums = late and jax.named_scope(STACKED)(functools.partial(late, specs=specs[STACKED]))
-        gather = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
+        apart = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
         ends = Ends(model, strategy, units, use, embed, head, run, remat)
-        loss = _ahead(ends, functools.partial(_prefetched, gather, block, remat, sums))
+        loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, _sums(strategy, specs)))
 
     head_units = ("head", "embed") if model.tied else ("head",)
     staged = _staged_blocks(gather, block, remat, choose, unroll=model.scan_blocks)
     stages = Stages(embed, head, staged, head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if prefetch or remat == "offload" else stages)
+
+
+def _sums(strategy: Strategy, specs: PyTree) -> Callable[[PyTree], PyTree] | None:
+    """What sums a block's gradients over the devices that its reduction leaves out."""
+    reduce_block = strategy.reduce_block
+    if reduce_block is None:
+        return None
+
+    def sums(grads: PyTree) -> PyTree:
+        with jax.named_scope(STACKED):
+            return reduce_block(grads, specs[STACKED])
+
+    return sums
 
 
 def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Callable[..., Any]:
