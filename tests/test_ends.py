@@ -3,21 +3,24 @@ the sizes of the model."""
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 import oracle
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from levels import levels
 
 from jaxdist.config import ModelConfig, resolve_model
 from jaxdist.init import state_target
-from jaxdist.mesh import abstract_mesh, make_mesh
+from jaxdist.mesh import AXES, abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.ends import Riders, first_reads
+from jaxdist.parallel.prefetch import AT_ONCE, compiler_options
+from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.sync import GradSync
 from jaxdist.plan.ledger import ledger
 from jaxdist.precision import POLICIES
 from jaxdist.specs import BATCH_SPEC
@@ -145,6 +148,29 @@ def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
     found = ledger(step, state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=least), batch).collectives
     assert found and not any(each.op == "all_to_all" for each in found)
+
+
+class Gpu(NamedTuple):
+    id: int
+    process_index: int
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize(("hosts", "data", "limit"), [(1, 1, None), (2, 1, 2), (2, 2, 3), (1, 2, None)])
+def test_what_the_compiler_is_told(hosts: int, data: int, limit: int | None) -> None:
+    """A block's collectives become one, two blocks' do not; across hosts those of a round may go at once."""
+    model = config("llama", tied=False, layers=3, vocab=64, width=1024)
+    made, tx = gpt(replace(model, mlp_width=4096), max_length=SEQ), optax.sgd(0.1)
+    gpus = np.empty(8, object)
+    gpus[:] = [Gpu(i, process_index=i * hosts // 8) for i in range(8)]
+    mesh = Mesh(gpus.reshape(1, data, 8 // data, 1, 1, 1), AXES)
+    params = state_target(made, tx, abstract_mesh(data=data, fsdp=8 // data), strategy="zero3").params
+    told = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
+    assert told is not None and told.get(AT_ONCE) == limit
+    block = sum(leaf.size // 3 for leaf in jax.tree.leaves(params["blocks"]))
+    for op, size in (("all_gather", 2), ("reduce_scatter", 4)):  # bf16 gathers in bf16 and reduces in fp32
+        assert block * size < told[f"xla_gpu_{op}_combine_threshold_bytes"] < 2 * block * size
+    assert compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync()), mesh) is None
 
 
 def test_slices_cover_a_leaf_that_rounds_do_not_divide() -> None:
