@@ -62,6 +62,16 @@ def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
     return i + (leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
 
 
+def held_back(dh: jax.Array, grads: PyTree) -> jax.Array:
+    """dh, which the compiler cannot have before it has these gradients: of two blocks outside of loops it would compute
+    the first one's last, keep all that they are made of, and have nothing left to hide their reduction behind."""
+    axes = set(varying_axes(dh))  # what varies over more would give dh its type
+    for leaf in jax.tree.leaves(grads):
+        if set(varying_axes(leaf)) <= axes:
+            dh = jnp.where(leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max, jnp.nan, dh)
+    return dh
+
+
 def prefetched(
     gather: Gather, block: Block, last: Block, riders: Riders, sums: Callable[[PyTree], PyTree] | None = None
 ) -> Callable[..., tuple[jax.Array, PyTree]]:
@@ -120,7 +130,7 @@ def prefetched(
 
         slices = riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry = dh, late and late[1], behind, None, grads, slices
+        carry = held_back(dh, behind), late and late[1], behind, None, grads, slices
         if count > 1:
             carry = turn(carry, count - 2, late[0], again(count - 3, dh) if count > 2 else None)
         if count > 3:  # a scan of none would still be counted by who reads the program
