@@ -11,7 +11,7 @@ What rides along (`ends`: the head's tables) is gathered a slice a block, and it
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,81 @@ def held_back(dh: jax.Array, grads: PyTree) -> jax.Array:
     return dh
 
 
+class _Ahead(NamedTuple):
+    """Both passes. inner, outer: blocks in loops, and outside. riders, sums: see `prefetched`."""
+
+    inner: Blocks
+    outer: Blocks
+    riders: Riders
+    sums: Callable[[PyTree], PyTree] | None
+
+    def forward(
+        self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+        """((h, what rides, usable), what `backward` needs)."""
+
+        def turn(of: Blocks, carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+            h, unit, whole = carry
+            following, reduce_following = of.fetch(diff, held, i + 1)
+            whole, reduce_slice = self.riders.fetch(riding, whole, i)
+            h, kept = of.run(unit, diff, h, layers[i], keys)
+            return (h, following, whole), (kept, reduce_following, reduce_slice)
+
+        count, saved, late = len(layers), None, None
+        first, reduce_first = self.inner.fetch(diff, held, 0)
+        carry = h, first, self.riders.empty(riding)
+        if count > 2:
+            carry, saved = lax.scan(functools.partial(turn, self.inner), carry, jnp.arange(count - 2))
+        if count > 1:
+            before = carry[1]
+            carry, late = turn(self.outer, carry, known_after(before, count - 2))
+            late = late, only(late[0].wanted, before)
+        h, unit, whole = carry
+        whole, reduce_slice = self.riders.fetch(riding, whole, known_after(unit, count - 1))
+        h, end = self.outer.run(unit, diff, h, layers[-1], keys)
+        last = end, only(end.wanted, unit)
+        return (h, whole), (diff, held, riding, saved, late, last, reduce_first, reduce_slice)
+
+    def backward(self, residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
+        """Gradients of the arguments of `forward`."""
+        (diff, held, riding, saved, late, (end, unit), reduce_first, reduce_last), (dh, dwhole) = residuals, given
+        count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
+
+        def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
+            if count <= 4 or isinstance(i, int):  # loops of one round are unrolled
+                i = known_after(dh, i)
+            return self.inner.again(diff, held, i, saved[0].wanted)  # the same is wanted of all blocks
+
+        def turn(carry: PyTree, i: jax.Array | int, saved: PyTree, before: PyTree) -> PyTree:
+            (dh, unit, behind, waiting, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
+            grads, waiting = self.settled(grads, waiting, i + 1, *reduce_following(behind))
+            slices = self.riders.reduce(slices, i, reduce_slice, dwhole)
+            behind, dh = kept(unit, dh)
+            return dh, before, behind, waiting, grads, slices
+
+        slices = self.riders.reduce(slices, count - 1, reduce_last, dwhole)
+        behind, dh = end(unit, dh)
+        carry = held_back(dh, behind), late and late[1], behind, None, grads, slices
+        if count > 1:
+            carry = turn(carry, count - 2, late[0], again(count - 3, dh) if count > 2 else None)
+        if count > 3:  # a scan of none would still be counted by who reads the program
+            carry, _ = lax.scan(
+                lambda carry, i: (turn(carry, i, at(saved, i), again(i - 1, carry[0])), None),
+                carry, jnp.arange(count - 3, 0, -1),
+            )  # fmt: skip
+        if count > 2:
+            carry = turn(carry, 0, at(saved, 0), None)
+        dh, _, behind, waiting, grads, slices = carry
+        grads, waiting = self.settled(grads, waiting, 0, *reduce_first(behind))
+        return grads if self.sums is None else put(grads, 0, self.sums(waiting)), None, None, dh, None, slices
+
+    def settled(self, grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree) -> tuple[PyTree, PyTree]:
+        """With those of block i, and of block i + 1 where they waited: (all, those that wait)."""
+        if self.sums is None:
+            return put(grads, i, reduced), None
+        return grads if waiting is None else put(grads, i + 1, self.sums(waiting)), reduced
+
+
 def prefetched(
     gather: Gather, block: Block, last: Block, riders: Riders, sums: Callable[[PyTree], PyTree] | None = None
 ) -> Callable[..., tuple[jax.Array, PyTree]]:
@@ -79,71 +154,7 @@ def prefetched(
     once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
     block: with whatever rematerialisation. last: the same, where it stands outside a loop. sums: what else is done to
     a block's gradients once they are reduced; one block later, as it would wait for that."""
-    blocks, ending = Blocks(gather, block), Blocks(gather, last)
-
-    def forward(
-        diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        def turn(of: Blocks, carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-            h, unit, whole = carry
-            following, reduce_following = of.fetch(diff, held, i + 1)
-            whole, reduce_slice = riders.fetch(riding, whole, i)
-            h, kept = of.run(unit, diff, h, layers[i], keys)
-            return (h, following, whole), (kept, reduce_following, reduce_slice)
-
-        count, inner, late = len(layers), None, None
-        first, reduce_first = blocks.fetch(diff, held, 0)
-        carry = h, first, riders.empty(riding)
-        if count > 2:
-            carry, inner = lax.scan(functools.partial(turn, blocks), carry, jnp.arange(count - 2))
-        if count > 1:
-            before = carry[1]
-            carry, late = turn(ending, carry, known_after(before, count - 2))
-            late = late, only(late[0].wanted, before)
-        h, unit, whole = carry
-        whole, reduce_slice = riders.fetch(riding, whole, known_after(unit, count - 1))
-        h, end = ending.run(unit, diff, h, layers[-1], keys)
-        last = end, only(end.wanted, unit)
-        return (h, whole), (diff, held, riding, inner, late, last, reduce_first, reduce_slice)
-
-    def backward(residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
-        (diff, held, riding, inner, late, (end, unit), reduce_first, reduce_last), (dh, dwhole) = residuals, given
-        count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
-
-        def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
-            if count <= 4 or isinstance(i, int):  # loops of one round are unrolled
-                i = known_after(dh, i)
-            return blocks.again(diff, held, i, inner[0].wanted)  # the same is wanted of all blocks
-
-        def settle(grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree) -> tuple[PyTree, PyTree]:
-            """With those of block i, and of block i + 1 where they waited; (all, those that wait)."""
-            if sums is None:
-                return put(grads, i, reduced), None
-            return grads if waiting is None else put(grads, i + 1, sums(waiting)), reduced
-
-        def turn(carry: PyTree, i: jax.Array | int, saved: PyTree, before: PyTree) -> PyTree:
-            (dh, unit, behind, waiting, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
-            grads, waiting = settle(grads, waiting, i + 1, *reduce_following(behind))
-            slices = riders.reduce(slices, i, reduce_slice, dwhole)
-            behind, dh = kept(unit, dh)
-            return dh, before, behind, waiting, grads, slices
-
-        slices = riders.reduce(slices, count - 1, reduce_last, dwhole)
-        behind, dh = end(unit, dh)
-        carry = held_back(dh, behind), late and late[1], behind, None, grads, slices
-        if count > 1:
-            carry = turn(carry, count - 2, late[0], again(count - 3, dh) if count > 2 else None)
-        if count > 3:  # a scan of none would still be counted by who reads the program
-            carry, _ = lax.scan(
-                lambda carry, i: (turn(carry, i, at(inner, i), again(i - 1, carry[0])), None),
-                carry, jnp.arange(count - 3, 0, -1),
-            )  # fmt: skip
-        if count > 2:
-            carry = turn(carry, 0, at(inner, 0), None)
-        dh, _, behind, waiting, grads, slices = carry
-        grads, waiting = settle(grads, waiting, 0, *reduce_first(behind))
-        return grads if sums is None else put(grads, 0, sums(waiting)), None, None, dh, None, slices
-
-    stack = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
-    stack.defvjp(forward, backward)
+    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), riders, sums)
+    stack = jax.custom_vjp(lambda *arguments: ahead.forward(*arguments)[0])
+    stack.defvjp(ahead.forward, ahead.backward)
     return stack

@@ -98,8 +98,7 @@ def make_program(
 ) -> Program:  # fmt: skip
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
-    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`. prefetch:
-    1 runs the blocks as `prefetched` does. conditions: see `Stages`.
+    Microbatches: dicts of arrays [b, ...] with "keys", one dropout key a sample. See `isolate`, `prefetched`, `Stages`.
     """
     _check(model, remat, isolated=isolated, prefetch=prefetch)
     units = unit_specs(specs)
