@@ -3,20 +3,21 @@ the sizes of the model."""
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 import oracle
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from levels import levels
 
 from jaxdist.config import ModelConfig, resolve_model
 from jaxdist.init import state_target
-from jaxdist.mesh import AXES, abstract_mesh, make_mesh
+from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.parallel import prefetch
 from jaxdist.parallel.ends import Riders, first_reads
 from jaxdist.parallel.prefetch import AT_ONCE, compiler_options
 from jaxdist.parallel.strategy import StrategyOptions
@@ -150,21 +151,16 @@ def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int
     assert found and not any(each.op == "all_to_all" for each in found)
 
 
-class Gpu(NamedTuple):
-    id: int
-    process_index: int
-    platform: str = "gpu"
-
-
 @pytest.mark.parametrize(("hosts", "data", "limit"), [(1, 1, None), (2, 1, 2), (2, 2, 3), (1, 2, None)])
-def test_what_the_compiler_is_told(hosts: int, data: int, limit: int | None) -> None:
+def test_what_the_compiler_is_told(
+    hosts: int, data: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A block's collectives become one, two blocks' do not; across hosts those of a round may go at once."""
     model = config("llama", tied=False, layers=3, vocab=64, width=1024)
     made, tx = gpt(replace(model, mlp_width=4096), max_length=SEQ), optax.sgd(0.1)
-    gpus = np.empty(8, object)
-    gpus[:] = [Gpu(i, process_index=i * hosts // 8) for i in range(8)]
-    mesh = Mesh(gpus.reshape(1, data, 8 // data, 1, 1, 1), AXES)
-    params = state_target(made, tx, abstract_mesh(data=data, fsdp=8 // data), strategy="zero3").params
+    mesh = abstract_mesh(data=data, fsdp=8 // data)
+    monkeypatch.setattr(prefetch, "hosts_of", lambda _: hosts)
+    params = state_target(made, tx, mesh, strategy="zero3").params
     told = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
     assert told is not None and told.get(AT_ONCE) == limit
     block = sum(leaf.size // 3 for leaf in jax.tree.leaves(params["blocks"]))

@@ -14,6 +14,7 @@ from jaxdist.bench.contenders.plain_jax import loss_of
 from jaxdist.bench.task import Size, Task
 from jaxdist.config import Config, resolve_model
 from jaxdist.errors import UserError
+from jaxdist.mesh import hosts_of
 from jaxdist.plan.aot import Planned, check_toolkit, read
 from jaxdist.plan.footprint import batch_of
 from jaxdist.plan.hardware import Gpu
@@ -62,5 +63,5 @@ def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> P
     traced = time.perf_counter()
     program = lowered.compile()
     seconds = (traced - start, time.perf_counter() - traced)
-    hosts = len({device.process_index for device in mesh.devices.flat})
+    hosts = hosts_of(mesh)
     return read(program, config, parts, gpu, hosts, rates, attention, seconds)

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
-from jaxdist.mesh import AnyMesh, on_cpu
+from jaxdist.mesh import AnyMesh, hosts_of, on_cpu
 from jaxdist.parallel.ends import Riders
 from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
 from jaxdist.parallel.strategy import StrategyOptions
@@ -48,7 +47,7 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     least = 30 * 2**20  # XLA's own
     told = {f"xla_gpu_{op}_combine_threshold_bytes": max(least, int(COMBINED * block * size))
             for op, size in sizes.items()}  # fmt: skip
-    if isinstance(mesh, Mesh) and len({device.process_index for device in mesh.devices.flat}) > 1:
+    if hosts_of(mesh) > 1:
         told[AT_ONCE] = 3 if mesh.shape["data"] > 1 else 2  # a gather, a reduction; a sum of shards
     return told
 
