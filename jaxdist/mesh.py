@@ -89,6 +89,11 @@ def on_cpu(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
+def hosts_of(mesh: AnyMesh) -> int:
+    """How many processes these devices are of. A mesh without devices is of one."""
+    return len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
+
+
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """Axis sizes in mesh order, for printing: {"pipe": 1, "data": 2, ...}."""
     return {str(axis): int(size) for axis, size in mesh.shape.items()}

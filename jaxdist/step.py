@@ -25,7 +25,7 @@ from jaxdist.parallel.foreign import ForeignLoss, program_and_region
 from jaxdist.parallel.freeze import freezing
 from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
 from jaxdist.parallel.overlap import overlapping
-from jaxdist.parallel.prefetch import combining
+from jaxdist.parallel.prefetch import compiler_options
 from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
 from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
@@ -131,7 +131,7 @@ def make_train_step(
         names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
-        settings = combining(state.params, options, mesh)
+        settings = compiler_options(state.params, options, mesh)
         return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs), compiler_options=settings)
 
     return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat), on_cpu=on_cpu(mesh))

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
     parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="assumed of a collective")
     parser.add_argument("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
+    parser.add_argument("--by-compiler", action="store_true", help="a plain step that XLA partitions, to compare with")
     parser.add_argument("--rows", type=int, default=12, help="collectives printed of each loop; 0: all")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
@@ -32,6 +33,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config, arguments.overrides, planned=True)
         os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
+        from jaxdist.bench.partitioned import compile_partitioned
         from jaxdist.plan import aot, hardware, show_aot
         from jaxdist.runtime.compiler import set_flags, set_options
 
@@ -41,7 +43,8 @@ def main() -> int:
         text = arguments.target_config.read_text() if arguments.target_config else aot.target_config(gpu, library)
         mesh = aot.mesh_of(config, text, hosts=arguments.hosts, gpus_per_host=arguments.gpus_per_host)
         rates = show_aot.with_network(gpu.rates, arguments.network, arguments.latency)
-        planned = aot.compile_ahead(config, gpu, mesh, rates)
+        compile_step = compile_partitioned if arguments.by_compiler else aot.compile_ahead
+        planned = compile_step(config, gpu, mesh, rates)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -131,6 +131,14 @@ def test_a_small_model_for_8_gpus(tmp_path: Path) -> None:
     control = script("--json", out, *common, "devices.xla.preset=plain", off)
     assert control.returncode == 0, control.stderr
     assert json.loads(out.read_text())["overlap"]["hidden"] < 0.05
+    plain = script("--json", out, "--by-compiler", *common, "model.style=gpt2")
+    assert plain.returncode == 0, plain.stderr
+    told = json.loads(out.read_text())
+    assert told["memory"]["aliased"] > state and {"all_gather", "reduce_scatter"} <= {
+        each["op"] for each in told["collectives"]
+    }
+    llama = script("--by-compiler", *common, "model.style=llama")
+    assert llama.returncode == 2 and "--by-compiler: plain_jax has the model of GPT-2" in llama.stderr
     wrong = script("--hosts", 3, "--gpus-per-host", 8, *common)
     assert wrong.returncode == 2 and "takes 8 GPUs; --hosts 3 --gpus-per-host 8 are 24" in wrong.stderr
 

@@ -2,6 +2,7 @@
 the sizes of the model."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,11 @@ from jaxdist.config import ModelConfig, resolve_model
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.parallel import prefetch
 from jaxdist.parallel.ends import Riders, first_reads
+from jaxdist.parallel.prefetch import AT_ONCE, compiler_options
+from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.sync import GradSync
 from jaxdist.plan.ledger import ledger
 from jaxdist.precision import POLICIES
 from jaxdist.specs import BATCH_SPEC
@@ -98,17 +103,22 @@ def test_gradients_under_other_strategies(strategy: str, name: str, options: dic
     check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [({"remat": "full"}, {}), ({"microbatches": 2}, {}), ({}, {"dropout": 0.5}),
-     ({"freeze": ("embed.tokens.*", "head.norm.*")}, {})],
-    ids=["full", "microbatches", "dropout", "frozen"],
-)  # fmt: skip
-def test_gradients_are_those_without_prefetching(options: dict[str, Any], more: dict[str, Any]) -> None:
-    model = config("gpt2", tied=True, layers=3, vocab=52, **more)
-    plain = gradients(model, {"fsdp": 4}, "fp32", **options)
-    ahead = gradients(model, {"fsdp": 4}, "fp32", **options, prefetch=1)
+GPT2, OTHER = CASES["gpt2, tied"][0], config("llama", tied=False, layers=6, vocab=70, width=48, kv_heads=2)
+PLAIN = {
+    "untuned": (OTHER, {"fsdp": 4}, {"remat": "full"}), "two blocks": (replace(OTHER, layers=2), {"fsdp": 4}, {}),
+    "four blocks, hybrid": (replace(OTHER, layers=4), {"data": 2, "fsdp": 2}, {}),
+    "microbatches": (GPT2, {"fsdp": 4}, {"microbatches": 2}), "full": (GPT2, {"fsdp": 4}, {"remat": "full"}),
+    "dropout": (replace(GPT2, dropout=0.5), {"fsdp": 4}, {}),
+    "frozen": (GPT2, {"fsdp": 4}, {"freeze": ("embed.tokens.*", "head.norm.*")}),
+}
+
+
+@pytest.mark.parametrize("name", levels(PLAIN, everyday=len(PLAIN)))
+def test_gradients_are_those_without_prefetching(name: str) -> None:
+    """Those of plain differentiation; of sizes that the recipe was not tuned on, among others."""
+    model, sizes, options = PLAIN[name]
+    plain = gradients(model, sizes, "fp32", **options)
+    ahead = gradients(model, sizes, "fp32", **options, prefetch=1)
     assert ahead[0] == pytest.approx(plain[0], rel=1e-6)
     trained = list(zip(jax.tree.leaves(ahead[1]), jax.tree.leaves(plain[1]), strict=True))
     assert max(oracle.error(mine, other) for mine, other in trained if np.linalg.norm(other) > 1e-6) < 1e-6
@@ -139,6 +149,24 @@ def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
     found = ledger(step, state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=least), batch).collectives
     assert found and not any(each.op == "all_to_all" for each in found)
+
+
+@pytest.mark.parametrize(("hosts", "data", "limit"), [(1, 1, None), (2, 1, 2), (2, 2, 3), (1, 2, None)])
+def test_what_the_compiler_is_told(
+    hosts: int, data: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's collectives become one, two blocks' do not; across hosts those of a round may go at once."""
+    model = config("llama", tied=False, layers=3, vocab=64, width=1024)
+    made, tx = gpt(replace(model, mlp_width=4096), max_length=SEQ), optax.sgd(0.1)
+    mesh = abstract_mesh(data=data, fsdp=8 // data)
+    monkeypatch.setattr(prefetch, "hosts_of", lambda _: hosts)
+    params = state_target(made, tx, mesh, strategy="zero3").params
+    told = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
+    assert told is not None and told.get(AT_ONCE) == limit
+    block = sum(leaf.size // 3 for leaf in jax.tree.leaves(params["blocks"]))
+    for op, size in (("all_gather", 2), ("reduce_scatter", 4)):  # bf16 gathers in bf16 and reduces in fp32
+        assert block * size < told[f"xla_gpu_{op}_combine_threshold_bytes"] < 2 * block * size
+    assert compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync()), mesh) is None
 
 
 def test_slices_cover_a_leaf_that_rounds_do_not_divide() -> None:

@@ -147,7 +147,7 @@ def model_config(case: Case) -> ModelConfig:
 
 def layers_of(case: Case) -> int:
     """Five blocks are two segments of two and one of one, or two rounds of a loop and one block more."""
-    return 5 if case.remat == "sqrt" or case.scan_blocks == 2 else 2 + 2 * case.prefetch
+    return 5 if case.remat == "sqrt" or case.scan_blocks == 2 else 2 + 3 * case.prefetch
 
 
 def batch_size(case: Case) -> int:

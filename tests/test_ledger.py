@@ -86,15 +86,15 @@ def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: in
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_prefetching_gathers_the_last_block_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
+def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
     definition, n = model(), 16
     found = ledger_of(definition, "zero3", fsdp=n, microbatches=microbatches, remat="full", prefetch=1).total("op")
     units, share = unit_bytes(definition), (n - 1) / n
     slices = -(-WIDTH // LAYERS) * LAYERS / WIDTH  # the last slice of the head's table takes some columns again
     head = 4 * WIDTH + 4 * WIDTH * VOCAB * slices
-    tokens = ROWS * LENGTH
+    tokens, once = ROWS * LENGTH, 2 * units["blocks"] // LAYERS
     want = {
-        "all_gather": share * (microbatches * (2 * units["blocks"] - units["blocks"] // LAYERS + head) + 4 * tokens),
+        "all_gather": share * (microbatches * (2 * units["blocks"] - once + head) + 4 * tokens),
         "reduce_scatter": share * microbatches * (units["blocks"] + head),
         "all_to_all": share * 2 * 4 * tokens * WIDTH / n,  # activations of a device's own tokens, and their gradients
         "psum": 2 * share * LOSS,
@@ -113,7 +113,8 @@ def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str,
     assert {each.phase for each in of_blocks} == {"backward"} and {each.op for each in of_blocks} == {"psum"}
     shards = 1 if strategy == "ddp" else 2
     assert sum(each.wire_bytes for each in of_blocks) == 2 * 3 / 4 * unit_bytes(model())["blocks"] / shards
-    assert not [each for each in late.collectives if each.purpose == "gradients of blocks"]
+    beside = strategy == "zero3" and prefetch == 1  # shards are summed beside a block however small they are
+    assert beside == any(each.purpose == "gradients of blocks" for each in late.collectives)
 
 
 @pytest.mark.parametrize("strategy", [name for name in NAMES if name != "ddp"])

@@ -1,8 +1,9 @@
 """Gradients of blocks that are summed as the backward pass produces them, so that the sum of one block can travel while
 the next is computed (DDP: Li et al. 2020, section 3.2.3).
 
-Only blocks that fill a bucket: smaller ones are cheaper fused with others at the end. Only where a step has one
-backward pass: a sum for each microbatch would send as many times the bytes.
+Only blocks that fill a bucket: smaller ones are cheaper fused with others at the end; shards of smaller ones too where
+the step prefetches, and has something to hide them behind. Only where a step has one backward pass: a sum for each
+microbatch would send as many times the bytes.
 """
 
 import functools
@@ -59,11 +60,13 @@ reduced_behind.defvjp(lambda tree, _: (tree, None), lambda reduce, _, grads: (re
 
 def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -> PyTree:
     """For each leaf of stacked blocks, whether one block's gradients that are summed over the same axes fill a
-    bucket."""
+    bucket; or, of shards over fsdp, have a block's computation beside them (`prefetch`)."""
     size: Counter[tuple[str, ...]] = Counter()
     for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
         size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize
-    full = {axes for axes, nbytes in size.items() if axes and nbytes >= options.sync.bucket_mb * 2**20}
+    least, beside = options.sync.bucket_mb * 2**20, options.prefetch and active_axes("fsdp")
+    full = {axes for axes, nbytes in size.items()
+            if axes and (nbytes >= least or (beside and "fsdp" not in axes))}  # fmt: skip
     return map_specs(lambda spec, _: _axes(spec) in full, specs, blocks)
 
 

@@ -3,35 +3,37 @@
 While block i computes, block i + 1 is gathered, and in the backward pass block i - 1, while the gradient of block
 i + 1 is reduced: nothing in an iteration of either loop waits for a collective of the same iteration, so a scheduler
 can run them side by side. Differentiating a scan would gather each block right before its first use. Costs one more
-gathered block and one more block's gradients; saves a gather, since the last block is kept for the backward pass, which
-starts with it.
+gathered block and one more block's gradients; saves two gathers, since the last two blocks are kept for the backward
+pass, which starts with both of them on the device anyway.
 
 What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import zeros_varying_like
-from jaxdist.mesh import AnyMesh, on_cpu
+from jaxdist.collectives import varying_axes, zeros_varying_like
+from jaxdist.mesh import AnyMesh, hosts_of, on_cpu
 from jaxdist.parallel.ends import Riders
-from jaxdist.parallel.remat import after
 from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
 
 PyTree = Any
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what XLA makes one collective of
 
 
-def combining(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int] | None:
-    """What XLA:GPU is told beside a program that prefetches: to combine the collectives of one block, but not those of
-    two. Its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment: 96.5
-    instead of 98.5 % of the communication hidden (1.3 B parameters, 8 H200, docs/plan.md)."""
+def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int] | None:
+    """What XLA:GPU is told beside a program that prefetches. To combine the collectives of one block, but not those of
+    two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. And
+    over several hosts, where it expects that they take longer than a block, to have those of a round under way at once:
+    it would start a round's gather only after its reduction. Figures: docs/plan.md."""
     if not options.prefetch or not is_model(params) or on_cpu(mesh):
         return None
 
@@ -43,67 +45,115 @@ def combining(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[s
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
     sizes = {"all_gather": received, "reduce_scatter": reduced}
     least = 30 * 2**20  # XLA's own
-    return {f"xla_gpu_{op}_combine_threshold_bytes": max(least, int(COMBINED * block * size))
+    told = {f"xla_gpu_{op}_combine_threshold_bytes": max(least, int(COMBINED * block * size))
             for op, size in sizes.items()}  # fmt: skip
+    if hosts_of(mesh) > 1:
+        told[AT_ONCE] = 3 if mesh.shape["data"] > 1 else 2  # a gather, a reduction; a sum of shards
+    return told
 
 
-def prefetched(gather: Gather, block: Block, last: Block, riders: Riders) -> Callable[..., tuple[jax.Array, PyTree]]:
-    """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
-    once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
-    block: with whatever rematerialisation. last: the same, where it stands outside a loop."""
-    blocks, ending = Blocks(gather, block), Blocks(gather, last)
+def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
+    """i, which the compiler cannot know before it has the tree: it would gather what is outside of loops before all of
+    them, or once for both passes, and keep it. (Barriers are gone by the time that it combines collectives, and what a
+    loop has counted to it knows.) Read off the leaf that varies over the fewest axes, as what is gathered with i is of
+    i's type."""
+    leaf = min(jax.tree.leaves(tree), key=lambda leaf: len(varying_axes(leaf)))
+    return i + (leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
+
+
+def held_back(dh: jax.Array, grads: PyTree) -> jax.Array:
+    """dh, which the compiler cannot have before it has these gradients: of two blocks outside of loops it would compute
+    the first one's last, keep all that they are made of, and have nothing left to hide their reduction behind."""
+    axes = set(varying_axes(dh))  # what varies over more would give dh its type
+    for leaf in jax.tree.leaves(grads):
+        if set(varying_axes(leaf)) <= axes:
+            dh = jnp.where(leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max, jnp.nan, dh)
+    return dh
+
+
+class _Ahead(NamedTuple):
+    """Both passes. inner, outer: blocks in loops, and outside. riders, sums: see `prefetched`."""
+
+    inner: Blocks
+    outer: Blocks
+    riders: Riders
+    sums: Callable[[PyTree], PyTree] | None
 
     def forward(
-        diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
+        self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+        """((h, what rides, usable), what `backward` needs)."""
+
+        def turn(of: Blocks, carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             h, unit, whole = carry
-            following, reduce_following = blocks.fetch(diff, held, i + 1)
-            whole, reduce_slice = riders.fetch(riding, whole, i)
-            h, kept = blocks.run(unit, diff, h, layers[i], keys)
+            following, reduce_following = of.fetch(diff, held, i + 1)
+            whole, reduce_slice = self.riders.fetch(riding, whole, i)
+            h, kept = of.run(unit, diff, h, layers[i], keys)
             return (h, following, whole), (kept, reduce_following, reduce_slice)
 
-        unit, reduce_first = blocks.fetch(diff, held, 0)
-        inner, whole = None, riders.empty(riding)
-        if len(layers) > 1:
-            (h, unit, whole), inner = lax.scan(body, (h, unit, whole), jnp.arange(len(layers) - 1))
-        whole, reduce_slice = riders.fetch(riding, whole, len(layers) - 1)
-        h, end = ending.run(unit, diff, h, layers[-1], keys)
-        return (h, whole), (diff, held, riding, inner, end, only(end.wanted, unit), reduce_first, reduce_slice)
+        count, saved, late = len(layers), None, None
+        first, reduce_first = self.inner.fetch(diff, held, 0)
+        carry = h, first, self.riders.empty(riding)
+        if count > 2:
+            carry, saved = lax.scan(functools.partial(turn, self.inner), carry, jnp.arange(count - 2))
+        if count > 1:
+            before = carry[1]
+            carry, late = turn(self.outer, carry, known_after(before, count - 2))
+            late = late, only(late[0].wanted, before)
+        h, unit, whole = carry
+        whole, reduce_slice = self.riders.fetch(riding, whole, known_after(unit, count - 1))
+        h, end = self.outer.run(unit, diff, h, layers[-1], keys)
+        last = end, only(end.wanted, unit)
+        return (h, whole), (diff, held, riding, saved, late, last, reduce_first, reduce_slice)
 
-    def backward(residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
-        (diff, held, riding, inner, end, unit, reduce_first, reduce_last), (dh, dwhole) = residuals, given
-        wanted = None if inner is None else inner[0].wanted  # the same in all blocks
+    def backward(self, residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
+        """Gradients of the arguments of `forward`."""
+        (diff, held, riding, saved, late, (end, unit), reduce_first, reduce_last), (dh, dwhole) = residuals, given
         count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
 
         def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
-            if count <= 3:  # loops of one round are unrolled: the compiler would merge gathers of both passes, and keep
-                i = after(dh, jnp.asarray(i, jnp.int32))
-            return blocks.again(diff, held, i, wanted)
+            if count <= 4 or isinstance(i, int):  # loops of one round are unrolled
+                i = known_after(dh, i)
+            return self.inner.again(diff, held, i, saved[0].wanted)  # the same is wanted of all blocks
 
-        def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, None]:
-            dh, unit, behind, grads, slices = carry
-            before = again(i - 1, dh)
-            kept, reduce_following, reduce_slice = at(inner, i)
-            grads = put(grads, i + 1, *reduce_following(behind))
-            slices = riders.reduce(slices, i, reduce_slice, dwhole)
+        def turn(carry: PyTree, i: jax.Array | int, saved: PyTree, before: PyTree) -> PyTree:
+            (dh, unit, behind, waiting, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
+            grads, waiting = self.settled(grads, waiting, i + 1, *reduce_following(behind))
+            slices = self.riders.reduce(slices, i, reduce_slice, dwhole)
             behind, dh = kept(unit, dh)
-            return (dh, before, behind, grads, slices), None
+            return dh, before, behind, waiting, grads, slices
 
-        before = again(count - 2, dh) if count > 1 else None
-        slices = riders.reduce(slices, count - 1, reduce_last, dwhole)
+        slices = self.riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry = (dh, before, behind, grads, slices)
-        if count > 2:  # a scan of none would still be counted by who reads the program
-            carry, _ = lax.scan(body, carry, jnp.arange(count - 2, 0, -1))
-        dh, unit, behind, grads, slices = carry
+        carry = held_back(dh, behind), late and late[1], behind, None, grads, slices
         if count > 1:
-            kept, reduce_second, reduce_slice = at(inner, 0)
-            grads = put(grads, 1, *reduce_second(behind))
-            slices = riders.reduce(slices, 0, reduce_slice, dwhole)
-            behind, dh = kept(unit, dh)
-        return put(grads, 0, *reduce_first(behind)), None, None, dh, None, slices
+            carry = turn(carry, count - 2, late[0], again(count - 3, dh) if count > 2 else None)
+        if count > 3:  # a scan of none would still be counted by who reads the program
+            carry, _ = lax.scan(
+                lambda carry, i: (turn(carry, i, at(saved, i), again(i - 1, carry[0])), None),
+                carry, jnp.arange(count - 3, 0, -1),
+            )  # fmt: skip
+        if count > 2:
+            carry = turn(carry, 0, at(saved, 0), None)
+        dh, _, behind, waiting, grads, slices = carry
+        grads, waiting = self.settled(grads, waiting, 0, *reduce_first(behind))
+        return grads if self.sums is None else put(grads, 0, self.sums(waiting)), None, None, dh, None, slices
 
-    stack = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
-    stack.defvjp(forward, backward)
+    def settled(self, grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree) -> tuple[PyTree, PyTree]:
+        """With those of block i, and of block i + 1 where they waited: (all, those that wait)."""
+        if self.sums is None:
+            return put(grads, i, reduced), None
+        return grads if waiting is None else put(grads, i + 1, self.sums(waiting)), reduced
+
+
+def prefetched(
+    gather: Gather, block: Block, last: Block, riders: Riders, sums: Callable[[PyTree], PyTree] | None = None
+) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
+    once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
+    block: with whatever rematerialisation. last: the same, where it stands outside a loop. sums: what else is done to
+    a block's gradients once they are reduced; one block later, as it would wait for that."""
+    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), riders, sums)
+    stack = jax.custom_vjp(lambda *arguments: ahead.forward(*arguments)[0])
+    stack.defvjp(ahead.forward, ahead.backward)
     return stack

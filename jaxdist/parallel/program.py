@@ -98,8 +98,7 @@ def make_program(
 ) -> Program:  # fmt: skip
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
-    Microbatches are dicts of arrays [b, ...] with "keys", one dropout key a sample. isolated: see `isolate`. prefetch:
-    1 runs the blocks as `prefetched` does. conditions: see `Stages`.
+    Microbatches: dicts of arrays [b, ...] with "keys", one dropout key a sample. See `isolate`, `prefetched`, `Stages`.
     """
     _check(model, remat, isolated=isolated, prefetch=prefetch)
     units = unit_specs(specs)
@@ -145,13 +144,27 @@ def make_program(
         return on_first_stage(lambda h: head(diff, held, h, batch), hidden(diff, held, batch))
 
     if prefetch:
+        apart = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
         ends = Ends(model, strategy, units, use, embed, head, run, remat)
-        loss = _ahead(ends, functools.partial(_prefetched, gather, block, remat))
+        loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, _sums(strategy, specs)))
 
     head_units = ("head", "embed") if model.tied else ("head",)
     staged = _staged_blocks(gather, block, remat, choose, unroll=model.scan_blocks)
     stages = Stages(embed, head, staged, head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if prefetch or remat == "offload" else stages)
+
+
+def _sums(strategy: Strategy, specs: PyTree) -> Callable[[PyTree], PyTree] | None:
+    """What sums a block's gradients over the devices that its reduction leaves out."""
+    reduce_block = strategy.reduce_block
+    if reduce_block is None:
+        return None
+
+    def sums(grads: PyTree) -> PyTree:
+        with jax.named_scope(STACKED):
+            return reduce_block(grads, specs[STACKED])
+
+    return sums
 
 
 def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Callable[..., Any]:
@@ -168,9 +181,9 @@ def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Ca
     return loss
 
 
-def _prefetched(gather: Gather, block: Block, remat: Remat, riders: Riders) -> Callable[..., Any]:
+def _prefetched(gather: Gather, block: Block, remat: Remat, sums: Any, riders: Riders) -> Callable[..., Any]:
     inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-    return prefetched(gather, inner, last, riders)
+    return prefetched(gather, inner, last, riders, sums)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))

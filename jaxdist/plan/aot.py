@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxdist.assemble import Parts, assemble, attention_of, precision_of
 from jaxdist.config import Config
 from jaxdist.errors import UserError
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import hosts_of, make_mesh
 from jaxdist.plan.footprint import Footprint, batch_of, footprint_of
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.hlo import Compiled, compiled_collectives
@@ -144,16 +144,17 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
     parts = assemble(config, mesh)
     lowered = parts.step.lower(parts.target, batch_of(config, mesh))
     traced = time.perf_counter()
-    hosts = len({device.process_index for device in mesh.devices.flat})
+    hosts = hosts_of(mesh)
     program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
     done = time.perf_counter()
-    return _read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
+    return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
 
 
-def _read(
+def read(
     program: Any, config: Config, parts: Parts, gpu: Gpu, hosts: int, rates: Rates, attention: str,
     seconds: tuple[float, float],
 ) -> Planned:  # fmt: skip
+    """What is to be said of a compiled step. seconds: that tracing and compiling took."""
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
     return Planned(

@@ -69,8 +69,8 @@ DETERMINISTIC = (
 ADVICE = (
     Setting(
         "--xla_gpu_experimental_parallel_collective_overlap_limit", "2",
-        "parallel.prefetch=1 over many GPUs: so many collectives may be under way at once; not measured with this code",
-        "option dump of XLA",
+        "so many collectives may be under way at once; with parallel.prefetch=1 over several hosts the step sets it",
+        "option dump of XLA; figures in docs/plan.md",
     ),
     Setting(
         "--xla_gpu_pipeline_all_gather", "on", "a part of O1: 1 synchronous collective instead of 3, +11 % temporary"

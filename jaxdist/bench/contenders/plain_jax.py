@@ -1,5 +1,6 @@
 """A step written by hand in plain JAX: what an expert would write for one device, without a library but optax."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,8 +38,10 @@ def attention(x: Any, p: PyTree, *, fused: bool) -> Any:
     return linear(mixed.reshape(x.shape), p["out"])
 
 
-def loss_of(params: PyTree, batch: PyTree, task: Task) -> Any:
-    """Mean cross-entropy. Blocks are unrolled on GPUs, which spares copies of what the backward pass needs."""
+def loss_of(
+    params: PyTree, batch: PyTree, task: Task, *, around: Callable[[Any], Any] = lambda block: block, unroll: int
+) -> Any:
+    """Mean cross-entropy. around: what the block is wrapped in. unroll: blocks of a round of the loop."""
     eps, embed = task.model.norm_eps, params["embed"]
     table = embed["tokens"]["table"].astype(task.compute)
 
@@ -47,20 +50,21 @@ def loss_of(params: PyTree, batch: PyTree, task: Task) -> Any:
         return h + linear(jax.nn.gelu(linear(norm(h, p["norm2"], eps), p["mlp"]["up"])), p["mlp"]["down"]), None
 
     h = table[batch["inputs"]] + embed["positions"]["table"].astype(task.compute)[: task.size.length]
-    h, _ = jax.lax.scan(block, h, params["blocks"], unroll=task.model.layers if task.gpu else 1)
+    h, _ = jax.lax.scan(around(block), h, params["blocks"], unroll=unroll)
     h = norm(h, params["head"]["norm"], eps)
     logits = jnp.einsum("bsd,vd->bsv", h, table, preferred_element_type=jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def plain_jax(task: Task) -> Contender:
-    """Jitted, donated, parameters stacked and the blocks scanned."""
-    before = jax_memory()
+    """Jitted, donated, parameters stacked. Blocks are scanned, unrolled on GPUs: that spares copies of what the
+    backward pass needs."""
+    before, unroll = jax_memory(), task.model.layers if task.gpu else 1
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
 
     def update(state: Any, batch: PyTree) -> tuple[Any, Any]:
         params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch, task)
+        loss, grads = jax.value_and_grad(loss_of)(params, batch, task, unroll=unroll)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), (loss, optax.tree.norm(grads))
 
