@@ -456,6 +456,7 @@ def test_a_signal_to_one_host_stops_both(hosts: Callable[..., Launcher]) -> None
         jobs[rank // 2].until(f"ready{rank}")
     jobs[1].process.send_signal(signal.SIGTERM)
     assert [job.wait() for job in jobs] == [75, 75], jobs[0].err() + jobs[1].err()
+    assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -465,6 +466,7 @@ def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..
     jobs = [hosts(node, script, "--backoff", "0") for node in range(2)]
     assert [job.wait() for job in jobs] == [75, 75], jobs[0].err() + jobs[1].err()
     assert "restart" not in jobs[0].err() and "attempt 2" not in jobs[0].err()
+    assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
 
 
 def test_hosts_that_do_not_come(hosts: Callable[..., Launcher]) -> None:

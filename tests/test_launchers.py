@@ -139,6 +139,46 @@ def test_sbatch(alone: list[float], tmp_path: Path, name: str, options: list[str
     check(log.read_text(), tmp_path / "run", alone, processes)
 
 
+STOP = """
+job=$(sbatch --parsable --output={log} {recipe} {run} {options})
+until [ "$(cat {run}/metrics.jsonl 2> /dev/null | wc -l)" -ge 3 ]; do sleep 0.2; done
+scancel {whom} --signal=TERM "$job"
+until scontrol show job "$job" > {folder}/job && ! grep -Eq 'JobState=(RUNNING|COMPLETING)' {folder}/job; do
+    sleep 0.2
+done
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whom", "end"), [
+    ("--batch", "JobState=PENDING"),  # what SLURM does before the time limit
+    pytest.param("", "JobState=FAILED", marks=pytest.mark.exhaustive),  # the user: srun is ended, not the script
+])  # fmt: skip
+def test_a_job_that_slurm_stops_is_queued_again(tmp_path: Path, whom: str, end: str) -> None:
+    """With a checkpoint after the last step. srun meanwhile ends tasks that stay a little longer than the first."""
+    options = " ".join((*OPTIONS, "train.steps=100000", "devices.simulated=4"))
+    script = STOP.format(
+        log=tmp_path / "log", recipe=LAUNCH / "slurm_node.sbatch", run=tmp_path / "run", options=options, whom=whom,
+        folder=tmp_path,
+    )  # fmt: skip
+    in_slurm(tmp_path, "sh", "-c", script)
+    job, log = (tmp_path / "job").read_text(), (tmp_path / "log").read_text()
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert f"stopped after step {last}; the same command" in log
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+    assert end in job and f"Restarts={int(bool(whom))}" in job, job
+
+
+@pytest.mark.slow
+def test_srun_exits_with_the_highest_status(tmp_path: Path) -> None:
+    """What the scripts cannot rely on: 75 beside 1; 143 where --kill-on-bad-exit has ended a task."""
+    needs(*SLURM)
+    task = "[ $SLURM_PROCID = 1 ] && exit 75; sleep {}; exit 1"
+    srun = "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit={} sh -c '{}'; echo status=$?"
+    out = in_slurm(tmp_path, "sh", "-c", "\n".join((srun.format(0, task.format(0)), srun.format(1, task.format(20)))))
+    assert re.findall(r"^status=(\d+)$", out, re.MULTILINE) == ["75", "143"]
+
+
 @pytest.mark.slow
 def test_a_task_that_fails_fails_the_job(tmp_path: Path) -> None:
     """A wrong configuration: its status, and its one line, come through srun."""

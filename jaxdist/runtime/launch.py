@@ -307,7 +307,9 @@ class Supervisor:
             if not decided:
                 self.say("no connection to host 0" + ("" if self.signals else "; waiting for it"))
                 return (STOPPED if self.signals else None)
-            self.say(f"{self.describe(own)}; host 0 says " + ("again" if status is None else f"exit {status}"))
+            said = f"{self.describe(own)}; host 0 says " + ("again" if status is None else f"exit {status}")
+            orderly = status == STOPPED and set(own.statuses.values()) <= set(HALTED)
+            self.say("stopped; the same command goes on" if orderly else said)
             return status
         if isinstance(self.peers, First):
             status = self.ended(self.peers.settle(own, self.signals))
