@@ -141,7 +141,7 @@ class ParallelConfig:
         False, "between layers split over tensor, each of its devices has a part of the positions: docs/memory.md"
     )
     collective_matmul: bool = setting(
-        False, "with sequence_parallel: layers split over tensor send piece by piece while they multiply: docs/compiler.md"
+        False, "with sequence_parallel: layers split over tensor send in pieces while they multiply: docs/compiler.md"
     )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from levels import levels
 from test_layouts import Case, check_wide
 
-from jaxdist.collectives import make_group
-from jaxdist.config import ModelConfig
+from jaxdist.assemble import make_model
+from jaxdist.config import Config, ModelConfig, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
@@ -23,6 +23,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.nn.collective_matmul import gather_product, product_scatter
 from jaxdist.nn.sequence import sum_to_positions, whole_sequence
 from jaxdist.plan.ledger import ledger
+from jaxdist.precision import make_precision
 from jaxdist.step import make_train_step
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -162,3 +163,23 @@ def test_a_length_that_does_not_divide_is_one_line() -> None:
     step = own(product_scatter, in_specs=(P(None, None, "tensor"), P("tensor")), out_specs=P(None, "tensor"))
     with pytest.raises(UserError, match="6 positions are not divisible by tensor=4"):
         jax.eval_shape(step, jnp.zeros((1, 6, 4)), jnp.zeros((4, 8)))
+
+
+def without_option(config: ModelConfig, *, max_length: int, param_dtype: Any, sequence_parallel: bool) -> Any:
+    """A model of somebody else's that splits positions, and no more."""
+    return gpt(config, max_length=max_length, param_dtype=param_dtype, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_model_that_does_not_know_it_is_refused(asked: bool) -> None:
+    name = "test_collective_matmul.without_option"
+    config = Config(
+        model=ModelConfig(name=name, layers=1, width=32, heads=2, vocab=32),
+        parallel=ParallelConfig(sequence_parallel=True, collective_matmul=asked),
+    )
+    build = functools.partial(make_model, config, make_precision("fp32"), stages=1, training=True)
+    if not asked:
+        assert build().layers == 1
+        return
+    with pytest.raises(UserError, match="parallel.collective_matmul: true needs a model .* collective_matmul=True"):
+        build()

@@ -8,6 +8,10 @@ in n - 1 `ppermute`s of one direction: behind a switch (NVLink) a device sends b
 
 Gradients of kernels stay one product, of all positions: as a sum of n products they would be rounded n times.
 
+Two habits of XLA:GPU would undo the cut, and barriers keep it from them. It merges products that share an operand into
+one (the pass dot-merger), which waits for all pieces: the kernel of a round comes out of the round before. And it adds
+the sum that comes in inside the product, which then waits for it.
+
 Legend: B batch, S sequence, s positions of one device, I input width; kernels are [I, *O].
 """
 
@@ -22,7 +26,7 @@ from jaxdist.collectives.group import shift
 from jaxdist.nn.sequence import check_length
 from jaxdist.precision import accumulation_dtype
 
-Multiply = Callable[[jax.Array], jax.Array]
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]  # activations, kernel
 
 
 def gather_product(x_BsI: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -48,21 +52,22 @@ def _alike(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     return both
 
 
-def _times(kernel: jax.Array) -> Multiply:
-    return lambda x: jnp.tensordot(x, kernel, 1)
+def _times(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.tensordot(x, kernel, 1)
 
 
-def _times_transposed(kernel: jax.Array) -> Multiply:
+def _times_transposed(dy: jax.Array, kernel: jax.Array) -> jax.Array:
     dims = kernel.ndim - 1
-    return lambda dy: jnp.tensordot(dy, kernel, (tuple(range(2, 2 + dims)), tuple(range(1, 1 + dims))))
+    return jnp.tensordot(dy, kernel, (tuple(range(2, 2 + dims)), tuple(range(1, 1 + dims))))
 
 
 def _of_kernel(x_BSI: jax.Array, dy: jax.Array) -> jax.Array:
     return jnp.tensordot(x_BSI, dy, ((0, 1), (0, 1)))
 
 
-def _gather(multiply: Multiply, own: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(multiply(whole), whole): in round i each device multiplies what the i-th before it had, and passes it on."""
+def _gather(multiply: Multiply, own: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(multiply(whole, kernel), whole): in round i each device multiplies what the i-th before it had, and passes it
+    on."""
     group = make_group("tensor")
     assert group is not None
     n, s = group.n, own.shape[1]
@@ -76,25 +81,29 @@ def _gather(multiply: Multiply, own: jax.Array) -> tuple[jax.Array, jax.Array]:
     piece, product, whole = own, None, None
     for i in range(n):
         following = group.permute(piece, shift(n)) if i < n - 1 else piece
-        product, whole = put(product, multiply(piece), i), put(whole, piece, i)
+        result = multiply(piece, kernel)
+        following, result, kernel = lax.optimization_barrier((following, result, kernel))
+        product, whole = put(product, result, i), put(whole, piece, i)
         piece = following
     assert product is not None and whole is not None
     return product, whole
 
 
-def _scatter(multiply: Multiply, whole: jax.Array) -> jax.Array:
-    """This device's piece of the sum of multiply(whole): each sum starts behind the device that it is for, and comes
-    round to it."""
+def _scatter(multiply: Multiply, whole: jax.Array, kernel: jax.Array) -> jax.Array:
+    """This device's piece of the sum of multiply(whole, kernel): each sum starts behind the device that it is for, and
+    comes round to it."""
     group = make_group("tensor")
     assert group is not None
     n, s = group.n, whole.shape[1] // group.n
 
-    def part(i: int) -> jax.Array:
-        return multiply(lax.dynamic_slice_in_dim(whole, (group.rank - 1 - i) % n * s, s, axis=1))
+    def part(i: int, kernel: jax.Array) -> jax.Array:
+        return multiply(lax.dynamic_slice_in_dim(whole, (group.rank - 1 - i) % n * s, s, axis=1), kernel)
 
-    total = part(0)
+    total = part(0, kernel)
     for i in range(1, n):
-        come, own = group.permute(total, shift(n)), part(i)
+        come = group.permute(total, shift(n))
+        total, kernel = lax.optimization_barrier((total, kernel))
+        own = lax.optimization_barrier(part(i, kernel))
         wide = accumulation_dtype(own.dtype)
         total = (come.astype(wide) + own.astype(wide)).astype(own.dtype)
     return total
@@ -102,19 +111,17 @@ def _scatter(multiply: Multiply, whole: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _gather_product(x_BsI: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _gather(_times(kernel), x_BsI)[0]
+    return _gather(_times, x_BsI, kernel)[0]
 
 
-def _gather_product_forward(
-    x_BsI: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    y, x_BSI = _gather(_times(kernel), x_BsI)
+def _gather_product_forward(x_BsI: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    y, x_BSI = _gather(_times, x_BsI, kernel)
     return y, (x_BSI, kernel)
 
 
 def _gather_product_backward(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_BSI, kernel = saved
-    return _scatter(_times_transposed(kernel), dy), _of_kernel(x_BSI, dy)
+    return _scatter(_times_transposed, dy, kernel), _of_kernel(x_BSI, dy)
 
 
 _gather_product.defvjp(_gather_product_forward, _gather_product_backward)
@@ -122,18 +129,16 @@ _gather_product.defvjp(_gather_product_forward, _gather_product_backward)
 
 @jax.custom_vjp
 def _product_scatter(x_BSI: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _scatter(_times(kernel), x_BSI)
+    return _scatter(_times, x_BSI, kernel)
 
 
-def _product_scatter_forward(
-    x_BSI: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _product_scatter_forward(x_BSI: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _product_scatter(x_BSI, kernel), (x_BSI, kernel)
 
 
 def _product_scatter_backward(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_BSI, kernel = saved
-    dx_BSI, whole = _gather(_times_transposed(kernel), dy)
+    dx_BSI, whole = _gather(_times_transposed, dy, kernel)
     return dx_BSI, _of_kernel(x_BSI, whole)
 
 
