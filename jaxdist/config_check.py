@@ -264,6 +264,8 @@ def _check_collective_matmul(config: Config) -> None:
     parallel, precision = config.parallel, config.precision
     fp8 = precision.policy == "fp8"
     check_collective_matmul(parallel.collective_matmul, sequence_parallel=parallel.sequence_parallel, fp8=fp8)
+    if parallel.collective_matmul and config.mesh.pipe > 1:
+        check_conditions(pipeline_cond=parallel.pipeline_cond)
     per_op = precision.policy == "O1" if precision.per_op is None else precision.per_op
     if parallel.collective_matmul and per_op:
         raise UserError("parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
@@ -278,6 +280,14 @@ def check_collective_matmul(collective_matmul: bool, *, sequence_parallel: bool,
     if collective_matmul and fp8:
         raise UserError("parallel.collective_matmul: true multiplies piece by piece, and precision.policy 'fp8' scales"
                         " whole tensors; allowed: false; or precision.policy=bf16")  # fmt: skip
+
+
+def check_conditions(*, pipeline_cond: bool) -> None:
+    """Raise `UserError` for a pipeline whose stages take different branches: devices then meet in different rings. XLA
+    for CPUs lets all devices take part in a `ppermute`, and was seen to give wrong sums."""
+    if pipeline_cond:
+        raise UserError("parallel.collective_matmul: true sends inside a pipeline's stages, and parallel.pipeline_cond"
+                        " true puts these in conditions; allowed: false; or parallel.pipeline_cond=false")  # fmt: skip
 
 
 def _check_batch(config: Config, mesh: dict[str, int]) -> None:

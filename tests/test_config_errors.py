@@ -259,6 +259,8 @@ TOGETHER = [
          "parallel.sequence_parallel, which is false", "allowed: false", "parallel.sequence_parallel=true"),
     case("collective-matmul-fp8", b"parallel: {sequence_parallel: true, collective_matmul: true}\nprecision: fp8\n",
          "parallel.collective_matmul: true", "precision.policy 'fp8'", "precision.policy=bf16"),
+    case("collective-matmul-pipe", b"parallel: {sequence_parallel: true, collective_matmul: true, schedule: gpipe}\n"
+         b"mesh: {pipe: 2}\n", "parallel.collective_matmul: true", "parallel.pipeline_cond=false"),
     case("collective-matmul-per-op", b"parallel: {sequence_parallel: true, collective_matmul: true}\nprecision: O1\n",
          "parallel.collective_matmul: true", "precision.per_op", "precision.policy=O2"),
     case("scan-blocks-prefetch", b"model: {scan_blocks: 2}\nparallel: {prefetch: 1}\n", "model.scan_blocks: 2",

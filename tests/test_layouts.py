@@ -51,7 +51,7 @@ class Case(NamedTuple):
     pipe: int = 1
     schedule: str = "accumulate"
     scan_blocks: int = 1
-    collective_matmul: bool = False
+    collective_matmul: bool = False  # in a pipeline without conditions
 
     def __str__(self) -> str:
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
@@ -214,6 +214,7 @@ def run(case: Case, policy: str, steps: int) -> Reference:
     step = make_train_step(
         model, tx, mesh, strategy=case.strategy, schedule=case.schedule, microbatches=case.microbatches,
         precision=policy, grad_sync=sync_of(case), remat=case.remat, prefetch=case.prefetch, return_grads=True,
+        pipeline_cond=not case.collective_matmul,
     )  # fmt: skip
     losses, grads = [], []
     for i in range(steps):

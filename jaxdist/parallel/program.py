@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
+from jaxdist.config_check import check_conditions
 from jaxdist.config_memory import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
@@ -87,6 +88,11 @@ def _check(model: ModelDef, remat: Remat, *, isolated: bool, prefetch: int) -> N
         raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
 
 
+def _check_conditions(model: ModelDef, conditions: bool) -> None:
+    if model.collective_matmul:
+        check_conditions(pipeline_cond=conditions and bool(active_axes("pipe")))
+
+
 def _check_axes() -> None:
     if active_axes("context"):  # would be the same work twice
         raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
@@ -122,6 +128,7 @@ def make_program(
     choose = (by_condition if conditions else by_mask) if model.stages else None
 
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+        _check_conditions(model, conditions)
         return run("blocks", model.block, params, h, _fold(keys, layer))
 
     stack = _make_stack(gather, block, remat, gathers=again(units["blocks"]), choose=choose, unroll=model.scan_blocks)
@@ -139,6 +146,7 @@ def make_program(
 
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         _check_axes()
+        _check_conditions(model, True)  # the relay has one whatever is asked
         return relay(lambda h, chunk: blocks(diff, held, h, batch, chunk), embed(diff, held, batch), model.chunks)
 
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
