@@ -109,10 +109,12 @@ def make_model(
         raise UserError(f"precision.policy: 'fp8' needs a model that can be built with fp8=True, and model.name"
                         f" {config.model.name!r} takes no such option; allowed: a policy without float8, such as"
                         " bf16")  # fmt: skip
-    split = {"sequence_parallel": True} if config.parallel.sequence_parallel and training else {}
-    if split and not {"sequence_parallel", "keywords"} & known:
-        raise UserError(f"parallel.sequence_parallel: true needs a model that can be built with sequence_parallel=True,"
-                        f" and model.name {config.model.name!r} takes no such option; allowed: false")  # fmt: skip
+    asked = {key: True for key in ("sequence_parallel", "collective_matmul") if getattr(config.parallel, key)}
+    split = asked if training else {}
+    for key in split:
+        if not {key, "keywords"} & known:
+            raise UserError(f"parallel.{key}: true needs a model that can be built with {key}=True, and model.name"
+                            f" {config.model.name!r} takes no such option; allowed: false")  # fmt: skip
     model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **fp8, **split)
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 

@@ -140,6 +140,9 @@ class ParallelConfig:
     sequence_parallel: bool = setting(
         False, "between layers split over tensor, each of its devices has a part of the positions: docs/memory.md"
     )
+    collective_matmul: bool = setting(
+        False, "with sequence_parallel: layers split over tensor send in pieces while they multiply: docs/compiler.md"
+    )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
 

@@ -140,6 +140,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     check_flags(config.devices.xla.flags)
     _check_precision(config)
     _check_loss_scale(config)
+    _check_collective_matmul(config)
     config = replace(config, memory=with_offload(config.memory))
     rest = _rest_axis(asdict(config.mesh))
     if planned and rest is not None:
@@ -257,6 +258,36 @@ def _check_sequence(config: Config, tensor: int) -> None:
         raise UserError(f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
                         f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
                         " parallel.sequence_parallel=false")  # fmt: skip
+
+
+def _check_collective_matmul(config: Config) -> None:
+    parallel, precision = config.parallel, config.precision
+    fp8 = precision.policy == "fp8"
+    check_collective_matmul(parallel.collective_matmul, sequence_parallel=parallel.sequence_parallel, fp8=fp8)
+    if parallel.collective_matmul and config.mesh.pipe > 1:
+        check_conditions(pipeline_cond=parallel.pipeline_cond)
+    per_op = precision.policy == "O1" if precision.per_op is None else precision.per_op
+    if parallel.collective_matmul and per_op:
+        raise UserError("parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
+                        " would not cast; allowed: false; or precision.policy=O2")  # fmt: skip
+
+
+def check_collective_matmul(collective_matmul: bool, *, sequence_parallel: bool, fp8: bool) -> None:
+    """Raise `UserError` where `parallel.collective_matmul` lacks what it needs."""
+    if collective_matmul and not sequence_parallel:
+        raise UserError("parallel.collective_matmul: true cuts up the collectives of parallel.sequence_parallel, which"
+                        " is false; allowed: false; or parallel.sequence_parallel=true")  # fmt: skip
+    if collective_matmul and fp8:
+        raise UserError("parallel.collective_matmul: true multiplies piece by piece, and precision.policy 'fp8' scales"
+                        " whole tensors; allowed: false; or precision.policy=bf16")  # fmt: skip
+
+
+def check_conditions(*, pipeline_cond: bool) -> None:
+    """Raise `UserError` for a pipeline whose stages take different branches: devices then meet in different rings. XLA
+    for CPUs lets all devices take part in a `ppermute`, and was seen to give wrong sums."""
+    if pipeline_cond:
+        raise UserError("parallel.collective_matmul: true sends inside a pipeline's stages, and parallel.pipeline_cond"
+                        " true puts these in conditions; allowed: false; or parallel.pipeline_cond=false")  # fmt: skip
 
 
 def _check_batch(config: Config, mesh: dict[str, int]) -> None:

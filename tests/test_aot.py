@@ -143,6 +143,21 @@ def test_a_small_model_for_8_gpus(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "takes 8 GPUs; --hosts 3 --gpus-per-host 8 are 24" in wrong.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=f"nothing is compiled for GPUs here: {why_not()}")
+def test_pieces_of_a_collective_matmul_travel_beside_products(tmp_path: Path) -> None:
+    """XLA would merge the products of pieces into one, and send before and after it: see `nn.collective_matmul`."""
+    out, layout = tmp_path / "plan.json", ("mesh.fsdp=1", "mesh.tensor=8", "data.seq_len=4096", "data.global_batch=4")
+    both = ("parallel.sequence_parallel=true", "parallel.collective_matmul=true")
+    found = script("--config", ROOT / "configs" / "quickstart.yaml", "--json", out, *SMALL, *layout, *both)
+    assert found.returncode == 0, found.stderr
+    pieces = [each for each in json.loads(out.read_text())["overlap"]["travels"] if each["op"] == "ppermute"]
+    asked = 8 * 11 * 7  # layers, rings of a block with remat full, rounds
+    assert 0.95 * asked < sum(each["calls"] for each in pieces) <= asked
+    beside = [each for each in pieces if each["asynchronous"] and each["products"] >= 1]
+    assert sum(each["calls"] for each in beside) > 0.95 * asked
+
+
 def test_the_mesh_takes_all_gpus() -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
     with pytest.raises(UserError, match="data=2 fsdp=2 tensor=2 takes 8 GPUs; --hosts 3 --gpus-per-host 4 are 12"):

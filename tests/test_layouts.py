@@ -51,10 +51,12 @@ class Case(NamedTuple):
     pipe: int = 1
     schedule: str = "accumulate"
     scan_blocks: int = 1
+    collective_matmul: bool = False  # in a pipeline without conditions
 
     def __str__(self) -> str:
-        later = self[10:] if self[10:] != (False, 1, "accumulate", 1) else ()
-        return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later))
+        later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
+        last = ("collective_matmul",) if self.collective_matmul else ()
+        return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
 
 
 
@@ -203,14 +205,16 @@ def reference(config: ModelConfig, size: int, policy: str) -> Reference:
 def run(case: Case, policy: str, steps: int) -> Reference:
     mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
     model = gpt(
-        model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param, sequence_parallel=case.sequence
-    )
+        model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param, sequence_parallel=case.sequence,
+        collective_matmul=case.collective_matmul,
+    )  # fmt: skip
     tx = optimizer(deterministic=case.algorithm == "deterministic")
     target = state_target(model, tx, mesh, strategy=case.strategy)
     state = place_params(initial(model_config(case), policy), tx, target)
     step = make_train_step(
         model, tx, mesh, strategy=case.strategy, schedule=case.schedule, microbatches=case.microbatches,
         precision=policy, grad_sync=sync_of(case), remat=case.remat, prefetch=case.prefetch, return_grads=True,
+        pipeline_cond=not case.collective_matmul,
     )  # fmt: skip
     losses, grads = [], []
     for i in range(steps):

@@ -157,7 +157,8 @@ def test_rounds_that_are_alike_are_multiplied(inner: list[str], outer: list[str]
         assert mine.calls == other.calls and mine[8:11] == pytest.approx(other[8:11])
 
 
-def test_bytes_are_those_of_slices_where_only_slices_move() -> None:
+@pytest.mark.parametrize("opcode", ["fusion", "fusion-start"])
+def test_bytes_are_those_of_slices_where_only_slices_move(opcode: str) -> None:
     text = """HloModule test, is_scheduled=true
 
 %fused (a: f32[24,64], b: f32[24,64], i: s32[]) -> f32[24,64] {
@@ -174,7 +175,7 @@ ENTRY %main (a: f32[24,64], b: f32[24,64], i: s32[]) -> f32[24,64] {
   %i = s32[] parameter(2)
   ROOT %f = f32[24,64]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
 }
-"""
+""".replace("{1,0} fusion(", f"{{1,0}} {opcode}(")
     computations, entry = parse(text)
     body = computations[entry]
     assert Costs(computations).bytes(body["f"], body) == 64 * 4 + 64 * 4 + 4  # written, read, the index

@@ -4,6 +4,7 @@ Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ModelConfig, resolve_model
+from jaxdist.config_check import check_collective_matmul
 from jaxdist.nn import (
     MLP,
     Attention,
@@ -84,7 +86,7 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool) -> Block:
+def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool, collective_matmul: bool) -> Block:
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "resolve_model first"
     rope_theta = config.rope_theta if config.positions == "rope" else None
@@ -100,10 +102,11 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool) ->
         fp8=fp8,
         kernel=config.attention.replace("auto", "xla"),
         sequence=sequence,
+        collective_matmul=collective_matmul,
     )
     mlp = MLP(
         rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, fp8=fp8,
-        sequence=sequence,
+        sequence=sequence, collective_matmul=collective_matmul,
     )  # fmt: skip
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
     return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=sequence)
@@ -113,25 +116,33 @@ class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
     def __init__(
-        self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, fp8: bool = False, sequence: bool = False
-    ) -> None:
+        self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, fp8: bool = False, sequence: bool = False,
+        collective_matmul: bool = False,
+    ) -> None:  # fmt: skip
         self.embed = Embed(config, max_length, rngs, sequence=sequence)
-        self.blocks = nnx.List([_block(config, rngs, fp8=fp8, sequence=sequence) for _ in range(config.layers)])
+        block = functools.partial(_block, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul)
+        self.blocks = nnx.List([block(config, rngs) for _ in range(config.layers)])
         self.head = Head(config, rngs, sequence=sequence)
 
 
 def gpt(
     config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool = False, collective_matmul: bool = False,
 ) -> ModelDef:  # fmt: skip
     """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
     fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
     head do not. config.attention: "auto" is "xla" here, `jaxdist.assemble` knows what it runs on. sequence_parallel:
-    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence`)."""
+    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence`).
+    collective_matmul: the blocks' layers send piece by piece while they multiply (`jaxdist.nn.collective_matmul`).
+
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8."""
+    check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = resolve_model(config)
 
     def build(rngs: nnx.Rngs) -> GPT:
-        return GPT(full, max_length, rngs, fp8=fp8, sequence=sequence_parallel)
+        return GPT(
+            full, max_length, rngs, fp8=fp8, sequence=sequence_parallel, collective_matmul=collective_matmul
+        )
 
     return model_def(
         build, tied=bool(full.tied), param_dtype=param_dtype, scan_blocks=full.scan_blocks,

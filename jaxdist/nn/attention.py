@@ -90,15 +90,17 @@ class QKVProjection(nnx.Module):
 
     The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
     heads never need keys of another device. Names attention.qkv (`memory.remat`). fp8: see `jaxdist.nn.float8`.
-    sequence: h is this device's positions, q, k and v are of all.
+    sequence: h is this device's positions, q, k and v are of all. collective_matmul: see `ColumnParallelLinear`.
     """
 
     def __init__(
         self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, fp8: bool = False,
-        sequence: bool = False,
+        sequence: bool = False, collective_matmul: bool = False,
     ) -> None:  # fmt: skip
         features = kv_heads, heads // kv_heads + 2, width // heads
-        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, fp8=fp8, sequence=sequence)
+        self.linear = ColumnParallelLinear(
+            rngs, width, features, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
+        )
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
@@ -111,6 +113,7 @@ class Attention(nnx.Module):
     Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`). fp8: both
     projections multiply in float8; scores and their product with v do not. kernel: xla, or cudnn without dropout.
     sequence: input and output are this device's positions, see `jaxdist.nn.sequence`; heads see all of them.
+    collective_matmul: of both projections, see `jaxdist.nn.collective_matmul`.
     """
 
     def __init__(
@@ -127,10 +130,16 @@ class Attention(nnx.Module):
         fp8: bool = False,
         kernel: str = "xla",
         sequence: bool = False,
+        collective_matmul: bool = False,
     ) -> None:
         self.kernel = kernel
-        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, fp8=fp8, sequence=sequence)
-        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence)
+        self.qkv = QKVProjection(
+            rngs, width, heads, kv_heads, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
+        )
+        self.out = RowParallelLinear(
+            rngs, width, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence,
+            collective_matmul=collective_matmul,
+        )  # fmt: skip
         self.rope_theta = rope_theta
         self.dropout = dropout
 

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from jaxdist.collectives import psum, to_varying, varying_axes
+from jaxdist.nn.collective_matmul import gather_product, product_scatter
 from jaxdist.nn.float8 import product
 from jaxdist.nn.param import normal, zeros
 from jaxdist.nn.sequence import sum_to_positions, whole_sequence
@@ -27,20 +28,23 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 class ColumnParallelLinear(nnx.Module):
     """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in). fp8: the
-    product is taken in float8, see `jaxdist.nn.float8`. sequence: x is this device's positions, see `sequence`."""
+    product is taken in float8, see `jaxdist.nn.float8`. sequence: x is this device's positions, see `sequence`.
+    collective_matmul: with sequence, and not fp8: gathered piece by piece, see `collective_matmul`."""
 
     def __init__(
         self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool,
-        fp8: bool = False, sequence: bool = False,
+        fp8: bool = False, sequence: bool = False, collective_matmul: bool = False,
     ) -> None:  # fmt: skip
         spec = tuple("tensor" if dim == split else None for dim in range(len(features)))
         self.kernel = normal(rngs, (in_features, *features), in_features**-0.5, (None, *spec))
         self.bias = zeros(features, spec) if bias else None
-        self.fp8, self.sequence = fp8, sequence
+        self.fp8, self.sequence, self.collective_matmul = fp8, sequence, collective_matmul
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = whole_sequence(x) if self.sequence else x
-        y = product(x, self.kernel[...], fp8=self.fp8)
+        if self.collective_matmul:
+            y = gather_product(x, self.kernel[...])
+        else:
+            y = product(whole_sequence(x) if self.sequence else x, self.kernel[...], fp8=self.fp8)
         return y if self.bias is None else add_bias(y, self.bias[...])
 
 
@@ -49,18 +53,22 @@ class RowParallelLinear(nnx.Module):
 
     `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
     2.3). fp8: the product is taken in float8, see `jaxdist.nn.float8`. sequence: the result is this device's positions,
-    by a reduce-scatter, see `sequence`.
+    by a reduce-scatter, see `sequence`. collective_matmul: with sequence, and not fp8: summed piece by piece, see
+    `collective_matmul`.
     """
 
     def __init__(
         self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0,
-        fp8: bool = False, sequence: bool = False,
+        fp8: bool = False, sequence: bool = False, collective_matmul: bool = False,
     ) -> None:  # fmt: skip
         self.kernel = normal(rngs, (in_features, out_features), scale * in_features**-0.5, ("tensor", None))
         self.bias = zeros((out_features,), (None,)) if bias else None
-        self.fp8, self.sequence = fp8, sequence
+        self.fp8, self.sequence, self.collective_matmul = fp8, sequence, collective_matmul
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        part = product(x, self.kernel[...], fp8=self.fp8)
-        y = sum_to_positions(part) if self.sequence else psum(part, "tensor")
+        if self.collective_matmul:
+            y = product_scatter(x, self.kernel[...])
+        else:
+            part = product(x, self.kernel[...], fp8=self.fp8)
+            y = sum_to_positions(part) if self.sequence else psum(part, "tensor")
         return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum: once, not once a device

@@ -26,19 +26,22 @@ class MLP(nnx.Module):
 
     Names mlp.hidden, what the first product gives, mlp.activation, what `down` reads, and mlp.out (`memory.remat`).
     fp8: both products are taken in float8, see `jaxdist.nn.float8`. sequence: input and output are this device's
-    positions, see `jaxdist.nn.sequence`.
+    positions, see `jaxdist.nn.sequence`. collective_matmul: of both products, see `jaxdist.nn.collective_matmul`.
     """
 
     def __init__(
         self, rngs: nnx.Rngs, width: int, hidden: int, *, kind: str, bias: bool, out_scale: float, fp8: bool = False,
-        sequence: bool = False,
+        sequence: bool = False, collective_matmul: bool = False,
     ) -> None:  # fmt: skip
         gated = kind == "swiglu"
         self.up = ColumnParallelLinear(
             rngs, width, (2, hidden) if gated else (hidden,), split=1 if gated else 0, bias=bias, fp8=fp8,
-            sequence=sequence,
+            sequence=sequence, collective_matmul=collective_matmul,
         )  # fmt: skip
-        self.down = RowParallelLinear(rngs, hidden, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence)
+        self.down = RowParallelLinear(
+            rngs, hidden, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence,
+            collective_matmul=collective_matmul,
+        )  # fmt: skip
         self.gated = gated
 
     def __call__(self, x: jax.Array) -> jax.Array:

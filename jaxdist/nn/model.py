@@ -40,7 +40,8 @@ class ModelDef(NamedTuple):
     for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.arrange`. fp8: whether
     linear layers multiply in float8; the precision of a step must say the same. scan_blocks: blocks of one round of
     the loop over blocks; 0: all, no loop. columns: whether `embed` works column by column: given some columns (the last
-    dim) of its parameters it gives those of h.
+    dim) of its parameters it gives those of h. collective_matmul: whether linear layers send by `ppermute`, which no
+    condition may hold.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -57,6 +58,7 @@ class ModelDef(NamedTuple):
     fp8: bool = False
     scan_blocks: int = 1
     columns: bool = False
+    collective_matmul: bool = False
 
     @property
     def empty_rows(self) -> int:
@@ -103,6 +105,10 @@ def model_def(
         raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
 
+    def any_layer(option: str) -> bool:
+        nodes = (node for _, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Module))
+        return any(getattr(node, option, False) for node in nodes)
+
     def head_of(params: PyTree, embed: PyTree | None) -> tuple[Any, Any]:
         return nnx.merge(head_def, params), None if embed is None else nnx.merge(embed_def, embed)
 
@@ -125,6 +131,7 @@ def model_def(
         layers=len(split),
         tied=tied,
         columns=columns,
-        fp8=any(getattr(node, "fp8", False) for _, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Module)),
+        fp8=any_layer("fp8"),
+        collective_matmul=any_layer("collective_matmul"),
         scan_blocks=scan_blocks,
     )

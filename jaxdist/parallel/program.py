@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
+from jaxdist.config_check import check_conditions
 from jaxdist.config_memory import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
@@ -87,7 +88,15 @@ def _check(model: ModelDef, remat: Remat, *, isolated: bool, prefetch: int) -> N
         raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
 
 
-def _check_axes() -> None:
+def _block_of(model: ModelDef, *, conditions: bool) -> Callable[..., Any]:
+    """The model's block. Raises `UserError` where it would send by `ppermute` in a condition."""
+    if model.collective_matmul:
+        check_conditions(pipeline_cond=conditions and bool(active_axes("pipe")))
+    return model.block
+
+
+def _check_axes(model: ModelDef) -> None:
+    _block_of(model, conditions=True)  # `relay` has one, whatever is asked of the schedules
     if active_axes("context"):  # would be the same work twice
         raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
 
@@ -121,7 +130,7 @@ def make_program(
     choose = (by_condition if conditions else by_mask) if model.stages else None
 
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
-        return run("blocks", model.block, params, h, _fold(keys, layer))
+        return run("blocks", _block_of(model, conditions=conditions), params, h, _fold(keys, layer))
 
     stack = _make_stack(gather, block, remat, gathers=again(units["blocks"]), choose=choose, unroll=model.scan_blocks)
 
@@ -137,7 +146,7 @@ def make_program(
         return head_unit(diff["head"], held["head"], tied, h, batch)
 
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
-        _check_axes()
+        _check_axes(model)
         return relay(lambda h, chunk: blocks(diff, held, h, batch, chunk), embed(diff, held, batch), model.chunks)
 
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +180,7 @@ def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Ca
     """The loss of a model whose communication runs ahead of its computation."""
 
     def loss(diff: PyTree, held: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        _check_axes()
+        _check_axes(ends.model)
         h = ends.embedded(diff, held, batch)
         riders, riding, head = ends.riders(diff, held, h, batch)
         own = blocks_of_chunk(diff["blocks"], held["blocks"], 0, chunks=1, counts=())

@@ -115,7 +115,7 @@ class Costs:
     def bytes(self, own: Instruction, inside: Computation) -> float:
         """Bytes read and written in memory. Of what a fusion only slices, or updates a slice of, the slice counts."""
         body = self.computations.get(own.called() or "")
-        if own.opcode != "fusion" or body is None:
+        if own.opcode.removesuffix("-start") != "fusion" or body is None:
             return nbytes(own.shape) + sum(nbytes(inside[each].shape) for each in own.operands if each in inside)
         return _written(body) + sum(_read_of_parameters(body))
 
