@@ -32,8 +32,9 @@ def apply(equation: Any, operands: Sequence[Any]) -> list[Any]:
     if not list(jaxprs_in_params(equation.params)):
         grown = {axis for operand in operands for axis in _axes(operand)}
         operands = [_vary(operand, grown) for operand in operands]
-    params = equation.primitive.get_bind_params(equation.params)  # with the rules of a custom_vjp as functions
-    found = equation.primitive.bind(*operands, **params)
+    with equation.ctx.manager:  # settings that held where it was traced, such as the width of numbers
+        params = equation.primitive.get_bind_params(equation.params)  # with the rules of a custom_vjp as functions
+        found = equation.primitive.bind(*operands, **params)
     return list(found) if equation.primitive.multiple_results else [found]
 
 
@@ -61,7 +62,7 @@ def evaluate(
         operands, inner = [read(known, atom) for atom in equation.invars], list(jaxprs_in_params(equation.params))
         if equation.primitive.name in calls and len(inner) == 1:
             called, consts = getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ())
-            with where_written(equation):
+            with where_written(equation), equation.ctx.manager:
                 results = evaluate(called, consts, operands, bind, calls=calls)
         else:
             results = bind(equation, operands)

@@ -30,8 +30,8 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def erf_inv(x: jax.Array) -> jax.Array:
-    """The inverse error function in fp32, as `jax.lax.erf_inv` but for the last bits: that of jax 0.12 on CPUs rounds
-    otherwise where the last dim is below 8."""
+    """The inverse error function, computed in fp32: `jax.lax.erf_inv` but for the last bits. That of jax 0.12 on CPUs
+    rounds otherwise where the last dim is below 8."""
     wide = x.astype(jnp.float32)
     w = -jnp.log(rounded((1 - wide) * (1 + wide)))
     near = w < 5
@@ -48,9 +48,9 @@ def products_rounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def rounding(equation: Any, operands: Sequence[Any]) -> list[Any]:
         name = equation.primitive.name
-        if name == "erf_inv" and jnp.finfo(operands[0].dtype).bits <= 32:
-            with interpret.where_written(equation):
-                return [erf_inv(operands[0])]
+        if name == "erf_inv" and jnp.finfo(equation.invars[0].aval.dtype).bits <= 32:
+            with interpret.where_written(equation), equation.ctx.manager:
+                return [erf_inv(jnp.asarray(operands[0], equation.invars[0].aval.dtype))]
         results = interpret.bind(equation, operands)
         if name in PRODUCTS:
             results = [rounded(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in results]

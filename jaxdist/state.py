@@ -151,7 +151,7 @@ def allocate(
     target: TrainState,
 ) -> TrainState:
     """Initialise directly into the layout of `target`: no device ever holds more than its part. The parameters are the
-    same bits in every layout."""
+    same bits in every layout, as far as `products_rounded` goes."""
 
     def make(key: jax.Array) -> TrainState:
         return fresh_state(products_rounded(make_params)(key), optimizer, target.residual)

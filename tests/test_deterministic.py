@@ -23,7 +23,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, with_rounded_products
 from jaxdist.parallel.sync import GradSync
 from jaxdist.precision import make_precision
-from jaxdist.rounding import erf_inv, rounded
+from jaxdist.rounding import erf_inv, products_rounded, rounded
 
 ROOT = Path(__file__).parent.parent
 ROWS, LENGTH, VOCAB, STEPS = 16, 8, 64, 10
@@ -180,6 +180,19 @@ def test_inverse_error_function_is_the_same_bits_in_every_shape(columns: int) ->
     exact = [NormalDist().inv_cdf((1 + float(each)) / 2) / 2**0.5 for each in x[1:-1:16]]
     np.testing.assert_allclose(want[1:-1:16], exact, rtol=1e-6)
     assert want[0] == -np.inf and want[-1] == np.inf
+
+
+def test_what_is_drawn_is_what_the_model_draws() -> None:
+    """Also under a setting that holds for a part of it, and of a number that is no array."""
+
+    def draw(key: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.threefry_partitionable(False):
+            old = jax.random.normal(key, (7,))
+        return old, jax.random.truncated_normal(key, -2, 2, (7,)), jax.lax.erf_inv(0.5)
+
+    key = jax.random.key(0)
+    for want, got in zip(draw(key), jax.jit(products_rounded(draw))(key), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_products_of_an_optimizer_are_rounded_wherever_they_stand() -> None:

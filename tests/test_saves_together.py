@@ -27,9 +27,13 @@ def broken(how: str, rank: int, folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if (how, rank) == ("arrays", 1):
             told, future = together._Told, SimpleNamespace(result=fail)
-            patch.setattr(together, "_Told", lambda _: told(future))
+            patch.setattr(together, "_Told", lambda _, saves: told(future, saves))
         if (how, rank) == ("merging", 0):
             patch.setattr(Merging, "fails", True)
+        if (how, rank) == ("metadata", 0):
+            from orbax.checkpoint._src.metadata.checkpoint import _MetadataStoreImpl
+
+            patch.setattr(_MetadataStoreImpl, "write", fail)
         if (how, rank) == ("checksums", 0):
             patch.setattr(integrity, "seal", fail)
         if (how, rank) == ("folder", 0):
@@ -56,14 +60,14 @@ class Merging:
         ocp.PyTreeCheckpointHandler.finalize = lambda *arguments: fail() if cls.fails else merge(*arguments)
 
 
-def save_three_times(rank: int, place: str, how: str) -> None:
+def joined() -> Any:
+    """A function of a step to its state, split over the devices of the job, which this process joins."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     jax.config.update("jax_platforms", "cpu")
-    from jaxdist.checkpoint import Checkpoints, SaveFailed
     from jaxdist.runtime.job import describe_job
     from jaxdist.runtime.join import join
     from jaxdist.state import TrainState
@@ -71,18 +75,40 @@ def save_three_times(rank: int, place: str, how: str) -> None:
     job = describe_job(os.environ)
     assert job is not None
     join(job)
+    mesh, rows = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), jax.device_count()
+    layout = TrainState(NamedSharding(mesh, P()), {"w": NamedSharding(mesh, P("data"))}, ())  # type: ignore[arg-type]
+    make = jax.jit(lambda step: TrainState(step, {"w": jnp.full((rows, 10), step)}, ()), out_shardings=layout)
+    return lambda step: make(jnp.int32(step))
+
+
+def save_in_two_places(rank: int, place: str) -> None:
+    """At the same time, the same steps."""
+    make = joined()
+    from jaxdist.checkpoint import Checkpoints
+
+    first, second = (Checkpoints(Path(place, name), keep=8) for name in "ab")
+    with first, second:
+        for step in range(1, 9):
+            first.save(step, make(step), {})
+            second.save(step, make(step), {})
+            first.wait()
+            second.wait()
+        intact = [each.newest_intact(lambda line: pytest.fail(line)) for each in (first, second)]
+    Path(place, str(rank)).write_text(json.dumps(intact))
+
+
+def save_three_times(rank: int, place: str, how: str) -> None:
+    make = joined()
+    from jaxdist.checkpoint import Checkpoints, SaveFailed
+
     Merging.plant()
     folder = Path(place, "checkpoints")
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    layout = TrainState(NamedSharding(mesh, P()), {"w": NamedSharding(mesh, P("data"))}, ())  # type: ignore[arg-type]
-    rows = jax.device_count()
-    make = jax.jit(lambda step: TrainState(step, {"w": jnp.full((rows, 10), step)}, ()), out_shardings=layout)
     said = []
     with Checkpoints(folder, keep=3) as checkpoints:
         for step in (1, 2, 3):
             try:
                 with broken(how if step == 2 else "", rank, folder):
-                    checkpoints.save(step, make(jnp.int32(step)), {})
+                    checkpoints.save(step, make(step), {})
                     checkpoints.wait()
                 said.append("saved")
             except SaveFailed as error:
@@ -95,6 +121,7 @@ def save_three_times(rank: int, place: str, how: str) -> None:
     ("arrays", ["another process could not", "No space left on device"]),
     ("merging", ["No space left on device", "another process could not"]),
     ("checksums", ["No space left on device", "another process could not"]),
+    ("metadata", ["No space left on device", "another process could not"]),
     ("folder", ["Not a directory", "another process could not"]),
 ])  # fmt: skip
 def test_a_save_that_one_process_cannot_write(how: str, why: list[str], tmp_path: Path) -> None:
@@ -103,3 +130,8 @@ def test_a_save_that_one_process_cannot_write(how: str, why: list[str], tmp_path
         assert json.loads((tmp_path / str(rank)).read_text()) == ["saved", why[rank], "saved", 3]
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == (["3"] if how == "folder" else ["1", "3"])
+
+
+def test_saves_in_two_places_at_once(tmp_path: Path) -> None:
+    spawn(save_in_two_places, 2, args=(str(tmp_path),))
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[8, 8], [8, 8]]

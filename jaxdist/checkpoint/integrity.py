@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
-from jaxdist.checkpoint.together import saves
+from jaxdist.checkpoint.together import Together
 
 CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
@@ -186,6 +186,13 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """The folder of a save under way. Its commit is orbax's with a stop in between: when every process has written and
     orbax its last file, process 0 adds the checksums; only then does the folder get the name of its step."""
 
+    saves: Together
+
+    @classmethod
+    def of(cls, saves: Together) -> type["SealedFolder"]:
+        """The class for the saves of one `Checkpoints`: orbax makes the folders."""
+        return type(cls.__name__, (cls,), {"saves": saves})
+
     @classmethod
     def from_final(cls, final_path: Any, **options: Any) -> Any:
         """As orbax's. The folders of items, inside the one of a step, remain orbax's."""
@@ -201,7 +208,7 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     async def finalize(self) -> None:
         """Runs on process 0, in a thread of orbax: training goes on."""
-        with saves.telling():
+        with self.saves.telling():
             await super().finalize()
             between, final = Path(super().get_final()), Path(self.get_final())
             seal(between, int(final.name))

@@ -30,7 +30,7 @@ from jaxdist.agree import anywhere, from_first
 from jaxdist.checkpoint.blocks import as_saved, between, in_model_order, in_order_of, saved_order
 from jaxdist.checkpoint.integrity import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
 from jaxdist.checkpoint.retention import Retention
-from jaxdist.checkpoint.together import FailedElsewhere, saves, telling
+from jaxdist.checkpoint.together import FailedElsewhere, Together, telling
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard, tree_is_finite
 from jaxdist.specs import path_name
@@ -51,10 +51,10 @@ class SaveFailed(Exception):
     """A checkpoint that is not there: step, and why, in one line."""
 
     def __init__(self, step: int, error: Exception | None) -> None:
-        if error is None or isinstance(error, FailedElsewhere):
-            self.step, self.why = step, "another process could not"
-        else:
-            self.step, self.why = step, _why(error)
+        if isinstance(error, FailedElsewhere) and isinstance(error.__context__, OSError | ValueError):
+            error = error.__context__  # orbax met the others while it raised
+        known = None if isinstance(error, FailedElsewhere) else error
+        self.step, self.why = step, "another process could not" if known is None else _why(known)
         super().__init__(f"checkpoint of step {step} was not saved: {self.why}")
 
 
@@ -83,19 +83,21 @@ class Checkpoints:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
         self._folder, self._order = folder.absolute(), between(None, order)
-        self._retention = Retention(keep, keep_every, keep_best)
+        self._retention, self._saves = Retention(keep, keep_every, keep_best), Together()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention, create=True, cleanup_tmp_directories=True,
-            enable_async_checkpointing=True, temporary_path_class=SealedFolder,
+            enable_async_checkpointing=True, temporary_path_class=SealedFolder.of(self._saves),
             # Where that fails in a thread, orbax leaves other threads to wait for it, and the interpreter for them.
-            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=saves.meet),
+            async_options=ocp.options.AsyncOptions(
+                create_directories_asynchronously=False, barrier_sync_fn=self._saves.meet
+            ),
             lightweight_initialize=True,  # reads nothing of a step, which may be damaged
         )  # fmt: skip
         # Handlers given up front: without them a manager that has not saved yet cannot tell what a checkpoint holds.
         # Trained numbers shrink by 8 %, for five times the processor time of a save.
         arrays = lambda: ocp.PyTreeCheckpointHandler(use_compression=False)  # noqa: E731
         items = {"state": arrays(), "residual": arrays(), "meta": ocp.JsonCheckpointHandler()}
-        handlers = {name: telling(handler) for name, handler in items.items()}
+        handlers = {name: telling(handler, self._saves) for name, handler in items.items()}
         self._is_finite = jax.jit(tree_is_finite)
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
@@ -200,7 +202,7 @@ class Checkpoints:
             items["residual"] = ocp.args.PyTreeSave(state.residual)
         self._check_room(step)
         self._retention.losses[step], self._began = math.nan if loss is None else loss, time.time()
-        saves.begin()
+        self._saves.begin()
         try:
             saved = self._manager.save(step, args=ocp.args.Composite(**items))
         except _FAILURES as error:
@@ -345,6 +347,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except _FAILURES as error:
+            self._drain()
             if jax.process_index() != 0 or not (self._folder / str(step)).is_dir():
                 return step, error
             self._manager.reload()  # it has its name, which is given last
@@ -355,6 +358,18 @@ class Checkpoints:
             ended = (self._folder / str(step) / CHECKSUMS).stat().st_mtime  # the last file
             self.longest_save = max(self.longest_save, min(ended, time.time()) - self._began)
         return step, None if landed else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def _drain(self) -> None:
+        """Wait for the rest of a save that failed. Orbax goes on in threads that nobody waits for then, and raises what
+        they ran into in the next save."""
+        parts = self._manager._checkpointer, self._manager._non_blocking_metadata_store
+        for part in parts:
+            for _ in range(10):  # each failure is raised once; the first one is told
+                try:
+                    part.wait_until_finished()
+                    break
+                except _FAILURES:
+                    continue
 
     def close(self) -> None:
         """Wait for a save under way, then let go of everything. Raises `SaveFailed` of this process: unlike `wait`, it

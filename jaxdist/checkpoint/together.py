@@ -4,8 +4,10 @@ Orbax makes the processes wait for each other while they save. One that fails do
 for 20 minutes. Here they wait in the store of the job's coordinator, and look now and then whether one has failed.
 """
 
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,16 +24,20 @@ class FailedElsewhere(Exception):
 
 
 class Together:
-    """The saves of this process, by number: the same on all processes of the job, which save the same steps."""
+    """The saves of one `Checkpoints`: all processes of the job make the same ones, in the same order."""
 
     def __init__(self) -> None:
-        self._number, self._over = 0, False
+        self._save, self._over, self._uses = 0, False, Counter[str]()
+        self._lock = threading.Lock()  # orbax meets in the main thread and in one of its own
+        self._folder = KEY
+        if place().processes > 1:  # the same number on all processes, which make their `Checkpoints` in the same order
+            self._folder += f"/{job_state().client.key_value_increment(f'{KEY}/made/{place().rank}', 1)}"
 
     def begin(self) -> None:
         """The next save begins on this process."""
-        self._number, self._over = self._number + 1, False
         if place().processes > 1 and place().rank == 0:
-            job_state().client.key_value_delete(f"{KEY}/{self._number - 1}/")  # a folder; all have ended that save
+            job_state().client.key_value_delete(f"{self._folder}/{self._save}/")  # a folder; all have ended that save
+        self._save, self._over, self._uses = self._save + 1, False, Counter()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -50,6 +56,9 @@ class Together:
         here = place()
         if here.processes == 1 or self._over:
             return
+        with self._lock:
+            self._uses[key] += 1
+            key = f"{key}/{self._uses[key]}"
         self._set(f"{key}/{here.rank}")
         until = time.monotonic() + timeout_ms / 1000
         if here.rank == 0:
@@ -60,38 +69,37 @@ class Together:
             self._wait(f"{key}/all", until)
 
     def _set(self, key: str) -> None:
-        job_state().client.key_value_set(f"{KEY}/{self._number}/{key}", "1", allow_overwrite=True)
-
-    def _get(self, key: str, seconds: float) -> bool:
-        """Whether the key is there within so many seconds."""
-        try:
-            job_state().client.blocking_key_value_get(f"{KEY}/{self._number}/{key}", max(1, int(seconds * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return False
-        return True
+        job_state().client.key_value_set(f"{self._folder}/{self._save}/{key}", "1", allow_overwrite=True)
 
     def _wait(self, key: str, until: float) -> None:
-        while not self._get(key, LOOK_S):
-            if self._get("failed", 0):
+        client, folder = job_state().client, f"{self._folder}/{self._save}"
+        while not found(client.blocking_key_value_get, f"{folder}/{key}", int(LOOK_S * 1000)):
+            if found(client.key_value_try_get, f"{folder}/failed"):
                 self._over = True
                 raise FailedElsewhere
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer to {key}")
 
 
-saves = Together()  # one a process, as the coordinator's store is
+def found(get: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a key is there, by a way of looking for it."""
+    try:
+        get(*arguments)
+    except jax.errors.JaxRuntimeError as error:
+        if not any(status in str(error) for status in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            raise
+        return False
+    return True
 
 
 class _Told:
     """A future of a handler that tells."""
 
-    def __init__(self, future: Any) -> None:
-        self._future = future
+    def __init__(self, future: Any, saves: Together) -> None:
+        self._future, self._saves = future, saves
 
     def result(self, timeout: float | None = None) -> Any:
-        with saves.telling():
+        with self._saves.telling():
             return self._future.result(timeout)
 
     def cancel(self) -> bool | None:
@@ -99,14 +107,14 @@ class _Told:
         return self._future.cancel()
 
 
-def telling(handler: Any) -> Any:
+def telling(handler: Any, saves: Together) -> Any:
     """An orbax handler whose failures are those of every process. (Orbax looks handlers up by their very class.)"""
     save, end = handler.async_save, handler.finalize
 
     async def async_save(*arguments: Any, **keywords: Any) -> list[Any]:
         with saves.telling():
             futures = await save(*arguments, **keywords)
-        return [_Told(future) for future in futures or []]
+        return [_Told(future, saves) for future in futures or []]
 
     def finalize(*arguments: Any, **keywords: Any) -> Any:
         with saves.telling():
