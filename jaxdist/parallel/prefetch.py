@@ -111,9 +111,9 @@ class _Ahead(NamedTuple):
         (diff, held, riding, saved, late, (end, unit), reduce_first, reduce_last), (dh, dwhole) = residuals, given
         count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
 
-        def again(i: jax.Array | int, dh: jax.Array) -> PyTree:
+        def again(i: jax.Array | int, done: PyTree) -> PyTree:
             if count <= 4 or isinstance(i, int):  # loops of one round are unrolled
-                i = known_after(dh, i)
+                i = known_after(done, i)
             return self.inner.again(diff, held, i, saved[0].wanted)  # the same is wanted of all blocks
 
         def turn(carry: PyTree, i: jax.Array | int, saved: PyTree, before: PyTree) -> PyTree:
@@ -127,10 +127,10 @@ class _Ahead(NamedTuple):
         behind, dh = end(unit, dh)
         carry = held_back(dh, behind), late and late[1], behind, None, grads, slices
         if count > 1:
-            carry = turn(carry, count - 2, late[0], again(count - 3, dh) if count > 2 else None)
+            carry = turn(carry, count - 2, late[0], again(count - 3, (carry[0], behind)) if count > 2 else None)
         if count > 3:  # a scan of none would still be counted by who reads the program
             carry, _ = lax.scan(
-                lambda carry, i: (turn(carry, i, at(saved, i), again(i - 1, carry[0])), None),
+                lambda carry, i: (turn(carry, i, at(saved, i), again(i - 1, (carry[0], carry[2]))), None),
                 carry, jnp.arange(count - 3, 0, -1),
             )  # fmt: skip
         if count > 2:
