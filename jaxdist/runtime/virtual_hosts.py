@@ -29,11 +29,9 @@ from typing import IO, Any, Literal, NamedTuple
 from jaxdist.errors import UserError
 
 MAX_HOSTS = 64
-INTERFACE = "eth0"
-NETWORK = "10.88.0"  # no run sees another's, nor the machine's own network
+INTERFACE, NETWORK = "eth0", "10.88.0"  # no run sees another's, nor the machine's own network
 PORT = 9999  # of the coordinator, on host 0
-TAIL = 20  # lines of output kept of each host where all of it is shown anyway
-POLL_S = 0.01
+TAIL, POLL_S = 20, 0.01  # lines of output kept of each host where all of it is shown anyway; seconds
 NAME = re.compile(r"vhosts-(\d+)-(\d+)-[0-9a-f]{6}-(?:host\d+|switch|probe)")  # PID, its start time, a random part
 NAMESPACES, ETC = Path("/run/netns"), Path("/etc/netns")
 # COMMAND is process 2 of its PID namespace: process 1 is deaf to signals that it does not handle. Process 1 is a shell
@@ -194,7 +192,9 @@ def _build(name: str, links: Sequence[Link]) -> None:
     others = "".join(f"{NETWORK}.{index + 1} host{index}\n" for index in range(len(links)))
     for index, link in enumerate(links):
         host, port, address = f"{name}-host{index}", f"port{index}", f"{NETWORK}.{index + 1}"
-        (ETC / host).mkdir(parents=True)
+        while not (ETC / host).is_dir():
+            with contextlib.suppress(FileNotFoundError):  # another run removes ETC while that is empty
+                (ETC / host).mkdir(parents=True)
         (ETC / host / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{others}")
         _do("ip", "netns", "add", host)
         _do("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host)
