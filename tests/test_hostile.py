@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxdist import checkpoint_command
 from jaxdist.checkpoint.integrity import CHECKSUMS, check, seal
 from jaxdist.config import Config, load_config
 from jaxdist.errors import UserError
@@ -164,12 +166,27 @@ def test_a_run_directory_from_elsewhere(
         raised = None
         try:
             assert train(config, tmp_path / "run") == 0
-        except Exception as error:  # of orbax mostly
+        except UserError as error:
             raised = error
         assert (raised is None) == (attack in HARMLESS), raised
+        assert str(raised).isprintable() and len(str(raised)) < 1000
     assert content(outside) == before
     assert {path.name for path in tmp_path.iterdir()} == {"run", "outside"}
     assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # of orbax, about what it finds
+@pytest.mark.parametrize("attack", ["pickles for arrays", "pickles for orbax's tables", "a pickle for the record"])
+def test_an_export_from_elsewhere(attack: str, origin: Path, outside: Path, tmp_path: Path) -> None:
+    shutil.copytree(origin / "run", tmp_path / "run")
+    ATTACKS[attack](tmp_path / "run", outside)
+    before = content(outside)
+    command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", vocab=None)
+    with pytest.raises(UserError, match=r"^/.*/2 cannot be read, though no file of it was damaged \(.+\)") as error:
+        checkpoint_command.run(command, None)
+    assert str(error.value).isprintable()
+    assert content(outside) == before
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", [

@@ -8,8 +8,6 @@ import hashlib
 import json
 import os
 import re
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
+from jaxdist.checkpoint.beside import step_back
 from jaxdist.checkpoint.together import Together
 
 CHECKSUMS = "checksums.json"
@@ -71,21 +70,13 @@ def _digest_or_error(path: Path, cancel: Event) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def _step_back() -> None:
-    """Where all cores are busy, this thread gets a tenth of one: on Linux, where threads have priorities of their own.
-    The least priority would make a save last for minutes there."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 10))
-
-
 def _digests(
     paths: list[Path], one: Callable[[Path, Event], str] = _digest, cancel: Event | None = None, *, urgent: bool = True
 ) -> list[str]:
     """By several threads: hashlib lets go of the interpreter. They end with this call, soon if it is interrupted, or
     with `Cancelled` once `cancel` is set."""
     cancel = Event() if cancel is None else cancel
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=None if urgent else _step_back) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=None if urgent else step_back) as pool:
         try:
             return list(pool.map(one, paths, [cancel] * len(paths)))
         except BaseException:

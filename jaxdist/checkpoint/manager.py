@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import time
 import warnings
@@ -27,10 +26,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.agree import anywhere, from_first
+from jaxdist.checkpoint.beside import own_copy, writers_step_back
 from jaxdist.checkpoint.blocks import as_saved, between, in_model_order, in_order_of, saved_order
+from jaxdist.checkpoint.failures import FAILURES, SaveFailed, reading, why
 from jaxdist.checkpoint.integrity import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
 from jaxdist.checkpoint.retention import Retention
-from jaxdist.checkpoint.together import FailedElsewhere, Together, telling
+from jaxdist.checkpoint.together import Together, telling
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard, tree_is_finite
 from jaxdist.specs import path_name
@@ -47,28 +48,7 @@ def _restoring(target: Any) -> ocp.args.CheckpointArgs:
     return ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
 
 
-class SaveFailed(Exception):
-    """A checkpoint that is not there: step, and why, in one line."""
-
-    def __init__(self, step: int, error: Exception | None) -> None:
-        if isinstance(error, FailedElsewhere) and isinstance(error.__context__, OSError | ValueError):
-            error = error.__context__  # orbax met the others while it raised
-        known = None if isinstance(error, FailedElsewhere) else error
-        self.step, self.why = step, "another process could not" if known is None else _why(known)
-        super().__init__(f"checkpoint of step {step} was not saved: {self.why}")
-
-
-def _why(error: Exception) -> str:
-    """What the system said, if that is known; else the beginning of what orbax makes of it, which can be kilobytes."""
-    code = error.errno if isinstance(error, OSError) else None
-    if found := re.search(r"os_error_code='(\d+)'", str(error)):
-        code = int(found[1])
-    text = " ".join(str(error).split())
-    return os.strerror(code) if code else f"{type(error).__name__}: {text[:200]}"
-
-
 DAMAGED = ".damaged"  # in the names of folders that were moved aside
-_FAILURES = (OSError, ValueError, FailedElsewhere)  # of the file system, by Python and by tensorstore
 
 
 class Checkpoints:
@@ -102,7 +82,7 @@ class Checkpoints:
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
         except OSError as error:
-            raise UserError(f"{str(folder)!r} cannot hold checkpoints: {_why(error)}; use another --run-dir") from error
+            raise UserError(f"{str(folder)!r} cannot hold checkpoints: {why(error)}; use another --run-dir") from error
         for step in self._manager.all_steps():
             self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
         self._under_way: int | None = None
@@ -179,7 +159,7 @@ class Checkpoints:
         try:
             (self._folder / str(step)).rename(self._folder / name)
         except OSError as error:
-            what = f"checkpoint of step {step} in {self._folder} is damaged and cannot be moved aside: {_why(error)}"
+            what = f"checkpoint of step {step} in {self._folder} is damaged and cannot be moved aside: {why(error)}"
             raise UserError(f"{what}; move it away") from error
         return name
 
@@ -195,7 +175,7 @@ class Checkpoints:
         self.wait()
         if self.failed is not None and jax.process_index() == 0:
             self._clear()
-        state = state if self._order is None else in_model_order(state, self._order)
+        state = own_copy(state) if self._order is None else in_model_order(state, self._order)
         record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
         items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}
         if jax.tree.leaves(state.residual):
@@ -205,11 +185,12 @@ class Checkpoints:
         self._saves.begin()
         try:
             saved = self._manager.save(step, args=ocp.args.Composite(**items))
-        except _FAILURES as error:
+        except FAILURES as error:
             if jax.process_count() > 1:
                 raise  # the others wait in orbax: only the end of this process tells them
             self._fail(step, error)
         assert saved, f"orbax declined to save step {step}"
+        writers_step_back()
         self._under_way = step
 
     def _check_room(self, step: int) -> None:
@@ -237,7 +218,8 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The record saved with a step."""
-        found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        with reading(f"checkpoint of step {step}"):
+            found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         return {key: value for key, value in found.items() if key != RECORD}
 
     def restore(self, step: int, target: TrainState) -> TrainState:
@@ -254,7 +236,10 @@ class Checkpoints:
         return in_order_of(target, self._restored(step, as_saved(target, rows, saved)), rows)
 
     def _restored(self, step: int, target: TrainState) -> TrainState:
-        """With blocks in the order in which they were saved."""
+        with reading(f"checkpoint of step {step}"):
+            return self._in_saved_order(step, target)
+
+    def _in_saved_order(self, step: int, target: TrainState) -> TrainState:
         unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # saved before there was one
         asked = target._replace(guard=()) if unguarded else target
         self._check(step, asked)
@@ -346,12 +331,12 @@ class Checkpoints:
         step, self._under_way = self._under_way, None
         try:
             self._manager.wait_until_finished()
-        except _FAILURES as error:
+        except FAILURES as error:
             self._drain()
             if jax.process_index() != 0 or not (self._folder / str(step)).is_dir():
                 return step, error
             self._manager.reload()  # it has its name, which is given last
-            warnings.warn(f"checkpoint of step {step} is saved, but an old one is not removed: {_why(error)}",
+            warnings.warn(f"checkpoint of step {step} is saved, but an old one is not removed: {why(error)}",
                           stacklevel=3)  # fmt: skip
         landed = jax.process_index() != 0 or (self._folder / str(step)).is_dir()
         if landed and jax.process_index() == 0:
@@ -368,7 +353,7 @@ class Checkpoints:
                 try:
                     part.wait_until_finished()
                     break
-                except _FAILURES:
+                except FAILURES:
                     continue
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdist.checkpoint.blocks import NONE, saved_order, stacked_dims
+from jaxdist.checkpoint.failures import reading
 from jaxdist.checkpoint.integrity import verify
 from jaxdist.config import ModelConfig
 from jaxdist.errors import UserError
@@ -58,9 +59,10 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.step = int(folder.name)
-        self.meta: dict[str, Any] = ocp.JsonCheckpointHandler().restore(self.folder / "meta")
         self._handler = ocp.PyTreeCheckpointHandler()
-        self._tree = self._handler.metadata(self.folder / "state").tree
+        with reading(str(self.folder)):
+            self.meta: dict[str, Any] = ocp.JsonCheckpointHandler().restore(self.folder / "meta")
+            self._tree = self._handler.metadata(self.folder / "state").tree
         order = saved_order(self.meta)
         self._rows = None if order is None else rows_of_blocks(order)
         parts = {"opt_state": (), "guard": ()} | self._tree
@@ -102,7 +104,8 @@ class Stored:
     def _read(self, tree: PyTree) -> PyTree:
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host, partial_restore=True)
-        found = self._handler.restore(self.folder / "state", args=asked)
+        with reading(str(self.folder)):
+            found = self._handler.restore(self.folder / "state", args=asked)
         rows = self._rows
         if rows is None:
             return found
