@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
-from jaxdist.mesh import AnyMesh, hosts_of, on_cpu
+from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.ends import Riders
 from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
 from jaxdist.parallel.strategy import StrategyOptions
@@ -32,8 +32,8 @@ COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what
 def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int] | None:
     """What XLA:GPU is told beside a program that prefetches. To combine the collectives of one block, but not those of
     two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. And
-    over several hosts, where it expects that they take longer than a block, to have those of a round under way at once:
-    it would start a round's gather only after its reduction. Figures: docs/plan.md."""
+    to have those of a round under way at once: where it expects that they take longer than a block, as over several
+    hosts, it would start a round's gather only after its reduction. Figures: docs/plan.md."""
     if not options.prefetch or not is_model(params) or on_cpu(mesh):
         return None
 
@@ -43,13 +43,13 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
 
     block = sum(map(gathered, jax.tree.leaves(params[STACKED])))
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
-    sizes = {"all_gather": received, "reduce_scatter": reduced}
-    least = 30 * 2**20  # XLA's own
-    told = {f"xla_gpu_{op}_combine_threshold_bytes": max(least, int(COMBINED * block * size))
-            for op, size in sizes.items()}  # fmt: skip
-    if hosts_of(mesh) > 1:
-        told[AT_ONCE] = 3 if mesh.shape["data"] > 1 else 2  # a gather, a reduction; a sum of shards
-    return told
+    least, parts = 30 * 2**20, mesh.shape["fsdp"]  # the first: XLA's own
+    whole, sums = max(least, int(COMBINED * block * received)), max(least, int(COMBINED * block * reduced))
+    told = {"all_gather": whole, "reduce_scatter": sums // parts}  # it counts what comes out of them
+    if mesh.shape["data"] > 1:
+        told["all_reduce"] = max(least, sums // parts)  # of shards
+    told = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in told.items()}
+    return told | {AT_ONCE: 3 if mesh.shape["data"] > 1 else 2}  # a gather, a reduction; a sum of shards
 
 
 def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:

@@ -69,7 +69,7 @@ DETERMINISTIC = (
 ADVICE = (
     Setting(
         "--xla_gpu_experimental_parallel_collective_overlap_limit", "2",
-        "so many collectives may be under way at once; with parallel.prefetch=1 over several hosts the step sets it",
+        "so many collectives may be under way at once; with parallel.prefetch=1 the step sets it",
         "option dump of XLA; figures in docs/plan.md",
     ),
     Setting(
