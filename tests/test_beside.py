@@ -35,11 +35,13 @@ def test_a_copy_shares_no_buffer(memory):
     np.testing.assert_array_equal(np.asarray(copy), np.asarray(leaf))
 
 
-def test_a_step_works_in_the_buffers_of_the_state_that_is_being_saved(tmp_path: Path):
-    """Were they the save's own, the step would leave them and fill others."""
+@pytest.mark.parametrize("order", [None, [1, 0]])
+def test_a_step_works_in_the_buffers_of_the_state_that_is_being_saved(order: list[int] | None, tmp_path: Path):
+    """Were they the save's own, the step would leave them and fill others. Also those that are no blocks, beside blocks
+    that are saved in another order."""
     step = jax.jit(lambda w: w + 1, donate_argnums=0)
     weights = step(jnp.zeros(1 << 20))
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, keep=2, order=None if order is None else np.array(order)) as checkpoints:
         before = pointers(weights)
         checkpoints.save(1, TrainState(jnp.int32(1), {"w": weights}, ()), {})
         weights = jax.block_until_ready(step(weights))

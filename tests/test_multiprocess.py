@@ -516,6 +516,23 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
 
 
 @pytest.mark.slow
+def test_a_process_behind_in_its_first_step_stops_with_the_others(processes: Processes) -> None:
+    """Where one has taken a step there is something to save, and all take as many."""
+    port = free_port()
+    plant = "import time; from jaxdist.runtime.stop import StopSignal as s; real = s.requested\n" \
+        "def late(self, step):\n    time.sleep(1.5 if step == 1 else 0); return real(self, step)\n" \
+        "import os; s.requested = late if os.environ['RANK'] == '1' else real\n"
+    options = ["mesh.tensor=1", "devices.simulated=2", "train.max_hours=1e-6", "train.steps=1000"]
+    run = "import sys; from pathlib import Path; from jaxdist.config import load_config\n" \
+        f"from jaxdist.train import train; sys.exit(train(load_config('tiny.yaml', {options}), Path('run')))"
+    for rank in range(2):
+        processes.add(["-c", plant + run], torchrun(port, rank))
+    assert processes.wait(120) == [75, 75], processes.logs()
+    saved = [path.name for path in (processes.folder / "run" / "checkpoints").iterdir()]
+    assert saved == [str(len(losses(processes.folder / "run")))] and saved != ["0"]
+
+
+@pytest.mark.slow
 def test_processes_change_samples_and_bits_do_not(make_folder: Callable[[], Path]) -> None:
     """Deterministic, with dropout: 8 devices in one process, 2 in two, 4 in one; zero3, ddp, zero3."""
     same = ["parallel.grad_sync.deterministic=true", "observe.samples=true", "train.eval_every=0", "model.dropout=0.1",

@@ -35,9 +35,9 @@ def writers_step_back() -> threading.Thread:
     needs them. Those that they start inherit it."""
 
     def watch() -> None:
-        for _ in range(50):
+        for _ in range(10):  # each look reads the name of every thread of the process
+            time.sleep(0.1)
             _writers_step_back()
-            time.sleep(0.02)
 
     _writers_step_back()
     thread = threading.Thread(target=watch, name="jaxdist-writers", daemon=True)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.checkpoint.beside import own_copy
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, has_host_memory
 from jaxdist.parallel.arrange import order_of_blocks, rows_of_blocks, take_rows
@@ -103,13 +104,14 @@ def _taken(leaf: jax.Array, rows: np.ndarray, *, dim: int, aside: NamedSharding,
 def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
     """A state whose blocks rest in this order, as it is saved.
 
-    Leaves that change go to host memory one after the other, where devices have it: none holds a second copy.
+    Leaves that change go to host memory one after the other, where devices have it: none holds a second copy. The
+    others are `own_copy`.
     """
     rows = rows_of_blocks(order)
 
     def one(leaf: jax.Array, dim: int) -> jax.Array:
         if dim == NONE:
-            return leaf
+            return own_copy(leaf)
         sharding = leaf.sharding
         if not isinstance(sharding, NamedSharding):  # made without a mesh
             return take_rows(leaf, rows, dim=dim)

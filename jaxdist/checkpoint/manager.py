@@ -175,12 +175,12 @@ class Checkpoints:
         self.wait()
         if self.failed is not None and jax.process_index() == 0:
             self._clear()
+        self._check_room(step)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
         record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
         items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.PyTreeSave(state.residual)
-        self._check_room(step)
         self._retention.losses[step], self._began = math.nan if loss is None else loss, time.time()
         self._saves.begin()
         try:

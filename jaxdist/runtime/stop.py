@@ -20,6 +20,7 @@ from jaxdist.runtime.ranks import SAME_S, STOPPED
 _POLL_S = 0.2  # between two looks into the store of a job
 _LEAVE_S = 2.0  # for the other processes of a job to hear that one leaves
 _CLOSE, _WAKE = 0, 255  # in the pipe, beside numbers of signals
+_NONE = -1  # in place of a step: none was begun
 
 
 class TimeLimit:
@@ -46,7 +47,7 @@ class TimeLimit:
 class StopSignal:
     """A context in which a first SIGINT or SIGTERM asks a training run to stop and a second one ends it at once.
 
-    As long as no step was given to the devices there is nothing to save: the first signal ends the process at once,
+    As long as no process has given a step to its devices there is nothing to save: the first signal ends them at once,
     too. At once is by `os._exit`, with status `STOPPED`. Signals within a second of the first are the same one, sent on
     by a launcher or a scheduler. A thread sees them, whatever the main thread is doing: Python alone would wait for the
     end of a compilation. In a job of several processes it carries them to the others by the store of JAX's coordination
@@ -105,10 +106,11 @@ class StopSignal:
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step` steps. Every process must call it once a step, with the same steps."""
+        with self._lock:
+            self._taken = step
         if jax.process_index() == 0 and self.limit.is_near():
             self._ask("train.max_hours")
         with self._lock:
-            self._taken = step
             return self._last is not None and step >= self._last
 
     def _watch(self) -> None:
@@ -127,7 +129,7 @@ class StopSignal:
                 self._store = None  # process 0 is gone: JAX ends this one, too
 
     def _receive(self, name: str) -> None:
-        if self._taken is None:
+        if self._taken is None and self._store is None:
             self._leave(f"ended by {name} before the first step")
         now = time.monotonic()
         if self._first_signal is None:
@@ -145,22 +147,22 @@ class StopSignal:
             self._last = 0
 
     def _look(self, store: "_Store") -> None:
-        """What do the others say?"""
+        """What do the others say? Where one has begun a step there is something to save: it may be ahead of this one."""
         said = store.get()
         if "now" in said:
             self._leave("")
         if "why" not in said or self._last is not None:
             return
         self.why = self.why or said["why"]
-        if self._taken is None:  # this process has not begun a step, so that no other can have ended one
-            self._leave(f"ended by {self.why} before the first step")
         with self._lock:  # no step is begun before it is known which one is the last
-            store.set(f"at/{store.rank}", str(self._taken))
+            store.set(f"at/{store.rank}", str(_NONE if self._taken is None else self._taken))
             while len(at := [int(value) for key, value in said.items() if key.startswith("at/")]) < store.count:
                 time.sleep(_POLL_S / 10)
                 said = store.get()
                 if "now" in said:
                     self._leave("")
+            if max(at) == _NONE:
+                self._leave(f"ended by {self.why} before the first step")
             self._last = max(at) + 1
 
     def _leave(self, text: str) -> None:
