@@ -147,7 +147,7 @@ class StopSignal:
             self._last = 0
 
     def _look(self, store: "_Store") -> None:
-        """What do the others say? Where one has begun a step there is something to save: it may be ahead of this one."""
+        """What do the others say? Where one has begun a step, maybe ahead of this one, there is something to save."""
         said = store.get()
         if "now" in said:
             self._leave("")
