@@ -6,24 +6,27 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
 import pytest
 from jax.sharding import NamedSharding
 from levels import levels
+from optax import MaskedNode
 
 from jaxdist.config import ModelConfig, resolve_model
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.ends import Riders, first_reads
-from jaxdist.parallel.prefetch import AT_ONCE, compiler_options
+from jaxdist.parallel.prefetch import AT_ONCE, compiler_options, in_two, read_late
+from jaxdist.parallel.stack import Blocks, at
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.parallel.sync import GradSync
 from jaxdist.plan.ledger import ledger
 from jaxdist.precision import POLICIES
-from jaxdist.specs import BATCH_SPEC
+from jaxdist.specs import BATCH_SPEC, only
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
@@ -148,6 +151,34 @@ def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
     found = ledger(step, state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=least), batch).collectives
     assert found and not any(each.op == "all_to_all" for each in found)
+
+
+def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
+    """What is read late is gathered once the rest is there, and the rest's gradients are reduced once its own are:
+    otherwise the compiler would make one collective of both."""
+    w = {name: jnp.zeros((2, size)).at[1].set(1) for name, size in (("a", 2), ("b", 3), ("c", 2), ("d", 2))}
+
+    def block(unit: Any, h: jax.Array, layer: jax.Array, keys: Any) -> jax.Array:
+        return ((h + unit["d"].sum()) * unit["a"].sum() - unit["c"].sum()) * unit["b"].sum()
+
+    def gather(diff: Any, held: Any, wanted: Any) -> Any:
+        return jax.tree.map(lambda leaf: 2 * leaf, only(wanted, diff))
+
+    late = read_late(block, at(w, 0), jnp.ones(2), jnp.int32(1), None)
+    assert late == {"d": False, "a": False, "c": True, "b": True}  # 4 of 9 elements, then 6
+    of, held = Blocks(gather, block), jax.tree.map(lambda _: MaskedNode(), w)
+    unit, reduce = in_two(of, w, held, late)
+    assert [float(unit[name].sum()) for name in "abcd"] == [0] * 4
+    ones = [jnp.ones_like(leaf) for leaf in jax.tree.leaves(unit)]
+    assert jax.tree.all(jax.tree.map(lambda leaf: (leaf == 2).all(), reduce(ones, ())[0]))
+    (lost,) = reduce([ones[0], ones[1] * jnp.inf, *ones[2:]], ())
+    assert {name: bool(jnp.isnan(leaf).all()) for name, leaf in lost.items()} == {
+        "a": True, "b": False, "c": False, "d": True,
+    }  # fmt: skip
+    (lost,) = reduce(ones, [jnp.full(1, jnp.inf)])  # what was reduced before
+    assert jnp.isnan(lost["b"]).all() and jnp.isnan(lost["c"]).all()
+    unit, _ = in_two(of, w | {"a": w["a"].at[0].set(jnp.inf)}, held, late)  # known to be lost, another row is read
+    assert [float(unit[name].sum()) for name in "bcd"] == [6, 4, 0]
 
 
 @pytest.mark.parametrize(("data", "limit"), [(1, 2), (2, 3)])

@@ -73,8 +73,9 @@ def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     assert {each["op"] for each in found["collectives"]} == {"psum", "all_gather", "reduce_scatter"}
     assert found["mesh"]["data"] * found["mesh"]["fsdp"] == 1024
     assert sum(each["bytes_per_device"] for each in found["parameters"]) == found["memory"]["parameters"]
-    kept = [each["bytes_per_device"] for each in found["activations"] if each["kind"] == "activations"]
-    assert sum(kept) == found["memory"]["activations, kept for backward"] == (32 + 1) * 8192 * 4096 * 2
+    kept = [each for each in found["activations"] if each["kind"] == "activations"]
+    assert sum(each["bytes_per_device"] for each in kept) == found["memory"]["activations, kept for backward"]
+    assert sum(each["bytes_per_device"] for each in kept if each["what"] != "head") == 32 * 8192 * 4096 * 2
     assert (tmp_path / "out.png").stat().st_size > 10_000
     for text in ("A device sends", "Memory of a device", "bytes a device", "Kept for the backward pass"):
         assert text in done.stdout
@@ -132,36 +133,38 @@ def everything_kept(*overrides: str) -> list[Kept]:
     return kept_activations(parts.step, parts.target, batch_shapes(config.data.global_batch, config.data.seq_len))
 
 
-def kept(*overrides: str) -> dict[str, int]:
-    """The same in bytes, by kind."""
+def kept(*overrides: str, head: bool = True) -> dict[str, int]:
+    """The same in bytes, by kind. head: whether with the head's, which no mode of remat makes less."""
     totals = Counter[str]()
     for each in everything_kept(*overrides):
-        totals[each.kind] += each.bytes_per_device
+        if head or not each.what.startswith("head"):
+            totals[each.kind] += each.bytes_per_device
     return dict(totals)
 
 
 @pytest.mark.parametrize("strategy", levels(NAMES, everyday=3))
 def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
-    """And the head its own; the embedding nothing. To the byte, whatever the number of blocks."""
+    """And the last one its output, in fp32: in bf16 the head keeps a wide one. The embedding nothing. To the byte,
+    whatever the number of blocks."""
     for layers, precision, size in ((3, "fp32", 4), (5, "fp32", 4), (3, "bf16", 2)):
         found = kept(f"parallel.strategy={strategy}", f"model.layers={layers}", f"precision={precision}",
-                     "memory.remat=full")  # fmt: skip
-        assert found == {"activations": (layers + 1) * INPUT * size}
+                     "memory.remat=full", head=False)  # fmt: skip
+        assert found == {"activations": (layers + (precision == "fp32")) * INPUT * size}
 
 
 @pytest.mark.parametrize(("option", "want"), [
     ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
     ("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}),
     ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
-    ("optimizer.freeze=[embed.*,blocks.*]", {"activations": INPUT * 4}),  # the head's
+    ("optimizer.freeze=[embed.*,blocks.*]", {}),
 ])  # fmt: skip
 def test_with_full_remat_inputs_are_those_of_a_microbatch(option: str, want: dict[str, int]) -> None:
-    assert kept("memory.remat=full", option) == want
+    assert kept("memory.remat=full", option, head=False) == want
 
 
 def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
     """It is made again: from a key for each row and block, 8 bytes."""
-    more = sum(kept("memory.remat=full", "model.dropout=0.1").values()) - 4 * INPUT * 4
+    more = sum(kept("memory.remat=full", "model.dropout=0.1", head=False).values()) - 4 * INPUT * 4
     assert more <= 3 * ROWS * 8
     more = kept("model.dropout=0.1")["activations"] - kept()["activations"]
     assert more >= 3 * ROWS * 4 * 32 * 32  # a mask of the scores of 4 heads: of the step, not of the batch
@@ -187,7 +190,7 @@ def test_copies_of_parameters_are_told_apart() -> None:
     shards = [each for each in everything_kept() if each.kind == "copies of parameters"]  # zero3 gathers again
     assert {each.what.removeprefix("blocks.") for each in shards} == {
         "norm1.scale", "attention.qkv.linear.kernel", "attention.out.kernel", "norm2.scale", "mlp.up.kernel",
-        "mlp.down.kernel",
+        "mlp.down.kernel", "head", "head.projection.table",  # the head's from its forward pass to its backward pass
     }  # fmt: skip
 
 

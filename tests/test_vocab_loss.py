@@ -15,12 +15,14 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import make_mesh, make_train_step
+from jaxdist.collectives import psum, to_varying
 from jaxdist.config import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import chunked_cross_entropy, loss_chunk, vocab_cross_entropy, vocab_logits
 from jaxdist.nn.loss import CHUNK_BYTES, WHOLE_BYTES
+from jaxdist.plan.flops import flops_of
 
 CASES = [
     layouts.Case("gpt2", True, "zero3", 1, (1, 2, 2), loss_chunk=24),
@@ -71,6 +73,61 @@ def test_the_gradient_of_the_table_is_summed_in_fp32() -> None:
     got, want = (gradients(chunk, h, table, targets, weights)[1][1] for chunk in (1, 0))
     assert got.dtype == jnp.bfloat16
     assert oracle.error(got, want) < 0.01
+
+
+def test_no_product_is_computed_twice() -> None:
+    """Three matrix products of the vocabulary's size where the loss is differentiated, one where it is not."""
+    h, table = jax.ShapeDtypeStruct((2, 64, 32), jnp.float32), jax.ShapeDtypeStruct((512, 32), jnp.float32)
+    rest = jnp.zeros((2, 64), jnp.int32), jnp.ones((2, 64))
+
+    def flops(chunk: int, *, differentiated: bool) -> float:
+        loss = lambda h, table: sums(chunk)(h, table, *rest)  # noqa: E731
+        function = jax.grad(loss, argnums=(0, 1)) if differentiated else loss
+        region = jax.shard_map(function, mesh=make_mesh(), in_specs=(P(), P()), out_specs=P())
+        return flops_of(jax.make_jaxpr(region)(h, table))
+
+    product = 2 * 128 * 512 * 32
+    assert [flops(chunk, differentiated=True) for chunk in (0, 16)] == [3 * product] * 2
+    assert [flops(chunk, differentiated=False) for chunk in (0, 16)] == [product] * 2
+
+
+def test_small_gradients_in_fp16_are_lifted_by_the_loss_scale() -> None:
+    """The gradients of the loss itself would be zeros: the probability of each of 2^14 tokens, times 2^-14."""
+    vocab = 2**14
+    h, table = jnp.full((1, 4, 8), 2.0**-14, jnp.float16), jnp.zeros((vocab, 8), jnp.float16)
+    targets, weights = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4))
+
+    def region(h: jax.Array, table: jax.Array) -> Any:
+        return jax.grad(lambda table: sums(2)(h, table, targets, weights) * 2.0**12)(table)
+
+    grads = jax.jit(jax.shard_map(region, mesh=make_mesh(), in_specs=(P(), P()), out_specs=P()))(h, table)
+    np.testing.assert_allclose(np.asarray(grads[1:], np.float64), 4 / vocab * 2.0**-14 * 2.0**12, rtol=2e-3)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_devices_with_samples_of_their_own(cast: bool) -> None:
+    """The gradient of a table that is the same on all is the sum of theirs, also where their cotangents differ."""
+    rng = np.random.default_rng(1)
+    h, table = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 6, 4), (50, 4)))
+    targets, weights = jnp.asarray(rng.integers(0, 50, (8, 6)), jnp.int32), jnp.ones((8, 6))
+    factors = jnp.arange(1.0, 5.0)  # of each device's loss
+
+    def region(table: jax.Array, h: jax.Array, targets: jax.Array, weights: jax.Array, own: jax.Array) -> Any:
+        def loss(table: jax.Array, h: jax.Array) -> jax.Array:
+            table = to_varying(table, ("data",)) if cast else table
+            return psum(sums(5)(h, table, targets, weights) * own[0], "data")
+
+        return jax.grad(loss, argnums=(0, 1))(table, h)
+
+    split = P("data")
+    run = jax.shard_map(region, mesh=make_mesh(data=4), in_specs=(P(), *[split] * 4), out_specs=(P(), split))
+    found = jax.jit(run)(table, h, targets, weights, factors)
+
+    def whole(table: jax.Array, h: jax.Array) -> jax.Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(h @ table.T, targets).sum(1)
+        return (losses * jnp.repeat(factors, 2)).sum()
+
+    assert oracle.error(found, jax.grad(whole, argnums=(0, 1))(table, h)) < 1e-5
 
 
 def test_when_logits_are_cut_up() -> None:

@@ -24,9 +24,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, all_gather, all_to_all, rank, zeros_varying_like
-from jaxdist.config_memory import Remat
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.remat import rematerialise
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.specs import dim_of, map_specs, only
 
@@ -106,6 +104,18 @@ def first_reads(function: Callable[..., Any], tree: PyTree, *arguments: Any) -> 
     return jax.tree.unflatten(treedef, [first.get(var, math.inf) for var in traced.invars])
 
 
+def only_read(
+    gather: Callable[[PyTree | None], PyTree], head: Callable[..., Any], own: PyTree, h: jax.Array, batch: PyTree
+) -> PyTree:
+    """The embedding's unit for a tied head(own, unit, h, batch), which reads a part of it: zeros in the place of the
+    others. gather: what is wanted (None: all) -> that of the unit, usable."""
+    shapes = jax.eval_shape(lambda: gather(None))
+    read = first_reads(lambda unit: head(own, unit, h, batch), shapes)
+    wanted = jax.tree.map(math.isfinite, read)
+    pick = lambda wanted, found, shape: found if wanted else zeros_varying_like(shape)  # noqa: E731
+    return jax.tree.map(pick, wanted, gather(wanted), shapes)
+
+
 def by_columns(specs: PyTree, shapes: PyTree) -> bool:
     """Whether all parameters of the embedding rest as columns, or can be cut into them."""
     if not active_axes("fsdp"):
@@ -159,7 +169,6 @@ class Ends(NamedTuple):
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
     run: Callable[..., Any]
-    remat: Remat
 
     def whole(self, usable: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         """The head: (sum, weight), from usable units."""
@@ -206,6 +215,6 @@ class Ends(NamedTuple):
                 return whole if rides else part if needed else zeros_varying_like(shape)
 
             usable = jax.tree.map(pick, ride, apart, shapes, rode, gather(own, apart))
-            return rematerialise(self.whole, self.remat, gathers=False, in_scan=False)(usable, h, batch)
+            return self.whole(usable, h, batch)
 
         return riders, only(ride, own), head

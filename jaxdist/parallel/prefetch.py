@@ -6,21 +6,26 @@ can run them side by side. Differentiating a scan would gather each block right 
 gathered block and one more block's gradients; saves two gathers, since the last two blocks are kept for the backward
 pass, which starts with both of them on the device anyway.
 
+The first block's gather has no block to stand beside, nor has its reduction, the last one. They are in two parts: what
+the block reads late is gathered beside what reads the rest, and reduced beside what computes the rest's gradients.
+
 What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.mesh import AnyMesh, on_cpu
-from jaxdist.parallel.ends import Riders
-from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of
+from jaxdist.parallel.ends import Riders, first_reads
+from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of, trained_leaves
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
 
@@ -52,30 +57,73 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     return told | {AT_ONCE: 3 if mesh.shape["data"] > 1 else 2}  # a gather, a reduction; a sum of shards
 
 
-def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
+def known_after(tree: PyTree, i: jax.Array | int, *, heavy: bool = False) -> jax.Array:
     """i, which the compiler cannot know before it has the tree: it would gather what is outside of loops before all of
     them, or once for both passes, and keep it. (Barriers are gone by the time that it combines collectives, and what a
     loop has counted to it knows.) Read off the leaf that varies over the fewest axes, as what is gathered with i is of
-    i's type."""
-    leaf = min(jax.tree.leaves(tree), key=lambda leaf: len(varying_axes(leaf)))
+    i's type. heavy: of those the largest."""
+    leaf = min(jax.tree.leaves(tree), key=lambda leaf: (len(varying_axes(leaf)), -leaf.size if heavy else 0))
     return i + (leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
 
 
-def held_back(dh: jax.Array, grads: PyTree) -> jax.Array:
-    """dh, which the compiler cannot have before it has these gradients: of two blocks outside of loops it would compute
-    the first one's last, keep all that they are made of, and have nothing left to hide their reduction behind."""
-    axes = set(varying_axes(dh))  # what varies over more would give dh its type
-    for leaf in jax.tree.leaves(grads):
-        if set(varying_axes(leaf)) <= axes:
-            dh = jnp.where(leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max, jnp.nan, dh)
-    return dh
+def held_back(tree: PyTree, grads: PyTree) -> PyTree:
+    """The tree, which the compiler cannot have before it has these gradients. Of two blocks outside of loops it would
+    compute the first one's last, keep all that they are made of, and have nothing left to hide their reduction
+    behind."""
+
+    def one(x: jax.Array) -> jax.Array:
+        axes = set(varying_axes(x))  # what varies over more would give x its type
+        for leaf in jax.tree.leaves(grads):
+            if set(varying_axes(leaf)) <= axes:
+                x = jnp.where(leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max, jnp.nan, x)
+        return x
+
+    return jax.tree.map(one, tree)
+
+
+def read_late(block: Block, unit: PyTree, *arguments: Any) -> PyTree:
+    """For each leaf of the unit whether block(unit, *arguments) reads it after others that make up to half of the
+    elements."""
+    leaves, treedef = jax.tree.flatten(unit)
+    order = jax.tree.leaves(first_reads(block, unit, *arguments))
+    late, early, half = [True] * len(leaves), 0, sum(leaf.size for leaf in leaves) / 2
+    for place in sorted(range(len(leaves)), key=order.__getitem__):
+        early += leaves[place].size
+        late[place] = early > half
+    return jax.tree.unflatten(treedef, late)
+
+
+def in_two(of: Blocks, diff: PyTree, held: PyTree, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
+    """What `Blocks.fetch` says of block 0, in two parts that cannot be combined. late: the leaves of the second gather,
+    and of the first reduction. What brings gradients back takes beside them what was reduced just before."""
+    early = jax.tree.map(operator.not_, late)
+
+    def fetch(wanted: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
+        return of.fetch(only(wanted, diff), only(wanted, held), i, wanted)
+
+    def merged(first: PyTree, second: PyTree) -> PyTree:
+        return jax.tree.map(lambda late, a, b: b if late else a, late, first, second)
+
+    def reduce(reduce_first: Any, reduce_second: Any, behind: list[jax.Array], before: PyTree) -> tuple[PyTree]:
+        flags: list[Any] = trained_leaves(late, diff)
+        own = [grad for grad, flag in zip(behind, flags, strict=True) if flag]
+        (ahead,) = reduce_second(held_back(own, before))
+        rest = [grad for grad, flag in zip(behind, flags, strict=True) if not flag]
+        (reduced,) = reduce_first(held_back(rest, ahead))
+        return (merged(reduced, ahead),)
+
+    first, reduce_first = fetch(early, 0)
+    second, reduce_second = fetch(late, known_after(first, 0, heavy=True) if jax.tree.leaves(first) else 0)
+    return merged(first, second), Partial(reduce, reduce_first, reduce_second)
 
 
 class _Ahead(NamedTuple):
-    """Both passes. inner, outer: blocks in loops, and outside. riders, sums: see `prefetched`."""
+    """Both passes. inner, outer: blocks in loops, and outside. plain: a block, not rematerialised. riders, sums: see
+    `prefetched`."""
 
     inner: Blocks
     outer: Blocks
+    plain: Block
     riders: Riders
     sums: Callable[[PyTree], PyTree] | None
 
@@ -92,7 +140,9 @@ class _Ahead(NamedTuple):
             return (h, following, whole), (kept, reduce_following, reduce_slice)
 
         count, saved, late = len(layers), None, None
-        first, reduce_first = self.inner.fetch(diff, held, 0)
+        shapes = jax.eval_shape(lambda: self.inner.fetch(diff, held, 0)[0])
+        halves = read_late(self.plain, shapes, h, layers[0], keys)
+        first, reduce_first = in_two(self.inner, diff, held, halves)
         carry = h, first, self.riders.empty(riding)
         if count > 2:
             carry, saved = lax.scan(functools.partial(turn, self.inner), carry, jnp.arange(count - 2))
@@ -136,7 +186,8 @@ class _Ahead(NamedTuple):
         if count > 2:
             carry = turn(carry, 0, at(saved, 0), None)
         dh, _, behind, waiting, grads, slices = carry
-        grads, waiting = self.settled(grads, waiting, 0, *reduce_first(behind))
+        before = () if count == 1 else at(grads, 1) if self.sums is None else waiting
+        grads, waiting = self.settled(grads, waiting, 0, *reduce_first(behind, before))
         return grads if self.sums is None else put(grads, 0, self.sums(waiting)), None, None, dh, None, slices
 
     def settled(self, grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree) -> tuple[PyTree, PyTree]:
@@ -147,13 +198,14 @@ class _Ahead(NamedTuple):
 
 
 def prefetched(
-    gather: Gather, block: Block, last: Block, riders: Riders, sums: Callable[[PyTree], PyTree] | None = None
+    gather: Gather, block: Block, last: Block, plain: Block, riders: Riders,
+    sums: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[..., tuple[jax.Array, PyTree]]:
     """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
     once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
-    block: with whatever rematerialisation. last: the same, where it stands outside a loop. sums: what else is done to
-    a block's gradients once they are reduced; one block later, as it would wait for that."""
-    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), riders, sums)
+    block: with whatever rematerialisation. last: the same, where it stands outside a loop. plain: without. sums:
+    what else is done to a block's gradients once they are reduced; one block later, as it would wait for that."""
+    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), plain, riders, sums)
     stack = jax.custom_vjp(lambda *arguments: ahead.forward(*arguments)[0])
     stack.defvjp(ahead.forward, ahead.backward)
     return stack

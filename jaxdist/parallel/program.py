@@ -16,7 +16,7 @@ from jaxdist.config_memory import Remat, check_deterministic, check_prefetched, 
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.branch import Choose, by_condition, by_mask, typed_like
-from jaxdist.parallel.ends import Ends, Riders
+from jaxdist.parallel.ends import Ends, Riders, only_read
 from jaxdist.parallel.overlap import reduced_behind
 from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay
 from jaxdist.parallel.prefetch import prefetched
@@ -120,12 +120,14 @@ def make_program(
         return run("embed", model.embed, use("embed", diff, held), batch, _fold(batch["keys"], EMBED_LAYER))
 
     def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
-        table = None if tied is None else use("embed", *after(h, tied))
-        return run("head", model.head, use("head", diff, held), table, h, batch)
+        # Not rematerialised, whatever `remat`: its backward pass is the next thing that a device does, so that nothing
+        # is kept meanwhile, and computing or gathering again would save no memory.
+        own, table = use("head", diff, held), None
+        if tied is not None:
+            table = only_read(functools.partial(use, "embed", *after(h, tied)), model.head, own, h, batch)
+        return run("head", model.head, own, table, h, batch)
 
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
-    head_reads = [units["head"], units["embed"]] if model.tied else units["head"]
-    head_unit = rematerialise(head_unit, remat, gathers=again(head_reads), in_scan=False)
     gather = functools.partial(use, "blocks")
     choose = (by_condition if conditions else by_mask) if model.stages else None
 
@@ -154,7 +156,7 @@ def make_program(
 
     if prefetch:
         apart = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
-        ends = Ends(model, strategy, units, use, embed, head, run, remat)
+        ends = Ends(model, strategy, units, use, embed, head, run)
         loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, _sums(strategy, specs)))
 
     head_units = ("head", "embed") if model.tied else ("head",)
@@ -192,7 +194,7 @@ def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Ca
 
 def _prefetched(gather: Gather, block: Block, remat: Remat, sums: Any, riders: Riders) -> Callable[..., Any]:
     inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-    return prefetched(gather, inner, last, riders, sums)
+    return prefetched(gather, inner, last, block, riders, sums)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))

@@ -62,7 +62,7 @@ class Kept:
         return self
 
 
-def _trained(unit: PyTree, diff: PyTree) -> list[jax.Array]:
+def trained_leaves(unit: PyTree, diff: PyTree) -> list[jax.Array]:
     """Leaves of the unit that are trained: diff has a MaskedNode in place of the others."""
     kept = jax.tree.map(lambda leaf, part: part if isinstance(part, MaskedNode) else leaf, unit, diff)
     return jax.tree.leaves(kept)
@@ -104,13 +104,15 @@ class Blocks(NamedTuple):
     choose: Choose | None = None
     unroll: int = 1
 
-    def fetch(self, diff: PyTree, held: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
-        """(usable block i, what brings the gradients of its trained leaves back to diff)."""
+    def fetch(
+        self, diff: PyTree, held: PyTree, i: jax.Array | int, wanted: PyTree | None = None
+    ) -> tuple[PyTree, Callable[..., Any]]:
+        """(usable block i, or what is wanted of it; what brings the gradients of its trained leaves back to diff)."""
         own = at(held, i)
 
         def trained(diff: PyTree) -> tuple[list[jax.Array], PyTree]:
-            unit = self.gather(diff, own, None)
-            return _trained(unit, diff), unit
+            unit = self.gather(diff, own, wanted)
+            return trained_leaves(unit, diff), unit
 
         found, reduce, unit = jax.vjp(trained, at(diff, i), has_aux=True)
         return _with_trained(unit, diff, found), reduce
@@ -123,7 +125,7 @@ class Blocks(NamedTuple):
         def call(trained: list[jax.Array], h: jax.Array) -> jax.Array:
             return self.block(_with_trained(unit, diff, trained), h, layer, keys)
 
-        h, pull = jax.vjp(call, _trained(unit, diff), h)
+        h, pull = jax.vjp(call, trained_leaves(unit, diff), h)
         return h, Kept(pull, unit)
 
     def again(self, diff: PyTree, held: PyTree, i: jax.Array | int, wanted: PyTree) -> PyTree:
