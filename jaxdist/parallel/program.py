@@ -119,14 +119,6 @@ def make_program(
     def embed_unit(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         return run("embed", model.embed, use("embed", diff, held), batch, _fold(batch["keys"], EMBED_LAYER))
 
-    def head_unit(diff: PyTree, held: PyTree, tied: PyTree, h: jax.Array, batch: PyTree) -> tuple[Any, Any]:
-        # Not rematerialised, whatever `remat`: its backward pass is the next thing that a device does, so that nothing
-        # is kept meanwhile, and computing or gathering again would save no memory.
-        own, table = use("head", diff, held), None
-        if tied is not None:
-            table = only_read(functools.partial(use, "embed", *after(h, tied)), model.head, own, h, batch)
-        return run("head", model.head, own, table, h, batch)
-
     embed_unit = rematerialise(embed_unit, remat, gathers=again(units["embed"]), in_scan=False)
     gather = functools.partial(use, "blocks")
     choose = (by_condition if conditions else by_mask) if model.stages else None
@@ -144,8 +136,14 @@ def make_program(
         return stack(*own, h, batch["keys"])
 
     def head(diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        tied = (diff["embed"], held["embed"]) if model.tied else None
-        return head_unit(diff["head"], held["head"], tied, h, batch)
+        # Not rematerialised, whatever `remat`: its backward pass is the next thing that a device does, so that nothing
+        # is kept meanwhile, and computing or gathering again would save no memory.
+        own, table = use("head", diff["head"], held["head"]), None
+        if model.tied:
+            gather_table = functools.partial(use, "embed", *after(h, (diff["embed"], held["embed"])))
+            table = only_read(gather_table, model.head, own, h, batch)
+        found: tuple[jax.Array, jax.Array] = run("head", model.head, own, table, h, batch)
+        return found
 
     def hidden(diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
         _check_axes(model)
