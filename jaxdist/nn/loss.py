@@ -20,17 +20,20 @@ from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
 from jaxdist.nn.embedding import vocab_cross_entropy, vocab_logits
 from jaxdist.precision import accumulation_dtype
 
-WHOLE_BYTES = 256 * 2**20  # logits of one microbatch on a device that are not cut up unless told to
-CHUNK_BYTES = 128 * 2**20  # of a chunk's logits, where they are
+# Logits of one microbatch on a device that are not cut up unless told to, and those of a chunk where they are. With less,
+# adding each chunk's gradient of the table to their sum would take as long as its products.
+WHOLE_BYTES = 256 * 2**20
 
 
 def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
     """Tokens of a chunk; 0: no chunks. asked: `model.loss_chunk`. Null cuts up logits of more than `WHOLE_BYTES`, into
-    chunks of at most `CHUNK_BYTES`, a multiple of 128 tokens (what matrix units like)."""
+    chunks of at most as many, a multiple of 128 tokens (what matrix units like), with little to fill up."""
     tokens = h_BSD.shape[0] * h_BSD.shape[1]
     of_a_token = table_VD.shape[0] * accumulation_dtype(h_BSD.dtype).itemsize
     if asked is None:
-        asked = max(128, CHUNK_BYTES // of_a_token // 128 * 128) if tokens * of_a_token > WHOLE_BYTES else 0
+        most = max(1, WHOLE_BYTES // of_a_token // 128) * 128
+        sizes = range(most, most // 2, -128)
+        asked = min(sizes, key=lambda size: -tokens % size) if tokens * of_a_token > WHOLE_BYTES else 0
     return asked if asked < tokens else 0
 
 
