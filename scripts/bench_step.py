@@ -138,25 +138,30 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     plain, plain_first = plain_run(plain, jax.tree.map(lambda leaf: leaf.addressable_data(0), batch))
     assert math.isclose(first["loss"], plain_first["loss"], rel_tol=1e-5), "not the same model"
     spans = {"jaxdist": (0, 2), "plain": (2, 4), "host": (0, 1), "plain_host": (2, 3)}  # of the moments below
-    times: dict[str, list[float]] = {name: [] for name in spans}
+    times: dict[str, list[float]] = {name: [] for name in (*spans, "host_processor", "plain_host_processor")}
     warm = compiles.count
     for i in range(1, steps + 3):
         if i == 3:
             warm = compiles.count
         batch = loader.batch(i)
         local = jax.tree.map(lambda leaf: leaf.addressable_data(0), batch)
-        moments = [time.perf_counter()]
+        moments, busy = [time.perf_counter()], [time.thread_time()]
         ours, metrics = step(ours, batch)
+        busy.append(time.thread_time())
         moments.append(time.perf_counter())
         jax.block_until_ready((ours, metrics))
         moments.append(time.perf_counter())
+        busy.append(time.thread_time())
         plain, plain_metrics = plain_run(plain, local)
+        busy.append(time.thread_time())
         moments.append(time.perf_counter())
         jax.block_until_ready((plain, plain_metrics))
         moments.append(time.perf_counter())
         if i >= 3:
             for name, (begin, end) in spans.items():
                 times[name].append(moments[end] - moments[begin])
+            for name, begin in (("host_processor", 0), ("plain_host_processor", 2)):
+                times[name].append(busy[begin + 1] - busy[begin])
         if sys.stderr.isatty():
             print(f"\r{i + 1}/{steps + 3}", end="", file=sys.stderr)
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -194,7 +199,9 @@ def main() -> int:
     )
     print(
         f"host {result['host_s'] * 1e3:.2f} ms a step until the call returns (plain JAX"
-        f" {result['plain_host_s'] * 1e3:.2f} ms), {result['recompilations']} programs compiled after the warm-up"
+        f" {result['plain_host_s'] * 1e3:.2f} ms), {result['host_processor_s'] * 1e3:.2f} ms of them on the processor"
+        f" (plain JAX {result['plain_host_processor_s'] * 1e3:.2f} ms), {result['recompilations']} programs compiled"
+        " after the warm-up"
     )
     print(
         f"from the start of the script to the end of the first step {result['first_step_s']:.1f} s, and"
