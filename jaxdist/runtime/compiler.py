@@ -82,7 +82,8 @@ ADVICE = (
     ),
     Setting(
         "--xla_gpu_enable_while_loop_double_buffering", "true", "a part of O1: with the former 17 asynchronous pairs"
-        " instead of 10, but 2 synchronous", "measured",
+        " instead of 10, but 2 synchronous; with parallel.prefetch=1 2 % less computation, but waits of 10 % at 70 B",
+        "measured on schedules",
     ),
 )  # fmt: skip
 
