@@ -493,9 +493,10 @@ def test_a_second_signal_ends_at_once(processes: Processes, count: int, where: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count: int) -> None:
-    """While the first step is compiled: there is nothing to save, and no need to wait for the compiler."""
+@pytest.mark.parametrize(("count", "stuck"), [(1, False), (2, False), (2, True)])
+def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count: int, stuck: bool) -> None:
+    """While the first step is compiled: there is nothing to save, and no need to wait for the compiler. Where another
+    process does not answer, the second signal does."""
     port = free_port()
     plant = "import jaxdist.compiled as c; real = c.TrainStep.__call__;" "\n" \
         "def call(*a): open('compiling', 'w').close(); return real(*a)\n" \
@@ -509,6 +510,15 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
     while not (processes.folder / "compiling").exists():
         assert time.monotonic() < deadline and all(each.poll() is None for each in processes.running), processes.logs()
         time.sleep(0.01)
+    if stuck:
+        processes.running[1].send_signal(signal.SIGSTOP)
+        processes.running[0].send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        assert processes.running[0].poll() is None
+        processes.running[0].send_signal(signal.SIGTERM)
+        assert processes.running[0].wait(20) == 75
+        assert "ended at once by a second signal, SIGTERM" in processes.err(0)
+        return
     processes.running[-1].send_signal(signal.SIGTERM)
     assert processes.wait(20) == [75] * count, processes.logs()
     assert "ended by SIGTERM before the first step" in processes.err(count - 1)

@@ -64,6 +64,7 @@ class StopSignal:
         self._last: int | None = None  # the step to stop after
         self._store: _Store | None = None
         self._first_signal: float | None = None
+        self._closed = False
         self._previous: dict[int, Any] = {}
         self._on_main = threading.current_thread() is threading.main_thread()
 
@@ -115,25 +116,28 @@ class StopSignal:
 
     def _watch(self) -> None:
         """The thread."""
-        while True:
-            ready, _, _ = select.select([self._out], [], [], None if self._store is None else _POLL_S)
+        while not self._closed:
             try:
-                for number in os.read(self._out, 64) if ready else b"":
-                    if number == _CLOSE:
-                        return
-                    if number in (signal.SIGINT, signal.SIGTERM):
-                        self._receive(signal.Signals(number).name)
-                if self._store is not None:
+                self._hear(None if self._store is None else _POLL_S)
+                if self._store is not None and not self._closed:
                     self._look(self._store)
             except jax.errors.JaxRuntimeError:
                 self._store = None  # process 0 is gone: JAX ends this one, too
 
+    def _hear(self, seconds: float | None) -> None:
+        """Take in the signals that come within these seconds; None: wait for one."""
+        ready, _, _ = select.select([self._out], [], [], seconds)
+        for number in os.read(self._out, 64) if ready else b"":
+            self._closed = self._closed or number == _CLOSE
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._receive(signal.Signals(number).name)
+
     def _receive(self, name: str) -> None:
-        if self._taken is None and self._store is None:
-            self._leave(f"ended by {name} before the first step")
         now = time.monotonic()
         if self._first_signal is None:
             self._first_signal = now
+            if self._taken is None and self._store is None:
+                self._leave(f"ended by {name} before the first step")
             self._ask(name)
         elif now > self._first_signal + SAME_S:
             self._leave(f"ended at once by a second signal, {name}")
@@ -150,28 +154,30 @@ class StopSignal:
         """What do the others say? Where one has begun a step, maybe ahead of this one, there is something to save."""
         said = store.get()
         if "now" in said:
-            self._leave("")
+            self._leave(said["now"])
         if "why" not in said or self._last is not None:
             return
         self.why = self.why or said["why"]
         with self._lock:  # no step is begun before it is known which one is the last
             store.set(f"at/{store.rank}", str(_NONE if self._taken is None else self._taken))
             while len(at := [int(value) for key, value in said.items() if key.startswith("at/")]) < store.count:
-                time.sleep(_POLL_S / 10)
+                self._hear(_POLL_S / 10)  # one may never answer: a second signal ends this process all the same
+                if self._closed:
+                    return
                 said = store.get()
                 if "now" in said:
-                    self._leave("")
+                    self._leave(said["now"])
             if max(at) == _NONE:
                 self._leave(f"ended by {self.why} before the first step")
             self._last = max(at) + 1
 
     def _leave(self, text: str) -> None:
-        """End this process at once, and those of its job."""
+        """End this process at once, and those of its job. text: why; said by those that were sent a signal."""
         if self._store is not None:  # in a thread: the store may not answer any more
-            tell = threading.Thread(target=self._store.leave, daemon=True)
+            tell = threading.Thread(target=self._store.leave, args=(text,), daemon=True)
             tell.start()
             tell.join(_LEAVE_S)
-        if text:
+        if self._first_signal is not None:
             print(f"{text}; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
         leave_stop_note(os.environ)
         if sys.stdout.isatty():
@@ -200,10 +206,10 @@ class _Store:
         found = self._client.key_value_dir_get(self._folder)
         return {key.removeprefix(self._folder): value for key, value in found}
 
-    def leave(self) -> None:
+    def leave(self, text: str) -> None:
         """Tell the others; process 0 waits until they know, because the store ends with it."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has left
-            self.set("now", "")
+            self.set("now", text)
             self.set(f"left/{self.rank}", "")
             while self.rank == 0 and sum(key.startswith("left/") for key in self.get()) < self.count:
                 time.sleep(_POLL_S / 10)
