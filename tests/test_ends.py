@@ -11,14 +11,16 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from levels import levels
 from optax import MaskedNode
 
 from jaxdist.config import ModelConfig, resolve_model
-from jaxdist.init import state_target
+from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
-from jaxdist.models.gpt import gpt
+from jaxdist.models.gpt import Embed, Head, gpt
+from jaxdist.nn import MLP, make_norm, model_def
 from jaxdist.parallel.ends import Riders, first_reads
 from jaxdist.parallel.prefetch import AT_ONCE, compiler_options, in_two, read_late
 from jaxdist.parallel.stack import Blocks, at
@@ -124,6 +126,36 @@ def test_gradients_are_those_without_prefetching(name: str) -> None:
     assert ahead[0] == pytest.approx(plain[0], rel=1e-6)
     trained = list(zip(jax.tree.leaves(ahead[1]), jax.tree.leaves(plain[1]), strict=True))
     assert max(oracle.error(mine, other) for mine, other in trained if np.linalg.norm(other) > 1e-6) < 1e-6
+
+
+class PostNorm(nnx.Module):
+    """All that it reads first is split over tensor, what it reads last is not."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mlp = MLP(rngs, 8, 32, kind="gelu", bias=True, out_scale=1.0)
+        self.norm = make_norm("layernorm", 8, eps=1e-5, bias=True)
+
+    def __call__(self, h: jax.Array, keys: jax.Array) -> jax.Array:
+        return self.norm(h + self.mlp(h))
+
+
+class PostNormModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        model = config("llama", tied=False, layers=3, vocab=16, width=8)
+        self.embed, self.head = Embed(model, SEQ, rngs, sequence=False), Head(model, rngs, sequence=False)
+        self.blocks = nnx.List([PostNorm(rngs) for _ in range(3)])
+
+
+def test_a_block_that_reads_what_is_split_before_what_is_not() -> None:
+    mesh, tx, made = make_mesh(fsdp=2, tensor=2), optax.sgd(0.1), model_def(PostNormModel, tied=False)
+    data = make_batch(config("llama", tied=False, layers=3, vocab=16))
+    found = []
+    for prefetch in (0, 1):
+        state = init_state(made, tx, mesh, strategy="zero3", min_shard_bytes=0)
+        step = make_train_step(made, tx, mesh, strategy="zero3", prefetch=prefetch, return_grads=True)
+        _, metrics = step(state, jax.device_put(data, NamedSharding(mesh, BATCH_SPEC)))
+        found.append(jax.device_get(metrics["grads"]))
+    assert oracle.error(found[1], found[0]) < 1e-6
 
 
 def test_what_is_sent() -> None:

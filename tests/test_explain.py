@@ -76,6 +76,9 @@ def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     kept = [each for each in found["activations"] if each["kind"] == "activations"]
     assert sum(each["bytes_per_device"] for each in kept) == found["memory"]["activations, kept for backward"]
     assert sum(each["bytes_per_device"] for each in kept if each["what"] != "head") == 32 * 8192 * 4096 * 2
+    gradients = 128256 * 4096 * 2 + 8192 * 4096 * 2  # of the head's table and input, computed beside the loss
+    normed = 2 * 8192 * 4096 * 4 + 2 * 8192 * 4  # of the norm, wide
+    assert sum(each["bytes_per_device"] for each in kept if each["what"] == "head") == gradients + normed
     assert (tmp_path / "out.png").stat().st_size > 10_000
     for text in ("A device sends", "Memory of a device", "bytes a device", "Kept for the backward pass"):
         assert text in done.stdout

@@ -91,10 +91,11 @@ def test_no_product_is_computed_twice() -> None:
     assert [flops(chunk, differentiated=False) for chunk in (0, 16)] == [product] * 2
 
 
-def test_small_gradients_in_fp16_are_lifted_by_the_loss_scale() -> None:
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_small_gradients_in_fp16_are_lifted_by_the_loss_scale(dtype: Any) -> None:
     """The gradients of the loss itself would be zeros: the probability of each of 2^14 tokens, times 2^-14."""
     vocab = 2**14
-    h, table = jnp.full((1, 4, 8), 2.0**-14, jnp.float16), jnp.zeros((vocab, 8), jnp.float16)
+    h, table = jnp.full((1, 4, 8), 2.0**-14, dtype), jnp.zeros((vocab, 8), jnp.float16)
     targets, weights = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4))
 
     def region(h: jax.Array, table: jax.Array) -> Any:
@@ -102,6 +103,21 @@ def test_small_gradients_in_fp16_are_lifted_by_the_loss_scale() -> None:
 
     grads = jax.jit(jax.shard_map(region, mesh=make_mesh(), in_specs=(P(), P()), out_specs=P()))(h, table)
     np.testing.assert_allclose(np.asarray(grads[1:], np.float64), 4 / vocab * 2.0**-14 * 2.0**12, rtol=2e-3)
+
+
+def test_the_same_samples_on_devices_with_tables_of_their_own() -> None:
+    h, tables = jnp.ones((2, 3, 4)), jnp.arange(80.0).reshape(2, 10, 4) / 80
+
+    def region(h: jax.Array, tables: jax.Array) -> Any:
+        rest = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3))
+        return jax.grad(lambda h, tables: psum(sums(2)(h, tables[0], *rest), "data"), argnums=(0, 1))(h, tables)
+
+    run = jax.shard_map(region, mesh=make_mesh(data=2), in_specs=(P(), P("data")), out_specs=(P(), P("data")))
+
+    def whole(h: jax.Array, tables: jax.Array) -> jax.Array:
+        return -jax.nn.log_softmax(jnp.einsum("BSD,NVD->NBSV", h, tables))[..., 0].sum()
+
+    assert oracle.error(jax.jit(run)(h, tables), jax.grad(whole, argnums=(0, 1))(h, tables)) < 1e-5
 
 
 @pytest.mark.parametrize("cast", [False, True])

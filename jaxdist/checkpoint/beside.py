@@ -10,23 +10,25 @@ from typing import Any
 
 import jax
 
-_WRITERS = "ts_pool_worker"  # tensorstore's name for its threads
+_WRITERS = b"ts_pool_worker"  # tensorstore's name for its threads
 _TASKS = Path("/proc/self/task")
 
 
 def step_back(thread: int | None = None, by: int = 10) -> None:
     """Where all cores are busy, this thread, or the one of that id, gets a tenth of one (by 15: a 28th): on Linux,
     where threads have priorities of their own beside the one of the process. The least priority would make a save last
-    for minutes there. Not for threads that run Python: others wait for the interpreter's lock while they hold it."""
+    for minutes there. Not for threads that run much Python: others wait for the interpreter's lock while they hold it.
+    Where a system does not allow it, nothing happens."""
     if sys.platform == "linux":
         nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + by
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id() if thread is None else thread, min(19, nice))
+        with suppress(PermissionError):  # of a sandbox: a save is slower to leave the processor, and lands
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id() if thread is None else thread, min(19, nice))
 
 
 def _writers_step_back() -> None:
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
-            if (task / "comm").read_text().strip() == _WRITERS:
+            if (task / "comm").read_bytes().strip() == _WRITERS:
                 step_back(int(task.name), by=15)
 
 

@@ -33,11 +33,11 @@ def why(error: Exception) -> str:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise `UserError` for what orbax cannot make sense of, though it was verified: of another version, or made so."""
+    """Raise `UserError` for what orbax cannot read, or make sense of: of another version, or made so."""
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"{what} cannot be read, though no file of it was damaged ({why(error)}); use another one"
+        text = f"{what} cannot be read: {why(error)}; use another one"
         raise UserError("".join(c if c.isprintable() else "?" for c in text)) from error

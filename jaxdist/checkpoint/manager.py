@@ -190,8 +190,8 @@ class Checkpoints:
                 raise  # the others wait in orbax: only the end of this process tells them
             self._fail(step, error)
         assert saved, f"orbax declined to save step {step}"
-        writers_step_back()
         self._under_way = step
+        writers_step_back()
 
     def _check_room(self, step: int) -> None:
         """Raise `SaveFailed` on every process where process 0 cannot make folders."""

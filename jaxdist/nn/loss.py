@@ -2,10 +2,10 @@
 
 Logits of all tokens are by far the largest array of a small model with a large vocabulary. Here a loop over chunks
 makes those of one chunk and, where the loss is differentiated, their gradients at once, for a cotangent of 1: the loss
-is a sum, and its gradients are proportional to its own. So no matrix product is computed twice (three a chunk; gradient
-checkpointing of the loss would take four), and nothing of the vocabulary's size waits for the backward pass but the
-gradient of the table: the fused linear cross-entropy of Hsu et al. 2024, Liger Kernel. Legend: B batch, S sequence, N
-tokens, C tokens of a chunk, D model width, V vocabulary.
+is a sum, and its gradients are proportional to its own. So no matrix product is computed twice, but in fp16 (three a
+chunk; gradient checkpointing of the loss would take four), and nothing of the vocabulary's size waits for the backward
+pass but the gradient of the table: the fused linear cross-entropy of Hsu et al. 2024, Liger Kernel. Legend: B batch, S
+sequence, N tokens, C tokens of a chunk, D model width, V vocabulary.
 """
 
 import functools
@@ -47,7 +47,8 @@ def chunked_cross_entropy(
     """
     tokens, width = math.prod(targets_BS.shape), h_BSD.shape[-1]
     count = -(-tokens // chunk)
-    samples = {*varying_axes(h_BSD), *varying_axes(targets_BS), *varying_axes(weights_BS)}
+    own = {*varying_axes(h_BSD), *varying_axes(targets_BS), *varying_axes(weights_BS)}
+    samples = own | {*varying_axes(table_VD)} - {"tensor"}  # over which the table is split
 
     def cut(x: jax.Array, *dims: int) -> jax.Array:
         flat = x.reshape(tokens, *dims)
@@ -93,7 +94,7 @@ def _with_gradients(
 
 def _forward(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
     given = h, table_VD, targets, weights
-    if h.dtype == jnp.float16:  # gradients for a cotangent of 1 have small parts that only a loss scale lifts
+    if any(each.dtype == jnp.float16 for each in (h, table_VD)):  # only a loss scale lifts small gradients into it
         return _sum_of_chunks(*given), (given, None)
     one = zeros_varying_like(jax.eval_shape(_sum_of_chunks, *given)) + 1
     loss, grads = _with_gradients(one, *given)

@@ -57,12 +57,12 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     return told | {AT_ONCE: 3 if mesh.shape["data"] > 1 else 2}  # a gather, a reduction; a sum of shards
 
 
-def known_after(tree: PyTree, i: jax.Array | int, *, heavy: bool = False) -> jax.Array:
+def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
     """i, which the compiler cannot know before it has the tree: it would gather what is outside of loops before all of
     them, or once for both passes, and keep it. (Barriers are gone by the time that it combines collectives, and what a
     loop has counted to it knows.) Read off the leaf that varies over the fewest axes, as what is gathered with i is of
-    i's type. heavy: of those the largest."""
-    leaf = min(jax.tree.leaves(tree), key=lambda leaf: (len(varying_axes(leaf)), -leaf.size if heavy else 0))
+    i's type."""
+    leaf = min(jax.tree.leaves(tree), key=lambda leaf: len(varying_axes(leaf)))
     return i + (leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
 
 
@@ -113,7 +113,11 @@ def in_two(of: Blocks, diff: PyTree, held: PyTree, late: PyTree) -> tuple[PyTree
         return (merged(reduced, ahead),)
 
     first, reduce_first = fetch(early, 0)
-    second, reduce_second = fetch(late, known_after(first, 0, heavy=True) if jax.tree.leaves(first) else 0)
+    types = [set(varying_axes(leaf)) for leaf in jax.tree.leaves(jax.eval_shape(lambda: fetch(late, 0)[0]))]
+    # Large, for the gather of small ones is another; and of no other type than what is gathered with the index.
+    marks = [leaf for leaf in jax.tree.leaves(first) if all(set(varying_axes(leaf)) <= each for each in types)]
+    mark = max(marks, key=lambda leaf: leaf.size, default=None)
+    second, reduce_second = fetch(late, 0 if mark is None else known_after(mark, 0))
     return merged(first, second), Partial(reduce, reduce_first, reduce_second)
 
 

@@ -141,7 +141,7 @@ def make_program(
         own, table = use("head", diff["head"], held["head"]), None
         if model.tied:
             gather_table = functools.partial(use, "embed", *after(h, (diff["embed"], held["embed"])))
-            table = only_read(gather_table, model.head, own, h, batch)
+            table = only_read(gather_table, model.head, own, h, batch) if strategy.drops else gather_table()
         found: tuple[jax.Array, jax.Array] = run("head", model.head, own, table, h, batch)
         return found
 

@@ -64,7 +64,7 @@ def after(value: jax.Array, tree: PyTree) -> PyTree:
 def rematerialise(
     function: Callable[..., Any], mode: Remat, *, gathers: bool, in_scan: bool, constants: bool = True
 ) -> Callable[..., Any]:
-    """Wrap one unit of the model (embedding, block, head).
+    """Wrap the embedding or a block of a model, or a loss of a user's own.
 
     mode, of `config_memory.check_remat`: "none" keeps all activations, "dots" the results of matrix products, a tuple
     the values of these names, each with the unit's inputs; "full" keeps the inputs alone. "offload" is "full" with what

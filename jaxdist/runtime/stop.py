@@ -1,6 +1,7 @@
 """Stopping on Ctrl-C, SIGTERM or a time limit: after the same step on every process, with a checkpoint."""
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from jaxdist.runtime.ranks import SAME_S, STOPPED
 
 _POLL_S = 0.2  # between two looks into the store of a job
 _LEAVE_S = 2.0  # for the other processes of a job to hear that one leaves
+_ANSWER_S = 3.0  # for them to say whether they have begun a step
 _CLOSE, _WAKE = 0, 255  # in the pipe, beside numbers of signals
 _NONE = -1  # in place of a step: none was begun
 
@@ -47,12 +49,12 @@ class TimeLimit:
 class StopSignal:
     """A context in which a first SIGINT or SIGTERM asks a training run to stop and a second one ends it at once.
 
-    As long as no process has given a step to its devices there is nothing to save: the first signal ends them at once,
-    too. At once is by `os._exit`, with status `STOPPED`. Signals within a second of the first are the same one, sent on
-    by a launcher or a scheduler. A thread sees them, whatever the main thread is doing: Python alone would wait for the
-    end of a compilation. In a job of several processes it carries them to the others by the store of JAX's coordination
-    service, whose own handler of SIGTERM, which swallows a second one, is left out. To be entered on the main thread
-    before the job is joined; on another thread no signal is heeded.
+    As long as no process has given a step to its devices there is nothing to save: the first signal ends them, too, as
+    soon as all have said so, or after `_ANSWER_S`. At once is by `os._exit`, with status `STOPPED`. Signals within a
+    second of the first are the same one, sent on by a launcher or a scheduler. A thread sees them, whatever the main
+    thread is doing: Python alone would wait for the end of a compilation. In a job of several processes it carries them
+    to the others by the store of JAX's coordination service, whose own handler of SIGTERM, which swallows a second one,
+    is left out. To be entered on the main thread before the job is joined; on another thread no signal is heeded.
     """
 
     def __init__(self) -> None:
@@ -167,7 +169,10 @@ class StopSignal:
                 said = store.get()
                 if "now" in said:
                     self._leave(said["now"])
-            if max(at) == _NONE:
+                late = time.monotonic() > (self._first_signal or math.inf) + _ANSWER_S
+                if late and self._taken is None and max(at, default=_NONE) == _NONE:
+                    break
+            if max(at, default=_NONE) == _NONE:
                 self._leave(f"ended by {self.why} before the first step")
             self._last = max(at) + 1
 

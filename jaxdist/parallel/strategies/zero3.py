@@ -1,6 +1,7 @@
 """ZeRO-3 = FSDP (Rajbhandari et al. 2020; Zhao et al. 2023): parameters, gradients and optimizer state rest as shards
-over `fsdp`. Each unit (a block, the embedding, the head) is all-gathered before use, forward and backward, and its
-gradient is reduce-scattered; with `data` > 1 the shards are then all-reduced over `data` (hybrid sharding).
+over `fsdp`. Each unit (a block, the embedding, the head) is all-gathered before use, a block also for its backward
+pass, and its gradient is reduce-scattered; with `data` > 1 the shards are then all-reduced over `data` (hybrid
+sharding).
 
 In deterministic mode gradients stay whole on each device until the end of the step: a sum over microbatches that comes
 after a sum over devices would depend on the number of devices.
