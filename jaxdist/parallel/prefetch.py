@@ -68,8 +68,8 @@ def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
 
 def held_back(tree: PyTree, grads: PyTree) -> PyTree:
     """The tree, which the compiler cannot have before it has these gradients. Of two blocks outside of loops it would
-    compute the first one's last, keep all that they are made of, and have nothing left to hide their reduction
-    behind."""
+    compute the first one's last, keep all that they are made of, and have nothing left to hide their reduction behind.
+    And of reductions that do not wait for each other it would make one."""
 
     def one(x: jax.Array) -> jax.Array:
         axes = set(varying_axes(x))  # what varies over more would give x its type

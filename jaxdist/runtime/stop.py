@@ -152,29 +152,34 @@ class StopSignal:
         else:
             self._last = 0
 
-    def _look(self, store: "_Store") -> None:
-        """What do the others say? Where one has begun a step, maybe ahead of this one, there is something to save."""
+    def _said(self, store: "_Store") -> dict[str, str]:
+        """What the others say. Does not return where one of them has left."""
         said = store.get()
         if "now" in said:
             self._leave(said["now"])
+        return said
+
+    def _look(self, store: "_Store") -> None:
+        """Is a stop asked for? Where one has begun a step, maybe ahead of this one, there is something to save."""
+        said = self._said(store)
         if "why" not in said or self._last is not None:
             return
         self.why = self.why or said["why"]
         with self._lock:  # no step is begun before it is known which one is the last
             store.set(f"at/{store.rank}", str(_NONE if self._taken is None else self._taken))
-            while len(at := [int(value) for key, value in said.items() if key.startswith("at/")]) < store.count:
+            while True:
+                at = [int(value) for key, value in said.items() if key.startswith("at/")]
+                begun = max(at, default=_NONE)
+                late = time.monotonic() > (self._first_signal or math.inf) + _ANSWER_S
+                if len(at) == store.count or (late and self._taken is None and begun == _NONE):
+                    break
                 self._hear(_POLL_S / 10)  # one may never answer: a second signal ends this process all the same
                 if self._closed:
                     return
-                said = store.get()
-                if "now" in said:
-                    self._leave(said["now"])
-                late = time.monotonic() > (self._first_signal or math.inf) + _ANSWER_S
-                if late and self._taken is None and max(at, default=_NONE) == _NONE:
-                    break
-            if max(at, default=_NONE) == _NONE:
+                said = self._said(store)
+            if begun == _NONE:
                 self._leave(f"ended by {self.why} before the first step")
-            self._last = max(at) + 1
+            self._last = begun + 1
 
     def _leave(self, text: str) -> None:
         """End this process at once, and those of its job. text: why; said by those that were sent a signal."""
