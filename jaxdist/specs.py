@@ -61,9 +61,10 @@ def split_over(
 ) -> P:
     """The spec with `axis` on one more dim of a leaf that has at least `min_bytes`, where one is divisible.
 
-    columns: the last dim, if that can be. Else the largest dim that no axis splits yet; where there is none, the
-    largest that can be split further, as ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then
-    is the first) is never split, and their bytes are those of one.
+    columns: the last dim, if that can be. Else the first dim that no axis splits yet, so that shards lie one after the
+    other in what is gathered, and nothing is transposed; where there is none, the first that can be split further, as
+    ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then is the first) is never split, and
+    their bytes are those of one.
     """
     n = mesh.shape[axis]
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
@@ -75,7 +76,7 @@ def split_over(
     local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
     fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0 and size > 0]
     last = len(entries) - 1 if columns else None
-    best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, local[dim]), default=None)
+    best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
     if best is None:
         return P(*spec)
     entries[best] = (*entries[best], axis)

@@ -231,9 +231,9 @@ def test_pipe_takes_a_dim_that_is_free_or_the_minor_part_of_one() -> None:
                          for leaf in (jax.ShapeDtypeStruct(shape, jnp.float32), P(*spec)))  # fmt: skip
         return get_strategy(strategy, options).place(shapes, specs, mesh)[unit]["leaf"]
 
-    assert place((8, 16), None, None) == P("pipe", "fsdp")
+    assert place((8, 16), None, None) == P("fsdp", "pipe")
     assert place((8, 16), None, None, unit="embed") == P("pipe", "fsdp")
-    assert place((8, 16), None, None, strategy="ddp") == P(None, "pipe")
+    assert place((8, 16), None, None, strategy="ddp") == P("pipe", None)
     assert place((7, 16), None, None) == P(None, ("fsdp", "pipe"))
     assert place((16, 16), "tensor", None) == P(("tensor", "pipe"), "fsdp")
     assert place((16, 7), "tensor", None) == P(("tensor", "fsdp", "pipe"), None)
@@ -242,9 +242,9 @@ def test_pipe_takes_a_dim_that_is_free_or_the_minor_part_of_one() -> None:
     assert place((7,), None) == P(None)
     assert place((8,), None, small=32) == P(("fsdp", "pipe"))
     assert place((8,), None, small=33) == P(None)
-    assert place((8, 16), None, None, pipe=1) == P(None, "fsdp")
-    assert place((8, 16), None, None, sync=INT8) == P(None, "fsdp")
-    assert place((4, 8, 16), "pipe", None, None, unit="blocks") == P("pipe", None, "fsdp")
+    assert place((8, 16), None, None, pipe=1) == P("fsdp", None)
+    assert place((8, 16), None, None, sync=INT8) == P("fsdp", None)
+    assert place((4, 8, 16), "pipe", None, None, unit="blocks") == P("pipe", "fsdp", None)
 
 
 def explained(strategy: str, *overrides: str) -> Explanation:

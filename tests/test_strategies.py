@@ -212,14 +212,15 @@ def test_nothing_compiles_after_the_first_step(name: str) -> None:
     assert step.jitted(state)._cache_size() == 1
 
 
-def test_sharding_takes_the_largest_free_dim_and_leaves_the_stack_alone() -> None:
+def test_sharding_takes_the_first_free_dim_and_leaves_the_stack_alone() -> None:
     mesh = make_mesh(fsdp=4, tensor=2)
 
     def place(shape: tuple[int, ...], *spec: Any, small: int = 0) -> P:
         leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
         return place_sharded(leaf, P(*spec), mesh, min_shard_bytes=small)
 
-    assert place((8, 16), None, None) == P(None, "fsdp")
+    assert place((8, 16), None, None) == P("fsdp", None)
+    assert place((6, 16), None, None) == P(None, "fsdp")
     assert place((16, 8), "tensor", None) == P("tensor", "fsdp")
     assert place((32, 6), "tensor", None) == P(("tensor", "fsdp"), None)  # 6 is not divisible by 4
     assert place((8, 3), "pipe", None) == P("pipe", None)  # nothing fits: whole
