@@ -30,10 +30,15 @@ def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> 
     fills = functools.partial(_fills_buckets, options=options)
 
     def reduce_block(grads: PyTree, specs: PyTree) -> PyTree:
-        stacked = jax.tree.map(lambda leaf: leaf[None], grads)
-        specs = map_specs(lambda spec, leaf: leaf if isinstance(leaf, MaskedNode) else spec, specs, stacked)
-        now = fills(stacked, specs)
-        sums, _ = strategy.reduce(only(now, stacked), (), only(now, specs))
+        def stacked() -> PyTree:
+            return jax.tree.map(lambda leaf: leaf[None], grads)
+
+        shapes = jax.eval_shape(stacked)
+        specs = map_specs(lambda spec, leaf: leaf if isinstance(leaf, MaskedNode) else spec, specs, shapes)
+        now = fills(shapes, specs)
+        if not any(jax.tree.leaves(now)):
+            return grads
+        sums, _ = strategy.reduce(only(now, stacked()), (), only(now, specs))
 
         def one(leaf: jax.Array, total: Any) -> jax.Array:
             return leaf if _left(total) else to_varying(total[0].astype(leaf.dtype), varying_axes(leaf))

@@ -12,7 +12,6 @@ the block reads late is gathered beside what reads the rest, and reduced beside 
 What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,14 +30,16 @@ from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
 
 PyTree = Any
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what XLA makes one collective of
 
 
-def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int] | None:
+def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool] | None:
     """What XLA:GPU is told beside a program that prefetches. To combine the collectives of one block, but not those of
-    two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. And
-    to have those of a round under way at once: where it expects that they take longer than a block, as over several
-    hosts, it would start a round's gather only after its reduction. Figures: docs/plan.md."""
+    two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. To
+    have those of a round under way at once: where it expects that they take longer than a block, as over several hosts,
+    it would start a round's gather only after its reduction. And to take two rounds of a loop for one: what a round
+    hands to the next, a gathered block and gradients, would be copied. Figures: docs/plan.md."""
     if not options.prefetch or not is_model(params) or on_cpu(mesh):
         return None
 
@@ -53,30 +54,33 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     told = {"all_gather": whole, "reduce_scatter": sums // parts}  # it counts what comes out of them
     if mesh.shape["data"] > 1:
         told["all_reduce"] = max(least, sums // parts)  # of shards
-    told = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in told.items()}
-    return told | {AT_ONCE: 3 if mesh.shape["data"] > 1 else 2}  # a gather, a reduction; a sum of shards
+    sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in told.items()}
+    at_once = 3 if mesh.shape["data"] > 1 else 2  # a gather, a reduction; a sum of shards
+    return {**sizes, BY_TWO: True, AT_ONCE: at_once}
 
 
 def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
     """i, which the compiler cannot know before it has the tree: it would gather what is outside of loops before all of
     them, or once for both passes, and keep it. (Barriers are gone by the time that it combines collectives, and what a
-    loop has counted to it knows.) Read off the leaf that varies over the fewest axes, as what is gathered with i is of
-    i's type."""
-    leaf = min(jax.tree.leaves(tree), key=lambda leaf: len(varying_axes(leaf)))
-    return i + (leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max).astype(jnp.int32)  # infinity: all is lost anyway
+    loop has counted to it knows.) Read off a leaf that varies over the fewest axes, as what is gathered with i is of
+    i's type; the largest, since a small one may not have travelled."""
+    leaf = min(jax.tree.leaves(tree), key=lambda leaf: (len(varying_axes(leaf)), -leaf.size))
+    lost = leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max  # infinity: then all is lost anyway
+    return i + lost.astype(jnp.result_type(i))
 
 
 def held_back(tree: PyTree, grads: PyTree) -> PyTree:
-    """The tree, which the compiler cannot have before it has these gradients. Of two blocks outside of loops it would
-    compute the first one's last, keep all that they are made of, and have nothing left to hide their reduction behind.
-    And of reductions that do not wait for each other it would make one."""
+    """The tree, which the compiler cannot have before it has the largest of these gradients. Of two blocks outside of
+    loops it would compute the first one's last, keep all that they are made of, and have nothing left to hide their
+    reduction behind. And of reductions that do not wait for each other it would make one."""
 
     def one(x: jax.Array) -> jax.Array:
         axes = set(varying_axes(x))  # what varies over more would give x its type
-        for leaf in jax.tree.leaves(grads):
-            if set(varying_axes(leaf)) <= axes:
-                x = jnp.where(leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max, jnp.nan, x)
-        return x
+        known = [leaf for leaf in jax.tree.leaves(grads) if set(varying_axes(leaf)) <= axes]
+        if not known:
+            return x
+        last = max(known, key=lambda leaf: leaf.size)
+        return jnp.where(last[(0,) * last.ndim] > jnp.finfo(last.dtype).max, jnp.nan, x)
 
     return jax.tree.map(one, tree)
 
@@ -136,69 +140,69 @@ class _Ahead(NamedTuple):
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         """((h, what rides, usable), what `backward` needs)."""
 
-        def turn(of: Blocks, carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-            h, unit, whole = carry
+        count = len(layers)
+        of = self.inner if count > 2 else self.outer  # a loop of one round is none
+
+        def turn(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
+            h, _, unit, whole = carry
             following, reduce_following = of.fetch(diff, held, i + 1)
             whole, reduce_slice = self.riders.fetch(riding, whole, i)
             h, kept = of.run(unit, diff, h, layers[i], keys)
-            return (h, following, whole), (kept, reduce_following, reduce_slice)
+            return (h, unit, following, whole), (kept, reduce_following, reduce_slice)
 
-        count, saved, late = len(layers), None, None
         shapes = jax.eval_shape(lambda: self.inner.fetch(diff, held, 0)[0])
-        halves = read_late(self.plain, shapes, h, layers[0], keys)
-        first, reduce_first = in_two(self.inner, diff, held, halves)
-        carry = h, first, self.riders.empty(riding)
-        if count > 2:
-            carry, saved = lax.scan(functools.partial(turn, self.inner), carry, jnp.arange(count - 2))
+        first, reduce_first = in_two(self.inner, diff, held, read_late(self.plain, shapes, h, layers[0], keys))
+        saved, carry = None, (h, zeros_varying_like(first), first, self.riders.empty(riding))
         if count > 1:
-            before = carry[1]
-            carry, late = turn(self.outer, carry, known_after(before, count - 2))
-            late = late, only(late[0].wanted, before)
-        h, unit, whole = carry
+            carry, saved = lax.scan(turn, carry, jnp.arange(count - 1))
+        h, before, unit, whole = carry
         whole, reduce_slice = self.riders.fetch(riding, whole, known_after(unit, count - 1))
         h, end = self.outer.run(unit, diff, h, layers[-1], keys)
-        last = end, only(end.wanted, unit)
-        return (h, whole), (diff, held, riding, saved, late, last, reduce_first, reduce_slice)
+        units = only(end.wanted, unit), saved and only(saved[0].wanted, before)
+        return (h, whole), (diff, held, riding, saved, end, units, reduce_first, reduce_slice)
 
     def backward(self, residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
         """Gradients of the arguments of `forward`."""
-        (diff, held, riding, saved, late, (end, unit), reduce_first, reduce_last), (dh, dwhole) = residuals, given
+        (diff, held, riding, saved, end, (unit, before), reduce_first, reduce_last), (dh, dwhole) = residuals, given
         count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
+        sums = self.sums_of(at(grads, 0))
 
-        def again(i: jax.Array | int, done: PyTree) -> PyTree:
-            if count <= 4 or isinstance(i, int):  # loops of one round are unrolled
-                i = known_after(done, i)
-            return self.inner.again(diff, held, i, saved[0].wanted)  # the same is wanted of all blocks
-
-        def turn(carry: PyTree, i: jax.Array | int, saved: PyTree, before: PyTree) -> PyTree:
+        def turn(carry: PyTree, i: jax.Array | int, saved: PyTree) -> PyTree:
             (dh, unit, behind, waiting, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
-            grads, waiting = self.settled(grads, waiting, i + 1, *reduce_following(behind))
+            (reduced,) = reduce_following(behind)
+            gathers = isinstance(i, jax.Array) or i > 0
+            before = self.inner.again(diff, held, known_after(reduced, i - 1), kept.wanted) if gathers else None
+            grads, waiting = _settled(sums, grads, waiting, i + 1, reduced)
             slices = self.riders.reduce(slices, i, reduce_slice, dwhole)
             behind, dh = kept(unit, dh)
             return dh, before, behind, waiting, grads, slices
 
         slices = self.riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry = held_back(dh, behind), late and late[1], behind, None, grads, slices
+        carry, i = (held_back(dh, behind), before, behind, None, grads, slices), count - 2
+        if sums is not None and i > 0:  # nothing waits yet
+            carry, i = turn(carry, i, at(saved, i)), i - 1
+        if i > 0:  # a scan of none would still be counted by who reads the program
+            carry, _ = lax.scan(lambda carry, i: (turn(carry, i, at(saved, i)), None), carry, jnp.arange(i, 0, -1))
         if count > 1:
-            carry = turn(carry, count - 2, late[0], again(count - 3, (carry[0], behind)) if count > 2 else None)
-        if count > 3:  # a scan of none would still be counted by who reads the program
-            carry, _ = lax.scan(
-                lambda carry, i: (turn(carry, i, at(saved, i), again(i - 1, (carry[0], carry[2]))), None),
-                carry, jnp.arange(count - 3, 0, -1),
-            )  # fmt: skip
-        if count > 2:
-            carry = turn(carry, 0, at(saved, 0), None)
+            carry = turn(carry, 0, at(saved, 0))
         dh, _, behind, waiting, grads, slices = carry
-        before = () if count == 1 else at(grads, 1) if self.sums is None else waiting
-        grads, waiting = self.settled(grads, waiting, 0, *reduce_first(behind, before))
-        return grads if self.sums is None else put(grads, 0, self.sums(waiting)), None, None, dh, None, slices
+        before = () if count == 1 else at(grads, 1) if sums is None else waiting
+        grads, waiting = _settled(sums, grads, waiting, 0, *reduce_first(behind, before))
+        return grads if sums is None else put(grads, 0, sums(waiting)), None, None, dh, None, slices
 
-    def settled(self, grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree) -> tuple[PyTree, PyTree]:
-        """With those of block i, and of block i + 1 where they waited: (all, those that wait)."""
-        if self.sums is None:
-            return put(grads, i, reduced), None
-        return grads if waiting is None else put(grads, i + 1, self.sums(waiting)), reduced
+    def sums_of(self, shards: PyTree) -> Callable[[PyTree], PyTree] | None:
+        """What sums a block's gradients further, if that does anything for such."""
+        return self.sums if self.sums is not None and jax.make_jaxpr(self.sums)(shards).eqns else None
+
+
+def _settled(
+    sums: Callable[[PyTree], PyTree] | None, grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree
+) -> tuple[PyTree, PyTree]:
+    """With those of block i, or of block i + 1 if they waited to be summed: (all, those that wait)."""
+    if sums is None:
+        return put(grads, i, reduced), None
+    return grads if waiting is None else put(grads, i + 1, sums(waiting)), reduced
 
 
 def prefetched(
