@@ -17,6 +17,7 @@ from jaxdist import registry
 from jaxdist.compiled import TrainStep
 from jaxdist.config import Config, PrecisionConfig
 from jaxdist.config_check import GPU_PLUGINS
+from jaxdist.config_prefetch import prefetches
 from jaxdist.errors import UserError
 from jaxdist.forensics import make_diagnosis
 from jaxdist.guard import ScaleRule
@@ -76,6 +77,11 @@ def cuda_capability(config: Config, mesh: AnyMesh) -> str:
     return "8.0" if plugin and config.devices.platform != "cpu" else ""
 
 
+def prefetches_on(config: Config, mesh: AnyMesh) -> bool:
+    """Whether the step prefetches on this mesh: `prefetches`."""
+    return prefetches(config, gpu=bool(cuda_capability(config, mesh)))
+
+
 def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[str, str | None]:
     """The kernel of attention, xla or cudnn, and why not cudnn. Raises `UserError` where `model.attention` is cudnn and
     it cannot be. A model of somebody else's gets what is asked for."""
@@ -130,6 +136,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
     precision = precision_of(config.precision)
     stages, chunks = mesh.shape["pipe"], parallel.chunks
+    ahead = int(prefetches_on(config, mesh))
     attention, _ = attention_of(config, precision, mesh)
     model = make_model(config, precision, stages=stages, training=True, attention=attention)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
@@ -142,7 +149,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     options: dict[str, Any] = {
         "strategy": parallel.strategy, "schedule": parallel.schedule, "microbatches": parallel.microbatches,
         "precision": precision, "remat": config.memory.remat, "grad_sync": sync, "freeze": config.optimizer.freeze,
-        "reshard_after_forward": parallel.reshard_after_forward, "prefetch": parallel.prefetch,
+        "reshard_after_forward": parallel.reshard_after_forward, "prefetch": ahead,
         "pipeline_cond": parallel.pipeline_cond, "max_skips": max_skips, "seed": config.train.seed,
     }  # fmt: skip
     step = make_train_step(model, optimizer, mesh, **options)

@@ -134,9 +134,10 @@ class ParallelConfig:
         32768, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
     )
     reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
-    prefetch: int = setting(
-        0, "1: gather each block while the one before it computes, reduce it while the next does", at_least=0, at_most=1
-    )
+    prefetch: int | None = setting(
+        None, "1: gather each block while the one before it computes, reduce it while the next does; null: so under"
+        " zero3 on GPUs, where nothing that is set excludes it", at_least=0, at_most=1,
+    )  # fmt: skip
     sequence_parallel: bool = setting(
         False, "between layers split over tensor, each of its devices has a part of the positions: docs/memory.md"
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jaxdist.config_devices import check_flags
 from jaxdist.config_memory import check_memory, with_offload
 from jaxdist.config_pipeline import ONE_STAGE, check_pipeline, divisors, near
+from jaxdist.config_prefetch import check_prefetch
 from jaxdist.config_sync import check_grad_sync
 from jaxdist.config_values import parse_mixture, show
 from jaxdist.errors import UserError
@@ -218,6 +219,7 @@ def check_layout(config: Config) -> None:
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
     check_memory(config, ONE_STAGE)
+    check_prefetch(config)
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -74,13 +74,11 @@ def with_offload(memory: MemoryConfig) -> MemoryConfig:
 
 
 def check_memory(config: Config, one_stage: Sequence[str]) -> None:
-    """Raise `UserError` where `memory.remat` does not go with schedule or prefetching. one_stage: such schedules."""
+    """Raise `UserError` where `memory.remat` does not go with the schedule. one_stage: such schedules."""
     remat, schedule = config.memory.remat, config.parallel.schedule
-    if config.parallel.prefetch:
-        check_prefetched(remat)
     if config.parallel.grad_sync.deterministic:
         check_deterministic(remat)
-    check_unrolled(config.model.scan_blocks, remat, prefetch=config.parallel.prefetch,
+    check_unrolled(config.model.scan_blocks, remat, prefetch=0,
                    deterministic=config.parallel.grad_sync.deterministic)  # fmt: skip
     if remat == "sqrt" and config.parallel.sequence_parallel:
         refuse_split_sequence()

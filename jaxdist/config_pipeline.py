@@ -33,9 +33,6 @@ def check_pipeline(config: Config, stages: int) -> None:
     if stages > 1 and parallel.schedule in ONE_STAGE:
         raise UserError(f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
                         " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble")  # fmt: skip
-    if parallel.prefetch and "." not in parallel.schedule and parallel.schedule not in ONE_STAGE:
-        raise UserError(f"parallel.prefetch: 1 is for one stage, parallel.schedule {parallel.schedule} has several;"
-                        " allowed: 0")  # fmt: skip
     if parallel.chunks > 1 and "." not in parallel.schedule and parallel.schedule != "interleaved":
         raise UserError(f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
                         " chunks; allowed: 1; or parallel.schedule=interleaved")  # fmt: skip

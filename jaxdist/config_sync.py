@@ -1,4 +1,4 @@
-"""The checks of `parallel.grad_sync` and `parallel.prefetch`: what goes together. Imports no jax."""
+"""The checks of `parallel.grad_sync`: what goes together. Imports no jax."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ def check_grad_sync(config: Config, mesh: dict[str, int]) -> None:
     if config.parallel.schedule == "pairwise" and microbatches & (microbatches - 1):
         raise UserError(f"parallel.microbatches: {microbatches} is no power of two, which schedule pairwise needs;"
                         " allowed: 1, 2, 4, 8, ...")  # fmt: skip
-    if config.parallel.prefetch and not config.parallel.reshard_after_forward:
-        raise UserError("parallel.prefetch: 1 gathers blocks again for the backward pass; set"
-                        " parallel.reshard_after_forward to true, or prefetch to 0")  # fmt: skip
-    if config.parallel.prefetch and sync.deterministic:
-        raise UserError(f"parallel.prefetch: 1 changes the order of work; set it to 0 with {KEY}.deterministic")
     if sync.deterministic:
         _check_deterministic(config, mesh)
 

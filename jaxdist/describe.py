@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxdist.assemble import attention_of
+from jaxdist.assemble import attention_of, prefetches_on
 from jaxdist.config import GradSyncConfig, resolve_model
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.sync import GradSync, order_of_work
@@ -93,7 +93,8 @@ def describe(run: Run) -> dict[str, str]:
         "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "
         f"{jax.process_count()} {plural('process', jax.process_count())})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
-        f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}",
+        f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
+        + (", prefetching" if prefetches_on(config, run.mesh) else ""),
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
 from child import ROOT
 
-from jaxdist.config import Config, DevicesConfig, GradSyncConfig, ParallelConfig, XlaConfig
+from jaxdist.config import Config, DevicesConfig, GradSyncConfig, MeshConfig, ParallelConfig, XlaConfig, load_config
 from jaxdist.config_devices import check_flags
+from jaxdist.config_prefetch import prefetches
 from jaxdist.errors import UserError
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (
@@ -28,9 +30,9 @@ SETTINGS = [*ADVICE, *DETERMINISTIC, *(each for preset in PRESETS.values() for e
 LIMIT = next(each.name for each in ADVICE if each.name.endswith("overlap_limit"))
 
 
-def config(*flags: str, preset: str = "fast", prefetch: int = 0, deterministic: bool = False) -> Config:
-    parallel = ParallelConfig(prefetch=prefetch, grad_sync=GradSyncConfig(deterministic=deterministic))
-    return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=parallel)
+def config(*flags: str, preset: str = "fast", deterministic: bool = False, fsdp: int = 1, **parallel: Any) -> Config:
+    options = ParallelConfig(grad_sync=GradSyncConfig(deterministic=deterministic), **parallel)
+    return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=options, mesh=MeshConfig(fsdp=fsdp))
 
 
 @pytest.fixture
@@ -129,13 +131,34 @@ def level() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("changes", "backend", "want"),
     [({}, "gpu", "O1"), ({"prefetch": 1}, "gpu", "UNKNOWN"), ({"preset": "plain"}, "gpu", "UNKNOWN"),
-     ({}, "cpu", "UNKNOWN")],
+     ({}, "cpu", "UNKNOWN"), ({"strategy": "zero3", "fsdp": 8}, "gpu", "UNKNOWN"),
+     ({"strategy": "zero3", "fsdp": 8, "prefetch": 0}, "gpu", "O1")],
 )  # fmt: skip
 def test_optimization_level(
     changes: dict[str, Any], backend: str, want: str, level: None, env: pytest.MonkeyPatch
 ) -> None:
     set_options(config(**changes), backend)
     assert settings()["optimization_level"] == want
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ("", True), ("mesh.fsdp=-1", True), ("mesh.fsdp=4 mesh.data=2", True), ("memory.remat=full", True),
+        ("parallel.strategy=zero2", False), ("mesh.fsdp=1 mesh.data=8", False), ("memory.remat=sqrt", False),
+        ("memory.remat=offload", False), ("model.scan_blocks=2", False),
+        ("parallel.reshard_after_forward=false", False), ("parallel.schedule=gpipe mesh.pipe=2 mesh.fsdp=4", False),
+        ("parallel.grad_sync.deterministic=true optimizer.name=adamw", False),
+        ("parallel.prefetch=0", False),
+    ],
+)  # fmt: skip
+def test_zero3_prefetches_on_gpus_unless_something_excludes_it(changes: str, want: bool) -> None:
+    """What is refused with prefetch: 1 is done without it where nobody asked for it."""
+    usual = ("mesh.data=1", "mesh.tensor=1", "mesh.fsdp=8", "parallel.strategy=zero3")
+    chosen = load_config(ROOT / "configs" / "quickstart.yaml", [*usual, *changes.split()])
+    assert prefetches(chosen, gpu=True) is want and not prefetches(chosen, gpu=False)
+    asked = replace(chosen, parallel=replace(chosen.parallel, prefetch=1))
+    assert prefetches(asked, gpu=False)
 
 
 def test_a_level_that_was_set_stays(level: None, env: pytest.MonkeyPatch) -> None:

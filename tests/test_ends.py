@@ -22,7 +22,7 @@ from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
 from jaxdist.parallel.ends import Riders, first_reads
-from jaxdist.parallel.prefetch import AT_ONCE, compiler_options, in_two, read_late
+from jaxdist.parallel.prefetch import AT_ONCE, BY_TWO, compiler_options, held_back, in_two, known_after, read_late
 from jaxdist.parallel.stack import Blocks, at
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.parallel.sync import GradSync
@@ -213,6 +213,14 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     assert [float(unit[name].sum()) for name in "bcd"] == [6, 4, 0]
 
 
+def test_what_waits_waits_for_the_largest_leaf() -> None:
+    """A small one may not have travelled at all: nothing would wait for the others."""
+    done = {"bias": jnp.full(2, jnp.inf), "kernel": jnp.ones((2, 3))}
+    assert int(known_after(done, 5)) == 5 and not jnp.isnan(held_back({"x": jnp.ones(2)}, done)["x"]).any()
+    lost = {"bias": jnp.ones(2), "kernel": jnp.full((2, 3), jnp.inf)}
+    assert int(known_after(lost, 5)) == 6 and jnp.isnan(held_back({"x": jnp.ones(2)}, lost)["x"]).all()
+
+
 @pytest.mark.parametrize(("data", "limit"), [(1, 2), (2, 3)])
 def test_what_the_compiler_is_told(data: int, limit: int) -> None:
     """A block's collectives become one, two blocks' do not; those of a round may go at once."""
@@ -221,7 +229,7 @@ def test_what_the_compiler_is_told(data: int, limit: int) -> None:
     mesh = abstract_mesh(data=data, fsdp=8 // data)
     params = state_target(made, tx, mesh, strategy="zero3").params
     told = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
-    assert told is not None and told[AT_ONCE] == limit
+    assert told is not None and told[AT_ONCE] == limit and told[BY_TWO] is True
     block = sum(leaf.size // 3 for leaf in jax.tree.leaves(params["blocks"]))
     ops = ("all_gather", "reduce_scatter", "all_reduce")
     thresholds = {op: told.get(f"xla_gpu_{op}_combine_threshold_bytes", 0) for op in ops}

@@ -70,12 +70,18 @@ def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     assert set(found["collectives"][0]) >= {
         "op", "axes", "group_size", "dtype", "bytes_per_call", "calls", "wire_bytes", "source",
     }  # fmt: skip
-    assert {each["op"] for each in found["collectives"]} == {"psum", "all_gather", "reduce_scatter"}
+    assert {each["op"] for each in found["collectives"]} == {
+        "psum", "all_gather", "reduce_scatter", "all_to_all",
+    }  # fmt: skip
     assert found["mesh"]["data"] * found["mesh"]["fsdp"] == 1024
     assert sum(each["bytes_per_device"] for each in found["parameters"]) == found["memory"]["parameters"]
     kept = [each for each in found["activations"] if each["kind"] == "activations"]
     assert sum(each["bytes_per_device"] for each in kept) == found["memory"]["activations, kept for backward"]
-    assert sum(each["bytes_per_device"] for each in kept if each["what"] != "head") == 32 * 8192 * 4096 * 2
+    looked_up = 16 * 8192 * (256 * 1 + 4)  # of all 16 devices' tokens: which are there, and their ids
+    assert sum(each["bytes_per_device"] for each in kept if each["what"] != "head") == 32 * 8192 * 4096 * 2 + looked_up
+    copies = [each for each in found["activations"] if each["kind"] == "copies of parameters"]
+    block = 4096 * (6144 + 4096 + 3 * 14336 + 2) * 2  # the last two stay gathered
+    assert sum(each["bytes_per_device"] for each in copies if each["what"].startswith("blocks")) == 2 * block
     gradients = 128256 * 4096 * 2 + 8192 * 4096 * 2  # of the head's table and input, computed beside the loss
     normed = 2 * 8192 * 4096 * 4 + 2 * 8192 * 4  # of the norm, wide
     assert sum(each["bytes_per_device"] for each in kept if each["what"] == "head") == gradients + normed

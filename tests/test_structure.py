@@ -21,8 +21,8 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").
 # A module imports lower floors and its own folder. Modules of one floor that lie directly in jaxdist/ are one folder.
 FLOORS = (
     {"errors", "registry", "mesh", "specs", "config", "config_load", "config_values", "config_check", "config_sync",
-     "config_memory", "config_devices", "config_pipeline", "precision", "interpret", "rounding", "autocast", "guard",
-     "agree"},
+     "config_memory", "config_devices", "config_pipeline", "config_prefetch", "precision", "interpret", "rounding",
+     "autocast", "guard", "agree"},
     {"collectives", "data", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
@@ -37,7 +37,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Read before jax is started.
 WITHOUT_JAX = (
     "errors", "registry", "config", "config_load", "config_values", "config_check", "config_sync", "config_memory",
-    "config_devices", "config_pipeline",
+    "config_devices", "config_pipeline", "config_prefetch",
 )  # fmt: skip
 UNCHECKED = {("jaxdist/collectives/claim.py", "claim_replicated"), ("jaxdist/parallel/foreign.py", "unchecked_region")}
 KINDS = (

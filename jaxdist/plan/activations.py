@@ -15,7 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxdist.compiled import TrainStep
 from jaxdist.plan.ledger import phase_of, scope_of, source_of
-from jaxdist.specs import is_model
+from jaxdist.specs import STACKED, is_model
 from jaxdist.state import TrainState
 
 PyTree = Any
@@ -65,7 +65,8 @@ def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[
         residual=jax.tree.map(lambda _: _Value(object()), state.residual),
         guard=jax.tree.map(lambda _: _Value(object()), state.guard),
     ), jax.tree.map(lambda _: _Value(object(), batch=True), batch)  # fmt: skip
-    reader = _Reader("input of a block" if is_model(state.params) else "carry of a loop")
+    carries = ("input of a block", STACKED) if is_model(state.params) else ("carry of a loop", "carry of a loop")
+    reader = _Reader(*carries)
     reader.values(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
     # Microbatches that a schedule runs in several places keep the same; a part of one keeps less.
     found = max(reader.found.values(), key=lambda kept: sum(each.bytes_per_device for each in kept), default=[])
@@ -73,11 +74,11 @@ def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[
 
 
 class _Reader:
-    """Follows values through jaxprs. carry: what the carry of the outermost loop is called. found: what is kept, by the
-    jaxpr that holds both passes."""
+    """Follows values through jaxprs. carry, copies: what is called that the outermost loop carries, and of that what
+    comes from parameters alone. found: what is kept, by the jaxpr that holds both passes."""
 
-    def __init__(self, carry: str) -> None:
-        self.carry, self.found = carry, dict[int, list[Kept]]()
+    def __init__(self, carry: str, copies: str) -> None:
+        self.carry, self.copies, self.found = carry, copies, dict[int, list[Kept]]()
 
     def values(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
         """Where the outputs of a jaxpr come from, given where its inputs do."""
@@ -109,7 +110,7 @@ class _Reader:
         kind = ON_HOST if aval.memory_space == jax.memory.Space.Host else kind
         what = scope or "the loss"
         if value.carried:
-            what = f"carry of a loop in {scope}" if scope else self.carry
+            what = f"carry of a loop in {scope}" if scope else self.copies if kind == COPIES else self.carry
         source = source_of(value.equation) if value.equation else "unknown"
         return Kept(kind, what, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize, source)
 

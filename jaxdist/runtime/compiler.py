@@ -17,6 +17,7 @@ import jax
 
 from jaxdist.config import Config
 from jaxdist.config_devices import KEY, flag_name
+from jaxdist.config_prefetch import prefetches
 from jaxdist.errors import UserError
 from jaxdist.runtime.cache import folder_in_use
 
@@ -153,7 +154,7 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
 
 def set_options(config: Config, backend: str) -> None:
     """Set the preset's options of jax for this backend, where neither the environment nor a program has set them."""
-    if config.devices.xla.preset != "fast" or config.parallel.prefetch:
+    if config.devices.xla.preset != "fast" or prefetches(config, gpu=backend == "gpu"):
         return
     for each in PRESETS[backend]:
         untouched = each.name.upper() not in os.environ and str(jax.config.values[each.name]) == "UNKNOWN"
