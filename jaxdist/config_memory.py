@@ -32,7 +32,7 @@ def check_prefetched(remat: Remat) -> None:
                         " allowed: none, full, dots, a list of names; or parallel.prefetch=0")  # fmt: skip
 
 
-def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int, deterministic: bool) -> None:
+def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int = 0, deterministic: bool = False) -> None:
     """Raise `UserError` for loops over blocks that are not unrolled: those of prefetching and of "sqrt" are arranged by
     hand, and without a loop the compiler may round otherwise in other layouts."""
     for key, has in (
@@ -78,8 +78,7 @@ def check_memory(config: Config, one_stage: Sequence[str]) -> None:
     remat, schedule = config.memory.remat, config.parallel.schedule
     if config.parallel.grad_sync.deterministic:
         check_deterministic(remat)
-    check_unrolled(config.model.scan_blocks, remat, prefetch=0,
-                   deterministic=config.parallel.grad_sync.deterministic)  # fmt: skip
+    check_unrolled(config.model.scan_blocks, remat, deterministic=config.parallel.grad_sync.deterministic)
     if remat == "sqrt" and config.parallel.sequence_parallel:
         refuse_split_sequence()
     if remat == "sqrt" and schedule == "zero_bubble":

@@ -28,7 +28,7 @@ def check_prefetch(config: Config) -> None:
         raise UserError("parallel.prefetch: 1 changes the order of work; set it to 0 with"
                         " parallel.grad_sync.deterministic")  # fmt: skip
     check_prefetched(remat)
-    check_unrolled(config.model.scan_blocks, remat, prefetch=1, deterministic=False)
+    check_unrolled(config.model.scan_blocks, remat, prefetch=1)
 
 
 def prefetches(config: Config, *, gpu: bool) -> bool:
@@ -37,7 +37,8 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
     parallel = config.parallel
     if parallel.prefetch is not None:
         return bool(parallel.prefetch)
-    if not gpu or parallel.strategy != "zero3" or config.mesh.fsdp == 1:
+    stages = config.mesh.pipe != 1 or parallel.stages or parallel.schedule not in ONE_STAGE
+    if not gpu or parallel.strategy != "zero3" or config.mesh.fsdp == 1 or stages:
         return False
     try:
         check_prefetch(replace(config, parallel=replace(parallel, prefetch=1)))

@@ -94,6 +94,14 @@ def hosts_of(mesh: AnyMesh) -> int:
     return len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
 
 
+def crosses_hosts(mesh: AnyMesh, axis: str) -> bool:
+    """Whether devices along this axis are of several processes. A mesh without devices is of one."""
+    if not isinstance(mesh, Mesh):
+        return False
+    process = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    return bool(np.diff(process, axis=mesh.axis_names.index(axis)).any())
+
+
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """Axis sizes in mesh order, for printing: {"pipe": 1, "data": 2, ...}."""
     return {str(axis): int(size) for axis, size in mesh.shape.items()}

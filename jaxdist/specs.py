@@ -61,10 +61,10 @@ def split_over(
 ) -> P:
     """The spec with `axis` on one more dim of a leaf that has at least `min_bytes`, where one is divisible.
 
-    columns: the last dim, if that can be. Else the first dim that no axis splits yet, so that shards lie one after the
-    other in what is gathered, and nothing is transposed; where there is none, the first that can be split further, as
-    ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then is the first) is never split, and
-    their bytes are those of one.
+    columns: the last dim, if that can be. Else the first dim that no axis splits yet: where that is the first of all,
+    shards lie one after the other in what is gathered, and nothing is transposed. Where there is none, the first that
+    can be split further, as ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then is the first)
+    is never split, and their bytes are those of one.
     """
     n = mesh.shape[axis]
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))

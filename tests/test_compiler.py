@@ -150,6 +150,7 @@ def test_optimization_level(
         ("parallel.reshard_after_forward=false", False), ("parallel.schedule=gpipe mesh.pipe=2 mesh.fsdp=4", False),
         ("parallel.grad_sync.deterministic=true optimizer.name=adamw", False),
         ("parallel.prefetch=0", False),
+        ("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe mesh.pipe=2 mesh.fsdp=4", False),
     ],
 )  # fmt: skip
 def test_zero3_prefetches_on_gpus_unless_something_excludes_it(changes: str, want: bool) -> None:

@@ -114,6 +114,8 @@ PLAIN = {
     "microbatches": (GPT2, {"fsdp": 4}, {"microbatches": 2}), "full": (GPT2, {"fsdp": 4}, {"remat": "full"}),
     "dropout": (replace(GPT2, dropout=0.5), {"fsdp": 4}, {}),
     "frozen": (GPT2, {"fsdp": 4}, {"freeze": ("embed.tokens.*", "head.norm.*")}),
+    "blocks frozen": (replace(GPT2, layers=4), {"data": 2, "fsdp": 2}, {"freeze": ("blocks.*",)}),
+    "norms frozen, tensor": (OTHER, {"fsdp": 2, "tensor": 2}, {"freeze": ("blocks.norm*",)}),
 }
 
 

@@ -1,10 +1,10 @@
 """The stack of blocks with its communication one block away from its computation (`parallel.prefetch`).
 
-While block i computes, block i + 1 is gathered, and in the backward pass block i - 1, while the gradient of block
-i + 1 is reduced: nothing in an iteration of either loop waits for a collective of the same iteration, so a scheduler
-can run them side by side. Differentiating a scan would gather each block right before its first use. Costs one more
-gathered block and one more block's gradients; saves two gathers, since the last two blocks are kept for the backward
-pass, which starts with both of them on the device anyway.
+While block i computes, block i + 1 is gathered; in the backward pass the gradient of block i + 1 is reduced, and
+block i - 1 gathered: no computation in an iteration of either loop waits for a collective of the same iteration, so
+a scheduler can run them side by side. Differentiating a scan would gather each block right before its first use. Costs
+one more gathered block and one more block's gradients; saves two gathers, since the last two blocks are kept for the
+backward pass, which starts with both of them on the device anyway.
 
 The first block's gather has no block to stand beside, nor has its reduction, the last one. They are in two parts: what
 the block reads late is gathered beside what reads the rest, and reduced beside what computes the rest's gradients.
@@ -24,7 +24,7 @@ from jax.tree_util import Partial
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.ends import Riders, first_reads
-from jaxdist.parallel.stack import Block, Blocks, Gather, at, put, rows_of, trained_leaves
+from jaxdist.parallel.stack import AGAIN, Block, Blocks, Gather, at, put, rows_of, trained_leaves
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
 
@@ -37,8 +37,7 @@ COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what
 def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool] | None:
     """What XLA:GPU is told beside a program that prefetches. To combine the collectives of one block, but not those of
     two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. To
-    have those of a round under way at once: where it expects that they take longer than a block, as over several hosts,
-    it would start a round's gather only after its reduction. And to take two rounds of a loop for one: what a round
+    have two under way at once, or three with sums of shards. And to take two rounds of a loop for one: what a round
     hands to the next, a gathered block and gradients, would be copied. Figures: docs/plan.md."""
     if not options.prefetch or not is_model(params) or on_cpu(mesh):
         return None
@@ -55,7 +54,7 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     if mesh.shape["data"] > 1:
         told["all_reduce"] = max(least, sums // parts)  # of shards
     sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in told.items()}
-    at_once = 3 if mesh.shape["data"] > 1 else 2  # a gather, a reduction; a sum of shards
+    at_once = 3 if mesh.shape["data"] > 1 else 2
     return {**sizes, BY_TWO: True, AT_ONCE: at_once}
 
 
@@ -70,9 +69,10 @@ def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
 
 
 def held_back(tree: PyTree, grads: PyTree) -> PyTree:
-    """The tree, which the compiler cannot have before it has the largest of these gradients. Of two blocks outside of
-    loops it would compute the first one's last, keep all that they are made of, and have nothing left to hide their
-    reduction behind. And of reductions that do not wait for each other it would make one."""
+    """The tree, which the compiler cannot have before it has the largest of these gradients: a small one may not have
+    travelled. Of two blocks outside of loops it would compute the first one's last, keep all that they are made of, and
+    have nothing left to hide their reduction behind. And of reductions that do not wait for each other it would make
+    one."""
 
     def one(x: jax.Array) -> jax.Array:
         axes = set(varying_axes(x))  # what varies over more would give x its type
@@ -126,14 +126,15 @@ def in_two(of: Blocks, diff: PyTree, held: PyTree, late: PyTree) -> tuple[PyTree
 
 
 class _Ahead(NamedTuple):
-    """Both passes. inner, outer: blocks in loops, and outside. plain: a block, not rematerialised. riders, sums: see
-    `prefetched`."""
+    """Both passes. inner, outer: blocks in loops, and outside. plain: a block, not rematerialised. riders, sums,
+    in_turn: see `prefetched`."""
 
     inner: Blocks
     outer: Blocks
     plain: Block
     riders: Riders
     sums: Callable[[PyTree], PyTree] | None
+    in_turn: bool
 
     def forward(
         self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
@@ -141,7 +142,7 @@ class _Ahead(NamedTuple):
         """((h, what rides, usable), what `backward` needs)."""
 
         count = len(layers)
-        of = self.inner if count > 2 else self.outer  # a loop of one round is none
+        of = self.inner if count > 4 else self.outer  # a loop of one round is none, and rounds are taken by two
 
         def turn(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             h, _, unit, whole = carry
@@ -167,53 +168,54 @@ class _Ahead(NamedTuple):
         count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
         sums = self.sums_of(at(grads, 0))
 
+        def again(i: jax.Array | int, done: PyTree, wanted: PyTree) -> PyTree:
+            with jax.named_scope(AGAIN):
+                return self.inner.gather(held_back(at(diff, i), done), at(held, i), wanted)
+
+        def summed(grads: PyTree, i: jax.Array | int) -> PyTree:
+            return grads if sums is None else put(grads, i, sums(at(grads, i)))
+
         def turn(carry: PyTree, i: jax.Array | int, saved: PyTree) -> PyTree:
-            (dh, unit, behind, waiting, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
+            (dh, unit, behind, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
             (reduced,) = reduce_following(behind)
-            gathers = isinstance(i, jax.Array) or i > 0
-            before = self.inner.again(diff, held, known_after(reduced, i - 1), kept.wanted) if gathers else None
-            grads, waiting = _settled(sums, grads, waiting, i + 1, reduced)
+            first, last = (isinstance(i, int) and i == edge for edge in (count - 2, 0))
+            before = None if last else again(i - 1, reduced if self.in_turn else behind, kept.wanted)
+            grads = put(grads if first else summed(grads, i + 2), i + 1, reduced)
             slices = self.riders.reduce(slices, i, reduce_slice, dwhole)
             behind, dh = kept(unit, dh)
-            return dh, before, behind, waiting, grads, slices
+            return dh, before, behind, grads, slices
 
         slices = self.riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry, i = (held_back(dh, behind), before, behind, None, grads, slices), count - 2
-        if sums is not None and i > 0:  # nothing waits yet
+        carry, i = (held_back(dh, behind), before, behind, grads, slices), count - 2
+        if sums is not None and i > 0:  # nothing is to be summed yet
             carry, i = turn(carry, i, at(saved, i)), i - 1
         if i > 0:  # a scan of none would still be counted by who reads the program
             carry, _ = lax.scan(lambda carry, i: (turn(carry, i, at(saved, i)), None), carry, jnp.arange(i, 0, -1))
         if count > 1:
             carry = turn(carry, 0, at(saved, 0))
-        dh, _, behind, waiting, grads, slices = carry
-        before = () if count == 1 else at(grads, 1) if sums is None else waiting
-        grads, waiting = _settled(sums, grads, waiting, 0, *reduce_first(behind, before))
-        return grads if sums is None else put(grads, 0, sums(waiting)), None, None, dh, None, slices
+        dh, _, behind, grads, slices = carry
+        (reduced,) = reduce_first(behind, () if count == 1 else at(grads, 1))
+        grads = put(grads if count == 1 else summed(grads, 1), 0, reduced)
+        return summed(grads, 0), None, None, dh, None, slices
 
     def sums_of(self, shards: PyTree) -> Callable[[PyTree], PyTree] | None:
         """What sums a block's gradients further, if that does anything for such."""
         return self.sums if self.sums is not None and jax.make_jaxpr(self.sums)(shards).eqns else None
 
 
-def _settled(
-    sums: Callable[[PyTree], PyTree] | None, grads: PyTree, waiting: PyTree, i: jax.Array | int, reduced: PyTree
-) -> tuple[PyTree, PyTree]:
-    """With those of block i, or of block i + 1 if they waited to be summed: (all, those that wait)."""
-    if sums is None:
-        return put(grads, i, reduced), None
-    return grads if waiting is None else put(grads, i + 1, sums(waiting)), reduced
-
-
 def prefetched(
     gather: Gather, block: Block, last: Block, plain: Block, riders: Riders,
-    sums: Callable[[PyTree], PyTree] | None = None,
+    sums: Callable[[PyTree], PyTree] | None = None, in_turn: bool = True,
 ) -> Callable[..., tuple[jax.Array, PyTree]]:
     """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
     once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
     block: with whatever rematerialisation. last: the same, where it stands outside a loop. plain: without. sums:
-    what else is done to a block's gradients once they are reduced; one block later, as it would wait for that."""
-    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), plain, riders, sums)
+    what else is done to a block's gradients once they are reduced; one block later, as it would wait for that.
+    in_turn: a round of the backward pass gathers when it has reduced, not beside it. XLA gives collectives that are
+    under way at once the time of one, and a block's whole gradients would be kept longer; but it takes those over
+    several hosts for so slow (5 ms) that two in turn would not fit beside a block. Figures: docs/plan.md."""
+    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), plain, riders, sums, in_turn)
     stack = jax.custom_vjp(lambda *arguments: ahead.forward(*arguments)[0])
     stack.defvjp(ahead.forward, ahead.backward)
     return stack

@@ -103,7 +103,7 @@ def _check_axes(model: ModelDef) -> None:
 
 def make_program(
     model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: Remat, isolated: bool = False, prefetch: int = 0,
-    conditions: bool = True,
+    in_turn: bool = True, conditions: bool = True,
 ) -> Program:  # fmt: skip
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
@@ -155,7 +155,7 @@ def make_program(
     if prefetch:
         apart = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
         ends = Ends(model, strategy, units, use, embed, head, run)
-        loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, _sums(strategy, specs)))
+        loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, _sums(strategy, specs), in_turn))
 
     head_units = ("head", "embed") if model.tied else ("head",)
     staged = _staged_blocks(gather, block, remat, choose, unroll=model.scan_blocks)
@@ -190,9 +190,11 @@ def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Ca
     return loss
 
 
-def _prefetched(gather: Gather, block: Block, remat: Remat, sums: Any, riders: Riders) -> Callable[..., Any]:
+def _prefetched(
+    gather: Gather, block: Block, remat: Remat, sums: Any, in_turn: bool, riders: Riders
+) -> Callable[..., Any]:
     inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-    return prefetched(gather, inner, last, block, riders, sums)
+    return prefetched(gather, inner, last, block, riders, sums, in_turn)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))

@@ -41,15 +41,15 @@ class Setting(NamedTuple):
         return self.versions[0] <= jax.__version_info__[:2] < self.versions[1]
 
 
-# What `preset: fast` sets. "gpu" only without prefetching (`parallel.prefetch: 0`): the prefetching recipe arranges its
-# own overlap, and hid less of its communication at O1 than at the default level. Async collectives, the latency-hiding
+# What `preset: fast` sets. "gpu" only for a step that does not prefetch: the prefetching recipe arranges its own
+# overlap, and hid less of its communication at O1 than at the default level. Async collectives, the latency-hiding
 # scheduler, command buffers and cuBLASLt are on by themselves. Nothing for the CPU: nothing was measured to help there.
 PRESETS: Mapping[str, tuple[Setting, ...]] = {
     "gpu": (
         # Source: XLA docs/effort_levels.md for what it does. Figures: docs/plan.md, jax 0.12.0.1.
         Setting(
             "jax_optimization_level", "O1",
-            "collective pipelining and loop unrolling: 84.8 % of the communication hidden, none of it synchronous in"
+            "collective pipelining and loop unrolling: 83.6 % of the communication hidden, none of it synchronous in"
             " the loops (355 M GPT, 8 H200)",
             "XLA docs/effort_levels.md; measured on compiled schedules, no GPU ran",
         ),
@@ -83,7 +83,7 @@ ADVICE = (
     ),
     Setting(
         "--xla_gpu_enable_while_loop_double_buffering", "true", "a part of O1: with the former 17 asynchronous pairs"
-        " instead of 10, but 2 synchronous; with parallel.prefetch=1 2 % less computation, but waits of 10 % at 70 B",
+        " instead of 10, but 2 synchronous; with parallel.prefetch=1 the step sets it",
         "measured on schedules",
     ),
 )  # fmt: skip
