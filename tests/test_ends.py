@@ -225,7 +225,7 @@ def test_what_waits_waits_for_the_largest_leaf() -> None:
 
 @pytest.mark.parametrize(("data", "limit"), [(1, 2), (2, 3)])
 def test_what_the_compiler_is_told(data: int, limit: int) -> None:
-    """A block's collectives become one, two blocks' do not; those of a round may go at once."""
+    """A block's collectives become one, two blocks' do not; two may be under way."""
     model = config("llama", tied=False, layers=3, vocab=64, width=1024)
     made, tx = gpt(replace(model, mlp_width=4096), max_length=SEQ), optax.sgd(0.1)
     mesh = abstract_mesh(data=data, fsdp=8 // data)

@@ -132,8 +132,8 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
 
 
 def test_prefetched_gathers_wait_for_no_block() -> None:
-    """In the loops, what is gathered comes straight from the carry's counter, and what is reduced from the carry."""
-    deep = dataclasses.replace(LLAMA, layers=6)  # with 4 and fewer, loops of one round are tied: see `prefetch`
+    """In the loops, what is gathered waits at most for a reduction, and what is reduced comes from the carry."""
+    deep = dataclasses.replace(LLAMA, layers=6)
     jaxpr = jaxpr_of("zero3", fsdp=4, prefetch=1, remat="full", model=deep)
     for name, loops in (("all_gather", 2), ("reduce_scatter", 1)):  # forward and backward; backward
         found = [ancestors(scan.params["jaxpr"].jaxpr, name) for scan in scans_with(jaxpr, name)]
