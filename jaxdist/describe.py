@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxdist.assemble import attention_of, prefetches_on
 from jaxdist.config import GradSyncConfig, resolve_model
-from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
+from jaxdist.mesh import crosses, has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.plan.footprint import held
 from jaxdist.runtime.cache import cache_row
@@ -68,11 +68,6 @@ def by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
     for rank, name in enumerate(hosts):
         found.setdefault(name, []).append(rank)
     return found
-
-
-def crosses(mesh: Mesh, place: np.ndarray) -> list[str]:
-    """The axes along which `place`, a number for each device of the mesh, changes."""
-    return [axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
 
 
 def describe(run: Run) -> dict[str, str]:

@@ -94,12 +94,17 @@ def hosts_of(mesh: AnyMesh) -> int:
     return len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
 
 
+def crosses(mesh: Mesh, place: np.ndarray) -> list[str]:
+    """The axes along which `place`, a number for each device of the mesh, changes."""
+    return [axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
+
+
 def crosses_hosts(mesh: AnyMesh, axis: str) -> bool:
     """Whether devices along this axis are of several processes. A mesh without devices is of one."""
     if not isinstance(mesh, Mesh):
         return False
     process = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    return bool(np.diff(process, axis=mesh.axis_names.index(axis)).any())
+    return axis in crosses(mesh, process)
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
