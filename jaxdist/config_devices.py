@@ -16,6 +16,11 @@ def flag_name(flag: str) -> str:
     return flag.partition("=")[0]
 
 
+def names_given(flags: str) -> set[str]:
+    """The names of flags in a value of XLA_FLAGS."""
+    return {flag_name(flag) for flag in flags.split()}
+
+
 def check_flags(flags: Sequence[str]) -> None:
     """Raise `UserError` for what cannot be a flag of XLA, and for one that is given twice. Whether the compiler that is
     installed knows it, `runtime.compiler` finds out."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxdist.assemble import attention_of, prefetches_on
 from jaxdist.config import GradSyncConfig, resolve_model
-from jaxdist.mesh import crosses, has_host_memory, on_cpu, sizes_of
+from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.sync import GradSync, order_of_work
 from jaxdist.plan.footprint import held
 from jaxdist.runtime.cache import cache_row
@@ -53,7 +53,8 @@ def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
     each = f"{counts[0]} {plural('device', counts[0])}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
     host = np.unique(np.array(hosts), return_inverse=True)[1][process]
-    crossing = [crosses(mesh, host), crosses(mesh, process)]
+    crossing = [[axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
+                for place in (host, process)]  # fmt: skip
     crossing[1] = [axis for axis in crossing[1] if axis not in crossing[0]]
     links = [f"{', '.join(axes)} between {between}" for axes, between in zip(crossing, ("hosts", "processes of a host"),
              strict=True) if axes]  # fmt: skip

@@ -89,22 +89,9 @@ def on_cpu(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def hosts_of(mesh: AnyMesh) -> int:
-    """How many processes these devices are of. A mesh without devices is of one."""
+def count_hosts(mesh: AnyMesh) -> int:
+    """Of how many processes, one a host, these devices are. A mesh without devices is of one."""
     return len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
-
-
-def crosses(mesh: Mesh, place: np.ndarray) -> list[str]:
-    """The axes along which `place`, a number for each device of the mesh, changes."""
-    return [axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
-
-
-def crosses_hosts(mesh: AnyMesh, axis: str) -> bool:
-    """Whether devices along this axis are of several processes. A mesh without devices is of one."""
-    if not isinstance(mesh, Mesh):
-        return False
-    process = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    return axis in crosses(mesh, process)
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:

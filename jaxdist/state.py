@@ -83,7 +83,11 @@ def on_host(target: TrainState) -> TrainState:
     on the device: 4 bytes each, and the step would wait for every one."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        there = leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding
+        if not leaf.ndim:
+            return leaf
+        there = leaf.sharding.with_memory_kind(HOST)
+        if there.memory_kind != HOST:  # devices that are only described: theirs drop it (jax 0.12)
+            there = NamedSharding(leaf.sharding.mesh.abstract_mesh, leaf.sharding.spec, memory_kind=HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
 
     return target._replace(opt_state=jax.tree.map(one, target.opt_state))

@@ -132,6 +132,9 @@ def make_train_step(
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         settings = compiler_options(state.params, options, mesh)
-        return jax.jit(step, donate_argnums=0, out_shardings=(layout, outputs), compiler_options=settings)
+        return jax.jit(
+            step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs),
+            compiler_options=settings,
+        )  # fmt: skip
 
     return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat), on_cpu=on_cpu(mesh))

@@ -3,9 +3,10 @@
     python scripts/bench_step.py [--steps 30] [--config FILE] [--json OUT] [section.key=value ...]
 
 Both are compiled, warmed up and run alternately in one process; the figures are medians. Ratio = plain / jaxdist time:
-1.00 is no overhead, above is faster than plain. Also printed: the time in which a call of the step returns to Python
-(on CPUs, where XLA may compute in the caller's thread, this is no measure of dispatch), what compiles after the
-warm-up, and how long the first step takes to come, XLA's compiling left out.
+1.00 is no overhead, above is faster than plain. Also printed: the time in which a call of the step returns to Python,
+beside that of a program which takes and returns a state of as many arrays and computes nothing: what JAX needs, with
+the caches of a processor that did something else meanwhile (take 20 steps or more); what compiles after the warm-up,
+and how long the first step takes to come, XLA's compiling left out.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from jaxdist.config import Config, MeshConfig, load_config, resolve_model
 from jaxdist.errors import UserError
 
 PyTree = Any
+WARM_UP = 2  # steps of each
 BEGAN = time.perf_counter()
 
 
@@ -121,53 +123,56 @@ def make_ours(config: Config) -> tuple[Any, Any, Any, Any]:
     return step, init_state(model, optimizer, mesh, strategy=config.parallel.strategy), optimizer, loader
 
 
+def timed(run: Any, state: Any, batch: PyTree) -> tuple[Any, PyTree, dict[str, float]]:
+    """(new state, metrics, seconds) of one step: "step", until it is done; "call", until the call returned;
+    "processor", of these what the thread spent on the processor."""
+    import jax
+
+    began, busy = time.perf_counter(), time.thread_time()
+    state, metrics = run(state, batch)
+    call, busy = time.perf_counter() - began, time.thread_time() - busy
+    jax.block_until_ready((state, metrics))
+    return state, metrics, {"step": time.perf_counter() - began, "call": call, "processor": busy}
+
+
 def measure(config: Config, steps: int) -> dict[str, Any]:
-    """Median seconds of both, interleaved; asserts that both compute the same losses."""
+    """Median seconds, interleaved; asserts that both steps compute the same first loss. Not printed: "processor"."""
     import jax
 
     from jaxdist.runtime.start import start
 
     compiles = Compiles()
-    step, ours, optimizer, loader = make_ours(start(config))
+    step, state, optimizer, loader = make_ours(start(config))
     batch = loader.batch(0)
-    params = jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), jax.device_get(ours.params))
-    ours, first = jax.block_until_ready(step(ours, batch))
+    params, idle = (jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), tree)
+                    for tree in (jax.device_get(state.params), state))  # fmt: skip
+    state, first, _ = timed(step, state, batch)
     ready, compiling = time.perf_counter() - BEGAN, compiles.seconds
-    plain: Any = (params, jax.jit(optimizer.init)(params))
-    plain_run = plain_step(config, optimizer)
-    plain, plain_first = plain_run(plain, jax.tree.map(lambda leaf: leaf.addressable_data(0), batch))
-    assert math.isclose(first["loss"], plain_first["loss"], rel_tol=1e-5), "not the same model"
-    spans = {"jaxdist": (0, 2), "plain": (2, 4), "host": (0, 1), "plain_host": (2, 3)}  # of the moments below
-    times: dict[str, list[float]] = {name: [] for name in (*spans, "host_processor", "plain_host_processor")}
-    warm = compiles.count
-    for i in range(1, steps + 3):
-        if i == 3:
-            warm = compiles.count
-        batch = loader.batch(i)
-        local = jax.tree.map(lambda leaf: leaf.addressable_data(0), batch)
-        moments, busy = [time.perf_counter()], [time.thread_time()]
-        ours, metrics = step(ours, batch)
-        busy.append(time.thread_time())
-        moments.append(time.perf_counter())
-        jax.block_until_ready((ours, metrics))
-        moments.append(time.perf_counter())
-        busy.append(time.thread_time())
-        plain, plain_metrics = plain_run(plain, local)
-        busy.append(time.thread_time())
-        moments.append(time.perf_counter())
-        jax.block_until_ready((plain, plain_metrics))
-        moments.append(time.perf_counter())
-        if i >= 3:
-            for name, (begin, end) in spans.items():
-                times[name].append(moments[end] - moments[begin])
-            for name, begin in (("host_processor", 0), ("plain_host_processor", 2)):
-                times[name].append(busy[begin + 1] - busy[begin])
+    plain, local = plain_step(config, optimizer), jax.tree.map(lambda leaf: leaf.addressable_data(0), batch)
+    runs = {
+        "jaxdist": (step, batch), "plain": (plain, local),
+        "empty": (jax.jit(lambda state, _: (state, dict.fromkeys(first, state.step)), donate_argnums=0), batch),
+    }  # fmt: skip
+    states = {"jaxdist": state, "plain": (params, jax.jit(optimizer.init)(params)), "empty": idle}
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    warm, losses = 0, [float(first["loss"])]
+    for i in range(-WARM_UP, steps):
+        warm = compiles.count if i == 0 else warm
+        for name in ("jaxdist", "plain", "empty"):
+            run, given = runs[name]
+            states[name], metrics, seconds = timed(run, states[name], given)
+            taken[name] += [seconds] if i >= 0 else []
+            losses += [float(metrics["loss"])] if name == "plain" and len(losses) == 1 else []
+        states["plain"], _, _ = timed(plain, states["plain"], local)  # all calls are made after a step's work
         if sys.stderr.isatty():
-            print(f"\r{i + 1}/{steps + 3}", end="", file=sys.stderr)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+            print(f"\r{i + 1}/{steps}", end="", file=sys.stderr)
+    assert math.isclose(*losses, rel_tol=1e-5), "not the same model"
+    medians = {
+        name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in taken.items()
+    }  # fmt: skip
     return {
-        **{f"{name}_s": seconds for name, seconds in medians.items()},
-        "ratio": medians["plain"] / medians["jaxdist"],
+        "seconds": medians,
+        "ratio": medians["plain"]["step"] / medians["jaxdist"]["step"],
         "recompilations": compiles.count - warm,
         "first_step_s": ready - compiling,
         "compile_s": compiling,
@@ -175,6 +180,27 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print what `measure` found."""
+    seconds = result["seconds"]
+    step, call = (
+        {name: f"{each[key] * 1e3:.{digits}f} ms" for name, each in seconds.items()}
+        for key, digits in (("step", 1), ("call", 2))
+    )
+    print(
+        f"jaxdist {step['jaxdist']}, plain JAX {step['plain']} a step (medians of {result['steps']}), ratio"
+        f" {result['ratio']:.3f}, {result['device']}, jax {result['jax']}"
+    )
+    print(
+        f"a call returns after {call['jaxdist']} (plain JAX {call['plain']}, an empty program with as many arrays"
+        f" {call['empty']}), {result['recompilations']} programs compiled after the warm-up"
+    )
+    print(
+        f"from the start of the script to the end of the first step {result['first_step_s']:.1f} s, and"
+        f" {result['compile_s']:.1f} s in XLA"
+    )
 
 
 def main() -> int:
@@ -193,20 +219,7 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(
-        f"jaxdist {result['jaxdist_s'] * 1e3:.1f} ms, plain JAX {result['plain_s'] * 1e3:.1f} ms a step (medians of "
-        f"{result['steps']}), ratio {result['ratio']:.3f}, {result['device']}, jax {result['jax']}"
-    )
-    print(
-        f"host {result['host_s'] * 1e3:.2f} ms a step until the call returns (plain JAX"
-        f" {result['plain_host_s'] * 1e3:.2f} ms), {result['host_processor_s'] * 1e3:.2f} ms of them on the processor"
-        f" (plain JAX {result['plain_host_processor_s'] * 1e3:.2f} ms), {result['recompilations']} programs compiled"
-        " after the warm-up"
-    )
-    print(
-        f"from the start of the script to the end of the first step {result['first_step_s']:.1f} s, and"
-        f" {result['compile_s']:.1f} s in XLA"
-    )
+    report(result)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -24,19 +24,19 @@ def main() -> int:
     parser.add_argument("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
     parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="assumed of a collective")
     parser.add_argument("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
-    parser.add_argument("--by-compiler", action="store_true", help="a plain step that XLA partitions, to compare with")
+    parser.add_argument("--by-compiler", action="store_true", help="compare: a plain step, XLA partitions it at O1")
     parser.add_argument("--rows", type=int, default=12, help="collectives printed of each loop; 0: all")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     try:
-        config = load_config(arguments.config, arguments.overrides, planned=True)
+        plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
+        config = load_config(arguments.config, [*arguments.overrides, *plain], planned=True)
         os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
         from jaxdist.bench.partitioned import compile_partitioned
         from jaxdist.plan import aot, hardware, show_aot
         from jaxdist.runtime.compiler import set_flags, set_options
-
         gpu, library = hardware.get_gpu(arguments.gpu), aot.plugin_library()
         set_flags(config, "gpu", started=False)
         set_options(config, "gpu")

@@ -57,6 +57,15 @@ def ancestors(jaxpr: Any, primitive: str) -> set[str]:
     return names
 
 
+def equations(jaxpr: Any, stack: str = "") -> Iterator[tuple[str, Any]]:
+    """(names on the way, equation) of all equations at any depth."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = f"{stack}/{equation.source_info.name_stack}"
+        yield inner, equation
+        for sub in jaxprs_in_params(equation.params):
+            yield from equations(sub, inner)
+
+
 def names_in(equation: Any) -> set[str]:
     """The equation's primitive and all inside it."""
     found = {equation.primitive.name}

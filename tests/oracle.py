@@ -11,6 +11,17 @@ import optax
 PyTree = Any
 
 
+def drawn(shapes: PyTree) -> PyTree:
+    """Parameters of these shapes and dtypes: no bias at 0 and no scale at 1, so that none can be left out unseen. By
+    NumPy, which compiles nothing."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        return (0.1 * rng.standard_normal(leaf.shape) + (path[-1].key == "scale")).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 def norm(x: jax.Array, params: PyTree, *, eps: float, centre: bool) -> jax.Array:
     if centre:
         x = x - x.mean(-1, keepdims=True)
@@ -63,10 +74,12 @@ def loss(params: PyTree, batch: PyTree, config: Any) -> jax.Array:
     h = embed["tokens"]["table"][batch["inputs"]]
     if config.positions == "learned":
         h = h + embed["positions"]["table"][: h.shape[1]]
-    for layer in range(config.layers):
-        block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+
+    def through(h: jax.Array, block: PyTree) -> tuple[jax.Array, None]:
         h = h + attention(norm(h, block["norm1"], **options), block["attention"], config)
-        h = h + mlp(norm(h, block["norm2"], **options), block["mlp"], config)
+        return h + mlp(norm(h, block["norm2"], **options), block["mlp"], config), None
+
+    h, _ = jax.lax.scan(through, h, params["blocks"])
     table = (embed["tokens"] if config.tied else head["projection"])["table"]
     logits = norm(h, head["norm"], **options) @ table.T
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])

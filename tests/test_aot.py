@@ -110,8 +110,24 @@ def test_what_is_assumed_between_hosts_is_said() -> None:
     assert said(2, None) and not said(1, None) and not said(2, 50.0) and not said(2, 400.0)
 
 
+COMPILES = pytest.mark.skipif(why_not() is not None, reason=f"nothing is compiled for GPUs here: {why_not()}")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(why_not() is not None, reason=f"nothing is compiled for GPUs here: {why_not()}")
+@COMPILES
+def test_optimizer_state_in_host_memory(tmp_path: Path) -> None:
+    out, config = tmp_path / "plan.json", ROOT / "configs" / "quickstart.yaml"
+    found = script("--json", out, "--config", config, *SMALL, "memory.offload.optimizer=true")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(out.read_text())
+    moments = 8 * told["parameters"] / 8  # small leaves are not split
+    assert moments < told["memory"]["host"] < 1.02 * moments
+    assert moments / 2 < told["memory"]["aliased"] < 1.02 * moments / 2
+    assert f"and {told['memory']['host'] / 2**20:.2f} MiB of host memory a device" in found.stdout
+
+
+@pytest.mark.slow
+@COMPILES
 def test_a_small_model_for_8_gpus(tmp_path: Path) -> None:
     out, hlo = tmp_path / "plan.json", tmp_path / "step.hlo"
     common = ("--config", ROOT / "configs" / "quickstart.yaml", "--gpu", "h200", *SMALL)
@@ -144,7 +160,7 @@ def test_a_small_model_for_8_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_not() is not None, reason=f"nothing is compiled for GPUs here: {why_not()}")
+@COMPILES
 def test_pieces_of_a_collective_matmul_travel_beside_products(tmp_path: Path) -> None:
     """XLA would merge the products of pieces into one, and send before and after it: see `nn.collective_matmul`."""
     out, layout = tmp_path / "plan.json", ("mesh.fsdp=1", "mesh.tensor=8", "data.seq_len=4096", "data.global_batch=4")

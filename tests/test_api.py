@@ -64,8 +64,22 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
     step(init_state(MODEL, SGD, mesh, strategy="zero3"), make_batch())
     with pytest.raises(UserError, match="state: laid out differently"):
         step(init_state(MODEL, SGD, mesh, strategy="ddp"), make_batch())
+    with pytest.raises(UserError, match="state: laid out differently"):
+        step.lower(init_state(MODEL, SGD, mesh, strategy="ddp"), make_batch())
     with pytest.raises(UserError, match=r"params.w: bfloat16, but this precision keeps parameters in float32"):
         run_foreign(square, {"w": jnp.ones((4, 4), jnp.bfloat16)})
+
+
+def test_what_is_wrong_with_a_batch_is_said_whatever_the_state() -> None:
+    """Arrays that are committed nowhere are moved to where the step wants them; it is not the layout that is wrong."""
+    step = make_train_step(MODEL, SGD, make_mesh(fsdp=8), strategy="zero3")
+    state, metrics = step(init_state(MODEL, SGD, make_mesh(fsdp=8), strategy="zero3"), make_batch())
+    for loose in (jax.tree.map(jnp.asarray, jax.device_get(state)), jax.device_get(state)):
+        wrong = {name: leaf[:7] for name, leaf in make_batch().items()}
+        with pytest.raises(UserError, match="batch: a leaf has shape"):
+            step(loose, wrong)
+    again = step(jax.device_get(state), make_batch())[1]["loss"]
+    assert float(again) == float(step(state, make_batch())[1]["loss"]) != float(metrics["loss"])
 
 
 @pytest.mark.parametrize(

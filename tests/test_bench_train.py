@@ -145,3 +145,21 @@ def test_the_script_measures_equal_steps_on_a_cpu(tmp_path: Path) -> None:
     raced = {each["name"] for each in result["contenders"] if "failed" not in each}
     assert raced >= {"jaxdist", "plain_jax", "plain_flax"}
     assert set(result["speed_of_first_over"]) == raced - {"jaxdist"}
+
+
+def test_bench_step_measures_both_steps_and_what_a_call_takes(tmp_path: Path) -> None:
+    """The overhead of jaxdist's step beside plain JAX's: no program is compiled again, and its calls are timed beside
+    those of a program that does nothing."""
+    small = ("model.layers=2", "model.width=32", "model.heads=2", "data.seq_len=16", "data.global_batch=4")
+    command = [sys.executable, "scripts/bench_step.py", "--steps", "3", "--json", str(tmp_path / "out.json"), *small]
+    env = environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles in less time
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert found["recompilations"] == 0 and found["steps"] == 3
+    for name, seconds in found["seconds"].items():
+        assert 0 < seconds["call"] <= seconds["step"] and seconds["processor"] >= 0, name
+    jaxdist, plain = (found["seconds"][name]["step"] for name in ("jaxdist", "plain"))
+    assert found["ratio"] == pytest.approx(plain / jaxdist)
+    assert found["seconds"]["empty"]["step"] < min(jaxdist, plain)
+    assert "a call returns after" in done.stdout and "an empty program with as many arrays" in done.stdout

@@ -2,6 +2,7 @@
 the sizes of the model."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,26 +14,41 @@ import oracle
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from levels import levels
 from optax import MaskedNode
+from test_layouts import SEQ, initial
 
+from jaxdist.collectives import zeros_varying_like
 from jaxdist.config import ModelConfig, resolve_model
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
 from jaxdist.parallel.ends import Riders, first_reads
-from jaxdist.parallel.prefetch import AT_ONCE, BY_TWO, compiler_options, held_back, in_two, known_after, read_late
+from jaxdist.parallel.prefetch import (
+    AT_ONCE,
+    BY_TWO,
+    LATENCY_HIDING,
+    _Ahead,
+    compiler_options,
+    held_back,
+    in_two,
+    known_after,
+    largest,
+    read_late,
+)
 from jaxdist.parallel.stack import Blocks, at
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.parallel.sync import GradSync
 from jaxdist.plan.ledger import ledger
-from jaxdist.precision import POLICIES
+from jaxdist.precision import POLICIES, Precision
 from jaxdist.specs import BATCH_SPEC, only
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
-SEQ, ROWS = 8, 16
+ROWS = 16
 
 
 def config(style: str, *, tied: bool, layers: int, vocab: int, width: int = 32, **more: Any) -> ModelConfig:
@@ -59,12 +75,6 @@ def make_batch(model: ModelConfig) -> dict[str, np.ndarray]:
     return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
 
 
-@functools.cache
-def initial(model: ModelConfig, policy: str) -> Any:
-    made = gpt(model, max_length=SEQ, param_dtype=POLICIES[policy].param)
-    return jax.device_get(jax.jit(made.init)(jax.random.key(0)))
-
-
 def gradients(
     model: ModelConfig, sizes: dict[str, int], policy: str, *, strategy: str = "zero3", **options: Any
 ) -> tuple[float, Any]:
@@ -89,7 +99,7 @@ def check_against_one_device(model: ModelConfig, sizes: dict[str, int], **option
     assert oracle.error(got[1], want[1]) < 1e-10
 
 
-@pytest.mark.parametrize("name", levels(CASES, everyday=1))
+@pytest.mark.parametrize("name", levels(CASES, everyday=2))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     check_against_one_device(*CASES[name], remat="full")
 
@@ -102,7 +112,7 @@ WHOLE = [  # all but zero3 have whole parameters on a device: nothing is cut
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, everyday=2))
+@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, everyday=3))
 def test_gradients_under_other_strategies(strategy: str, name: str, options: dict[str, Any]) -> None:
     check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
 
@@ -215,6 +225,55 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     assert [float(unit[name].sum()) for name in "bcd"] == [6, 4, 0]
 
 
+def test_shards_are_summed_beside_the_other_half_of_a_block() -> None:
+    """What has travelled waits for the largest gradient of the block that computes meanwhile; what has not, does not:
+    there is nothing before it to be hidden."""
+    lost, ones = [jnp.full(8, jnp.inf), jnp.ones(2)], {"a": jnp.ones(4)}
+
+    def summed(sums: Any, size: int) -> Any:
+        return _Ahead(*[None] * 4, sums, None).summed(ones, [jnp.ones(size)], lost)["a"]  # type: ignore[arg-type]
+
+    double = lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree)  # noqa: E731
+    assert jnp.isnan(summed(double, 8)).all() and (summed(double, 4) == 2).all()
+    assert summed(None, 8) is ones["a"] and summed(lambda tree: tree, 8) is ones["a"]
+
+
+def stacks(jaxpr: Any, layers: int) -> set[str]:
+    """Dtypes of what is written a block after the other."""
+    written = [each.outvars[0].aval for _, each in equations(jaxpr) if each.primitive.name == "dynamic_update_slice"]
+    return {str(aval.dtype) for aval in written if aval.shape[0] == layers}
+
+
+NARROW = {"zero3": {"data": 2, "fsdp": 2}, "zero2": {"data": 2, "fsdp": 2}, "ddp": {"data": 2}}
+
+
+@pytest.mark.parametrize("strategy", levels(NARROW, everyday=len(NARROW)))
+def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At half the memory, and with the bits that they would have in the parameters' dtype."""
+    model, sync = config("llama", tied=False, layers=5, vocab=64), GradSync(bucket_mb=1e-3)
+    half = POLICIES["bf16"]._replace(reduce=jnp.bfloat16)
+
+    def made(policy: Precision) -> tuple[set[str], Callable[[], Any]]:
+        mesh, tx, definition = make_mesh(**NARROW[strategy]), optax.sgd(0.1), gpt(model, max_length=SEQ)
+        target = state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0)
+        step = make_train_step(
+            definition, tx, mesh, strategy=strategy, precision=policy, prefetch=1, grad_sync=sync, return_grads=True
+        )
+        batch = jax.device_put(make_batch(model), NamedSharding(mesh, BATCH_SPEC))
+        grads = lambda: step(place_params(initial(model, "bf16"), tx, target), batch)[1]["grads"]  # noqa: E731
+        return stacks(step.jitted(target).trace(target, batch).jaxpr, 5), grads
+
+    found, grads = made(half)
+    assert found == {"bfloat16"} and made(POLICIES["bf16"])[0] == {"float32"}
+    got = grads()
+    monkeypatch.setattr(_Ahead, "stored", lambda self, diff: zeros_varying_like(diff))
+    wide, want = made(half)
+    assert wide == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, got, want())
+
+
 def test_what_waits_waits_for_the_largest_leaf() -> None:
     """A small one may not have travelled at all: nothing would wait for the others."""
     done = {"bias": jnp.full(2, jnp.inf), "kernel": jnp.ones((2, 3))}
@@ -223,15 +282,29 @@ def test_what_waits_waits_for_the_largest_leaf() -> None:
     assert int(known_after(lost, 5)) == 6 and jnp.isnan(held_back({"x": jnp.ones(2)}, lost)["x"]).all()
 
 
+def test_what_cannot_wait_for_the_largest_leaf_waits_for_none() -> None:
+    """Which is split over tensor parallelism, say: a gradient that is not may be a block's last."""
+    mesh = make_mesh(fsdp=2, tensor=2)
+
+    def region(wide: jax.Array, narrow: jax.Array) -> Any:
+        grads = {"kernel": jnp.full((2, 3), jnp.inf) + wide.sum(), "bias": jnp.full(2, jnp.inf) + narrow.sum()}
+        return held_back({"wide": wide, "narrow": narrow}, largest(grads))
+
+    specs = P("fsdp", "tensor"), P("fsdp")
+    run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=dict(zip(("wide", "narrow"), specs, strict=True)))
+    found = run(jnp.ones((2, 2)), jnp.ones(2))
+    assert jnp.isnan(found["wide"]).all() and not jnp.isnan(found["narrow"]).any()
+
+
 @pytest.mark.parametrize(("data", "limit"), [(1, 2), (2, 3)])
-def test_what_the_compiler_is_told(data: int, limit: int) -> None:
+def test_what_the_compiler_is_told(data: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's collectives become one, two blocks' do not; two may be under way."""
     model = config("llama", tied=False, layers=3, vocab=64, width=1024)
     made, tx = gpt(replace(model, mlp_width=4096), max_length=SEQ), optax.sgd(0.1)
     mesh = abstract_mesh(data=data, fsdp=8 // data)
     params = state_target(made, tx, mesh, strategy="zero3").params
     told = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
-    assert told is not None and told[AT_ONCE] == limit and told[BY_TWO] is True
+    assert told is not None and told[AT_ONCE] == limit and told[BY_TWO] is told[LATENCY_HIDING] is True
     block = sum(leaf.size // 3 for leaf in jax.tree.leaves(params["blocks"]))
     ops = ("all_gather", "reduce_scatter", "all_reduce")
     thresholds = {op: told.get(f"xla_gpu_{op}_combine_threshold_bytes", 0) for op in ops}
@@ -241,12 +314,15 @@ def test_what_the_compiler_is_told(data: int, limit: int) -> None:
     assert shards < thresholds["reduce_scatter"] < 2 * shards
     assert thresholds["all_reduce"] == 0 if data == 1 else thresholds["all_reduce"] >= max(shards, 30 * 2**20)
     assert compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync()), mesh) is None
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/tmp --{AT_ONCE}=1 --{LATENCY_HIDING}_not=1")
+    less = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
+    assert less == {name: value for name, value in told.items() if name != AT_ONCE}  # a flag wins
 
 
 def test_slices_cover_a_leaf_that_rounds_do_not_divide() -> None:
     leaf = np.arange(14.0).reshape(7, 2)
     riders = Riders(lambda tree: tree, {"a": 0}, 3)
-    whole = {"a": np.zeros((7, 2))}
+    whole = {"a": jnp.zeros((7, 2))}
     for i in range(3):
         whole = riders.paste(whole, i, riders.cut({"a": leaf}, i))
     np.testing.assert_array_equal(whole["a"], leaf)

@@ -125,6 +125,17 @@ def test_memory_of_a_step_is_that_of_the_strategy() -> None:
     assert explain(only_head).memory["gradients"] == 2 * 128 * 4  # of a norm that is too small to shard
 
 
+def test_gradients_of_prefetched_blocks_are_as_wide_as_they_are_reduced() -> None:
+    def found(*overrides: str) -> int:
+        overrides = (*LLAMA, "parallel.strategy=zero3", "precision.policy=bf16", "parallel.prefetch=1", *overrides)
+        return explain(configured(*overrides)).memory["gradients"]
+
+    frozen, half = 'optimizer.freeze=["embed.*","head.*"]', "precision.reduce_dtype=bfloat16"
+    blocks = found(frozen)
+    assert found(frozen, half) * 2 == blocks and found(half) == found() - blocks // 2
+    assert found(half, "parallel.microbatches=2") == found(half, "parallel.prefetch=0") == found()
+
+
 LLAMA = ("model.style=llama", "model.layers=3", "model.width=64", "model.vocab=512", "data.seq_len=32", "mesh.data=2",
          "mesh.fsdp=4", "mesh.tensor=1", "optimizer.name=sgd", "parallel.min_shard_bytes=0")  # fmt: skip
 ROWS = 32 // 8  # of the quickstart's batch, on one of eight devices

@@ -116,6 +116,7 @@ def params_after(precision: Any, weights: list[float], **options: Any) -> tuple[
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state)], state
 
 
+@pytest.mark.slow
 def test_a_scale_changes_nothing_but_rounding() -> None:
     plain, _ = params_after("fp32", [1.0] * 3)
     scaled, state = params_after(Precision(jnp.float32, jnp.float32, jnp.float32, loss_scale=1024.0), [1.0] * 3)

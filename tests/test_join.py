@@ -1,5 +1,6 @@
 """How processes find each other: what describes the job, the roll call, the file; without JAX but at the end."""
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from jaxdist.errors import UserError
 from jaxdist.runtime import join as joining
-from jaxdist.runtime import rendezvous
+from jaxdist.runtime import rendezvous, rollcall
 from jaxdist.runtime.job import Job, describe_job
 from jaxdist.runtime.rollcall import Meeting, MissingPeers, address, gather, join_timeout, listen, ranks, report
 
@@ -129,6 +130,15 @@ def take(server: socket.socket, processes: int = 4, seconds: float = 5.0) -> Cal
     return Call(lambda: gather(server, processes=processes, key="k", seconds=seconds))
 
 
+@contextlib.contextmanager
+def nobody_listens() -> Iterator[Any]:
+    """An address that refuses connections, and that no other program is given; `listen` can take it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()
+
+
 def serve(where: Any) -> socket.socket:
     """What comes after the roll call, at the same place."""
     return socket.create_server(where)
@@ -146,14 +156,12 @@ def test_all_come_in_any_order() -> None:
 
 
 def test_process_0_comes_last() -> None:
-    server = listen("127.0.0.1", 0, 1)
-    where = server.getsockname()
-    server.close()
-    early = call(where, 1, processes=2)
-    time.sleep(0.3)
-    assert take(listen(*where, 1), processes=2).get() is None
-    with serve(where):
-        assert early.get() == where
+    with nobody_listens() as where:
+        early = call(where, 1, processes=2)
+        time.sleep(0.3)
+        assert take(listen(*where, 1), processes=2).get() is None
+        with serve(where):
+            assert early.get() == where
 
 
 def test_missing_ranks_are_named_to_all() -> None:
@@ -168,9 +176,8 @@ def test_missing_ranks_are_named_to_all() -> None:
 
 
 def test_process_0_is_missing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        where = closed.getsockname()
-    error = call(where, 1, seconds=0.4).get()
+    with nobody_listens() as where:
+        error = call(where, 1, seconds=0.4).get()
     assert isinstance(error, MissingPeers)
     assert f"process 0 cannot be reached at 127.0.0.1:{where[1]} (Connection refused)" in str(error)
 
@@ -184,8 +191,9 @@ def test_process_0_is_stuck() -> None:
 def test_rank_given_twice() -> None:
     server = listen("127.0.0.1", 0, 1)
     where = server.getsockname()
-    process_0, twins = take(server), [call(where, 1), call(where, 1)]
-    for each in (process_0, *twins):
+    process_0, *twins = take(server), call(where, 1), call(where, 1)
+    assert isinstance(twins[0].get(), UserError)
+    for each in (process_0, *twins, call(where, 2), call(where, 3)):
         assert isinstance(each.get(), UserError)
         assert str(each.get()).startswith("rank 1 is given twice: to process ")
         assert str(os.getpid()) in str(each.get())
@@ -196,14 +204,27 @@ def test_rank_given_twice() -> None:
     (0, 4, "rank 0 is given twice: to this process and to process {pid} on {host}"),
     (4, 4, "rank 4 (process {pid} on {host}) of a job of 4 processes; allowed: 0 to 3"),
 ])  # fmt: skip
-def test_a_process_that_cannot_be_of_this_job(rank: int, processes: int, text: str) -> None:
+def test_a_process_that_cannot_be_of_this_job(
+    rank: int, processes: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollcall, "LINGER_S", 15.0)  # it ends when all know
     server = listen("127.0.0.1", 0, 1)
-    process_0, here, wrong = (
-        take(server), call(server.getsockname(), 2), call(server.getsockname(), rank, processes)
-    )  # fmt: skip
+    where = server.getsockname()
+    process_0, early, wrong = take(server), call(where, 2), call(where, rank, processes)
     wanted = text.format(pid=os.getpid(), host=repr(socket.gethostname()))
-    for each in (process_0, here, wrong):
+    assert str(wrong.get()).startswith(wanted)
+    late = [call(where, 3), *([call(where, 1)] if rank != 1 else [])]
+    for each in (process_0, early, wrong, *late):
         assert isinstance(each.get(), UserError) and str(each.get()).startswith(wanted), each.get()
+
+
+def test_process_0_does_not_wait_long_for_those_who_do_not_know_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "LINGER_S", 0.3)
+    server = listen("127.0.0.1", 0, 1)
+    began = time.monotonic()
+    process_0, wrong = take(server, seconds=60), call(server.getsockname(), 1, 5)
+    assert isinstance(wrong.get(), UserError) and isinstance(process_0.get(), UserError)
+    assert 0.3 < time.monotonic() - began < 5
 
 
 def test_another_job_is_not_joined() -> None:

@@ -151,7 +151,7 @@ def check_wide(case: Case) -> None:
     assert oracle.error(got.params, want.params) < 1e-10
 
 
-@pytest.mark.parametrize("case", [*EVERYDAY, *levels(SLOW, slow=3)], ids=str)
+@pytest.mark.parametrize("case", [*EVERYDAY, *levels(SLOW, slow=4)], ids=str)
 def test_pipelines_equal_one_device(case: Case) -> None:
     check_wide(case)
 

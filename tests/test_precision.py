@@ -4,7 +4,6 @@ within it; and it trains."""
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jaxprs import equations
 from levels import levels
 
 from jaxdist import registry
@@ -89,15 +88,6 @@ def spied(model: ModelDef, seen: dict[str, str]) -> ModelDef:
         return run
 
     return model._replace(**{name: unit(name) for name in ("embed", "block", "head", "logits")})
-
-
-def equations(jaxpr: Any, stack: str = "") -> Iterator[tuple[str, Any]]:
-    """(names on the way, equation) of all equations at any depth."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = f"{stack}/{equation.source_info.name_stack}"
-        yield inner, equation
-        for sub in jaxprs_in_params(equation.params):
-            yield from equations(sub, inner)
 
 
 def floats(equation: Any) -> set[str]:

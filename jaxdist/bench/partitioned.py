@@ -14,7 +14,7 @@ from jaxdist.bench.contenders.plain_jax import loss_of
 from jaxdist.bench.task import Size, Task
 from jaxdist.config import Config, resolve_model
 from jaxdist.errors import UserError
-from jaxdist.mesh import hosts_of
+from jaxdist.mesh import count_hosts
 from jaxdist.plan.aot import Planned, check_toolkit, read
 from jaxdist.plan.footprint import batch_of
 from jaxdist.plan.hardware import Gpu
@@ -63,5 +63,5 @@ def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> P
     traced = time.perf_counter()
     program = lowered.compile()
     seconds = (traced - start, time.perf_counter() - traced)
-    hosts = hosts_of(mesh)
+    hosts = count_hosts(mesh)
     return read(program, config, parts, gpu, hosts, rates, attention, seconds)

@@ -54,11 +54,11 @@ class Riders(NamedTuple):
         return jax.tree.map(one, self.dims, tree)
 
     def paste(self, tree: PyTree, i: jax.Array | int, slices: PyTree) -> PyTree:
-        """The tree with these as slice i."""
+        """The tree with these as slice i, in its dtypes."""
 
         def one(dim: int, leaf: jax.Array, new: jax.Array) -> jax.Array:
             start, _ = self._place(leaf.shape[dim], i)
-            return lax.dynamic_update_slice_in_dim(leaf, new, start, dim)
+            return lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), start, dim)
 
         return jax.tree.map(one, self.dims, tree, slices)
 

@@ -17,7 +17,7 @@ from jaxdist.autocast import autocast
 from jaxdist.collectives.jaxpr import named_axes
 from jaxdist.config_memory import Remat, check_remat
 from jaxdist.errors import UserError
-from jaxdist.mesh import AnyMesh, crosses_hosts
+from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import in_precision, make_program
 from jaxdist.parallel.remat import available, rematerialise
@@ -93,7 +93,7 @@ def program_and_region(
     if isinstance(model, ModelDef):
         program = make_program(
             in_precision(model, options.precision), strategy, specs, remat=available(mode, mesh),
-            prefetch=options.prefetch, in_turn=not crosses_hosts(mesh, "fsdp"),
+            prefetch=options.prefetch, reduce_dtype=options.precision.reduce,
             isolated=options.sync.deterministic, conditions=options.pipeline_cond,
         )  # fmt: skip
         return program, jax.shard_map

@@ -9,10 +9,17 @@ backward pass, which starts with both of them on the device anyway.
 The first block's gather has no block to stand beside, nor has its reduction, the last one. They are in two parts: what
 the block reads late is gathered beside what reads the rest, and reduced beside what computes the rest's gradients.
 
+In a round of the backward pass the reduction is first. What follows it, the gather of the next block, and the sum of
+the shards over other axes, waits for it, and for the largest gradient of the block that computes: the reduction runs
+beside the one part of the block, these beside the other. Left alone, XLA gives collectives that are under way at once
+the time of one; and it takes those over several hosts for so slow (5 ms) that a round would begin with them, and with
+nothing beside the reduction. Figures: docs/plan.md.
+
 What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
 """
 
 import operator
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +29,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
+from jaxdist.config_devices import names_given
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.ends import Riders, first_reads
 from jaxdist.parallel.stack import AGAIN, Block, Blocks, Gather, at, put, rows_of, trained_leaves
@@ -31,14 +39,16 @@ from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
 PyTree = Any
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what XLA makes one collective of
 
 
 def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool] | None:
     """What XLA:GPU is told beside a program that prefetches. To combine the collectives of one block, but not those of
     two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. To
-    have two under way at once, or three with sums of shards. And to take two rounds of a loop for one: what a round
-    hands to the next, a gathered block and gradients, would be copied. Figures: docs/plan.md."""
+    have two under way at once, or three with sums of shards. To take two rounds of a loop for one: what a round hands
+    to the next, a gathered block and gradients, would be copied. And to let computation run meanwhile, which it does by
+    itself only from Hopper on. A flag in XLA_FLAGS wins (not one in a file that it names). Figures: docs/plan.md."""
     if not options.prefetch or not is_model(params) or on_cpu(mesh):
         return None
 
@@ -50,12 +60,14 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
     least, parts = 30 * 2**20, mesh.shape["fsdp"]  # the first: XLA's own
     whole, sums = max(least, int(COMBINED * block * received)), max(least, int(COMBINED * block * reduced))
-    told = {"all_gather": whole, "reduce_scatter": sums // parts}  # it counts what comes out of them
+    limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # it counts what comes out of them
     if mesh.shape["data"] > 1:
-        told["all_reduce"] = max(least, sums // parts)  # of shards
-    sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in told.items()}
+        limits["all_reduce"] = max(least, sums // parts)  # of shards
+    sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in limits.items()}
     at_once = 3 if mesh.shape["data"] > 1 else 2
-    return {**sizes, BY_TWO: True, AT_ONCE: at_once}
+    told = {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}
+    given = names_given(os.environ.get("XLA_FLAGS", ""))
+    return {name: value for name, value in told.items() if f"--{name}" not in given}
 
 
 def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
@@ -83,6 +95,12 @@ def held_back(tree: PyTree, grads: PyTree) -> PyTree:
         return jnp.where(last[(0,) * last.ndim] > jnp.finfo(last.dtype).max, jnp.nan, x)
 
     return jax.tree.map(one, tree)
+
+
+def largest(grads: PyTree) -> list[jax.Array]:
+    """The largest of a block's gradients, if there are any: another may be the block's last, such as that of a norm,
+    which is all that a norm's parameters could wait for with tensor parallelism. They wait for none then."""
+    return sorted(jax.tree.leaves(grads), key=lambda leaf: leaf.size)[-1:]
 
 
 def read_late(block: Block, unit: PyTree, *arguments: Any) -> PyTree:
@@ -127,14 +145,14 @@ def in_two(of: Blocks, diff: PyTree, held: PyTree, late: PyTree) -> tuple[PyTree
 
 class _Ahead(NamedTuple):
     """Both passes. inner, outer: blocks in loops, and outside. plain: a block, not rematerialised. riders, sums,
-    in_turn: see `prefetched`."""
+    reduce_dtype: see `prefetched`."""
 
     inner: Blocks
     outer: Blocks
     plain: Block
     riders: Riders
     sums: Callable[[PyTree], PyTree] | None
-    in_turn: bool
+    reduce_dtype: Any
 
     def forward(
         self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
@@ -165,57 +183,67 @@ class _Ahead(NamedTuple):
     def backward(self, residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
         """Gradients of the arguments of `forward`."""
         (diff, held, riding, saved, end, (unit, before), reduce_first, reduce_last), (dh, dwhole) = residuals, given
-        count, grads, slices = rows_of(diff, held), zeros_varying_like(diff), zeros_varying_like(riding)
-        sums = self.sums_of(at(grads, 0))
+        count, grads, slices = rows_of(diff, held), self.stored(diff), self.stored(riding)
 
-        def again(i: jax.Array | int, done: PyTree, wanted: PyTree) -> PyTree:
+        def again(i: jax.Array | int, reduced: PyTree, own: PyTree, wanted: PyTree) -> PyTree:
             with jax.named_scope(AGAIN):
-                return self.inner.gather(held_back(at(diff, i), done), at(held, i), wanted)
-
-        def summed(grads: PyTree, i: jax.Array | int) -> PyTree:
-            return grads if sums is None else put(grads, i, sums(at(grads, i)))
+                return self.inner.gather(held_back(held_back(at(diff, i), reduced), largest(own)), at(held, i), wanted)
 
         def turn(carry: PyTree, i: jax.Array | int, saved: PyTree) -> PyTree:
             (dh, unit, behind, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
             (reduced,) = reduce_following(behind)
-            first, last = (isinstance(i, int) and i == edge for edge in (count - 2, 0))
-            before = None if last else again(i - 1, reduced if self.in_turn else behind, kept.wanted)
-            grads = put(grads if first else summed(grads, i + 2), i + 1, reduced)
             slices = self.riders.reduce(slices, i, reduce_slice, dwhole)
-            behind, dh = kept(unit, dh)
-            return dh, before, behind, grads, slices
+            own, dh = kept(unit, dh)
+            before = None if isinstance(i, int) and i == 0 else again(i - 1, reduced, own, kept.wanted)
+            grads = put(grads, i + 1, self.summed(reduced, behind, own))
+            return dh, before, own, grads, slices
 
         slices = self.riders.reduce(slices, count - 1, reduce_last, dwhole)
         behind, dh = end(unit, dh)
-        carry, i = (held_back(dh, behind), before, behind, grads, slices), count - 2
-        if sums is not None and i > 0:  # nothing is to be summed yet
-            carry, i = turn(carry, i, at(saved, i)), i - 1
-        if i > 0:  # a scan of none would still be counted by who reads the program
-            carry, _ = lax.scan(lambda carry, i: (turn(carry, i, at(saved, i)), None), carry, jnp.arange(i, 0, -1))
+        carry = held_back(dh, behind), before, behind, grads, slices
+        if count > 2:  # a scan of none would still be counted by who reads the program
+            rounds = jnp.arange(count - 2, 0, -1)
+            carry, _ = lax.scan(lambda carry, i: (turn(carry, i, at(saved, i)), None), carry, rounds)
         if count > 1:
             carry = turn(carry, 0, at(saved, 0))
         dh, _, behind, grads, slices = carry
         (reduced,) = reduce_first(behind, () if count == 1 else at(grads, 1))
-        grads = put(grads if count == 1 else summed(grads, 1), 0, reduced)
-        return summed(grads, 0), None, None, dh, None, slices
+        grads = put(grads, 0, self.summed(reduced, behind, ()))
+        return as_types_of(diff, grads), None, None, dh, None, as_types_of(riding, slices)
 
-    def sums_of(self, shards: PyTree) -> Callable[[PyTree], PyTree] | None:
-        """What sums a block's gradients further, if that does anything for such."""
-        return self.sums if self.sums is not None and jax.make_jaxpr(self.sums)(shards).eqns else None
+    def stored(self, diff: PyTree) -> PyTree:
+        """Zeros for gradients with respect to diff, in the dtype in which they are reduced if that is narrower: nothing
+        is lost, and those of all blocks are there at the end."""
+        dtype = jnp.dtype(self.reduce_dtype)
+
+        def zeros(leaf: jax.Array) -> jax.Array:
+            return zeros_varying_like(leaf, dtype if dtype.itemsize < leaf.dtype.itemsize else None)
+
+        return jax.tree.map(zeros, diff)
+
+    def summed(self, reduced: PyTree, whole: list[jax.Array], beside: PyTree) -> PyTree:
+        """A block's reduced gradients, which were whole, with what else is to be done to them. If they are shards now,
+        not before the largest of `beside` is there: gradients of the block that computes meanwhile."""
+        if self.sums is None or not jax.make_jaxpr(self.sums)(reduced).eqns:
+            return reduced
+        shards = sum(leaf.size for leaf in jax.tree.leaves(reduced)) < sum(leaf.size for leaf in whole)
+        return self.sums(held_back(reduced, largest(beside)) if shards else reduced)
+
+
+def as_types_of(tree: PyTree, grads: PyTree) -> PyTree:
+    """The gradients in the dtypes of the tree."""
+    return jax.tree.map(lambda leaf, grad: grad.astype(leaf.dtype), tree, grads)
 
 
 def prefetched(
-    gather: Gather, block: Block, last: Block, plain: Block, riders: Riders,
-    sums: Callable[[PyTree], PyTree] | None = None, in_turn: bool = True,
+    gather: Gather, block: Block, last: Block, plain: Block, riders: Riders, reduce_dtype: Any,
+    sums: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[..., tuple[jax.Array, PyTree]]:
     """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
     once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
     block: with whatever rematerialisation. last: the same, where it stands outside a loop. plain: without. sums:
-    what else is done to a block's gradients once they are reduced; one block later, as it would wait for that.
-    in_turn: a round of the backward pass gathers when it has reduced, not beside it. XLA gives collectives that are
-    under way at once the time of one, and a block's whole gradients would be kept longer; but it takes those over
-    several hosts for so slow (5 ms) that two in turn would not fit beside a block. Figures: docs/plan.md."""
-    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), plain, riders, sums, in_turn)
+    what else is done to a block's gradients once they are reduced."""
+    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), plain, riders, sums, reduce_dtype)
     stack = jax.custom_vjp(lambda *arguments: ahead.forward(*arguments)[0])
     stack.defvjp(ahead.forward, ahead.backward)
     return stack

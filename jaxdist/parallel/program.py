@@ -103,7 +103,7 @@ def _check_axes(model: ModelDef) -> None:
 
 def make_program(
     model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: Remat, isolated: bool = False, prefetch: int = 0,
-    in_turn: bool = True, conditions: bool = True,
+    reduce_dtype: Any = None, conditions: bool = True,
 ) -> Program:  # fmt: skip
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
@@ -155,7 +155,7 @@ def make_program(
     if prefetch:
         apart = functools.partial(_use, strategy._replace(reduce_block=None), specs, units, STACKED)
         ends = Ends(model, strategy, units, use, embed, head, run)
-        loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, _sums(strategy, specs), in_turn))
+        loss = _ahead(ends, functools.partial(_prefetched, apart, block, remat, reduce_dtype, _sums(strategy, specs)))
 
     head_units = ("head", "embed") if model.tied else ("head",)
     staged = _staged_blocks(gather, block, remat, choose, unroll=model.scan_blocks)
@@ -191,10 +191,11 @@ def _ahead(ends: Ends, make_stack: Callable[[Riders], Callable[..., Any]]) -> Ca
 
 
 def _prefetched(
-    gather: Gather, block: Block, remat: Remat, sums: Any, in_turn: bool, riders: Riders
+    gather: Gather, block: Block, remat: Remat, reduce_dtype: Any, sums: Any, riders: Riders
 ) -> Callable[..., Any]:
+    assert reduce_dtype is not None, "needed with prefetch"
     inner, last = (rematerialise(block, remat, gathers=True, in_scan=in_scan) for in_scan in (True, False))
-    return prefetched(gather, inner, last, block, riders, sums, in_turn)
+    return prefetched(gather, inner, last, block, riders, reduce_dtype, sums)
 
 
 _fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))

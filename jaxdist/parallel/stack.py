@@ -80,8 +80,9 @@ def at(tree: PyTree, i: jax.Array | int) -> PyTree:
 
 
 def put(tree: PyTree, i: jax.Array | int, unit: PyTree) -> PyTree:
-    """The tree with `unit` as row i of its leaves."""
-    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, i, 0), tree, unit)
+    """The tree with `unit` as row i of its leaves, in their dtypes."""
+    row = lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), i, 0)  # noqa: E731
+    return jax.tree.map(row, tree, unit)
 
 
 def rows_of(diff: PyTree, held: PyTree) -> int:

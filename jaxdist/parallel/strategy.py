@@ -33,7 +33,8 @@ class Strategy(NamedTuple):
     place: (shapes, layer specs, mesh) -> specs at rest, for parameters, gradients and optimizer state alike.
     begin: (params at rest, specs, stacked) -> (diff, held), once a step; diff is what the schedule differentiates, held
     is not. stacked: the key of a model's stacked blocks, or None.
-    gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce.
+    gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce, and rounds to
+    `Precision.reduce`, in which prefetched gradients rest.
     reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
     what lossy sums carry from step to step (see `sync`), or ().
     drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again. It then

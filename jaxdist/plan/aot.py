@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxdist.assemble import Parts, assemble, attention_of, precision_of
 from jaxdist.config import Config
 from jaxdist.errors import UserError
-from jaxdist.mesh import hosts_of, make_mesh
+from jaxdist.mesh import count_hosts, make_mesh
 from jaxdist.plan.footprint import Footprint, batch_of, footprint_of
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.hlo import Compiled, compiled_collectives
@@ -144,7 +144,7 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
     parts = assemble(config, mesh)
     lowered = parts.step.lower(parts.target, batch_of(config, mesh))
     traced = time.perf_counter()
-    hosts = hosts_of(mesh)
+    hosts = count_hosts(mesh)
     program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
     done = time.perf_counter()
     return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))

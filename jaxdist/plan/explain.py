@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.assemble import Parts, assemble
+from jaxdist.assemble import Parts, assemble, prefetches_on
 from jaxdist.config import Config
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
@@ -80,19 +80,28 @@ def memory_at_rest(target: TrainState) -> dict[str, int]:
 
 
 def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, int]:
-    """Exact bytes on one device of what a strategy makes of the parameters for a step: gradients, at least fp32, in the
-    shape of what is differentiated; copies that are gathered once."""
+    """Bytes on one device of what a strategy makes of the parameters for a step: gradients, in the shape of what is
+    differentiated, at least fp32, but those of prefetched blocks as they rest; copies that are gathered once. (What
+    rides along, the head's tables, is counted as fp32 here.)"""
     options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
     strategy, specs = get_strategy(config.parallel.strategy, options), specs_of_arrays(parts.target.params)
     sizes: dict[str, int] = {}
 
-    def nbytes(leaf: jax.Array, *, least: int = 1) -> int:
-        return math.prod(leaf.shape) * max(least, leaf.dtype.itemsize)
+    reduced = dict[str, int]()
+    if prefetches_on(config, mesh) and config.parallel.microbatches == 1:
+        reduced = {STACKED: jax.numpy.dtype(parts.precision.reduce).itemsize}
+
+    def nbytes(leaf: jax.Array) -> int:
+        return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+    def gradient(unit: str, leaf: jax.Array) -> int:
+        size = leaf.dtype.itemsize
+        return math.prod(leaf.shape) * (min(size, reduced[unit]) if unit in reduced else max(4, size))
 
     def region(params: PyTree) -> jax.Array:
         diff, held = strategy.begin(params, specs, STACKED)
         trained = leave_out(diff, config.optimizer.freeze)
-        sizes["gradients"] = sum(nbytes(leaf, least=4) for leaf in jax.tree.leaves(trained))
+        sizes["gradients"] = sum(gradient(unit, leaf) for unit in trained for leaf in jax.tree.leaves(trained[unit]))
 
         def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # what is used as it rests is no copy
             used = next(iter(jax.tree.leaves(copy)), leaf)

@@ -18,7 +18,7 @@ def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -
     """Memory with the verdict, collectives, overlap (the `rows` largest of each loop; 0: all). network: as given to
     `with_network`."""
     gpu, footprint = planned.gpu, planned.footprint
-    level = jax.config.values["jax_optimization_level"]
+    level = str(jax.config.values["jax_optimization_level"]).replace("UNKNOWN", "XLA's own")
     head = (f"Compiled for {planned.devices} x {gpu.description}, which are not here: {planned.parameters:,}"
             f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
             f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s")  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.config import Config
-from jaxdist.config_devices import KEY, flag_name
+from jaxdist.config_devices import KEY, flag_name, names_given
 from jaxdist.config_prefetch import prefetches
 from jaxdist.errors import UserError
 from jaxdist.runtime.cache import folder_in_use
@@ -42,8 +42,9 @@ class Setting(NamedTuple):
 
 
 # What `preset: fast` sets. "gpu" only for a step that does not prefetch: the prefetching recipe arranges its own
-# overlap, and hid less of its communication at O1 than at the default level. Async collectives, the latency-hiding
-# scheduler, command buffers and cuBLASLt are on by themselves. Nothing for the CPU: nothing was measured to help there.
+# overlap, and hid less of its communication at O1 than at the default level. Async collectives, command buffers and
+# cuBLASLt are on by themselves; the latency-hiding scheduler is too, from Hopper on or at O1. Nothing for the CPU:
+# nothing was measured to help there.
 PRESETS: Mapping[str, tuple[Setting, ...]] = {
     "gpu": (
         # Source: XLA docs/effort_levels.md for what it does. Figures: docs/plan.md, jax 0.12.0.1.
@@ -94,7 +95,7 @@ def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list
     that over one of the preset."""
     wanted = {each.name: f"{each.name}={each.value}" for each in preset if each.name.startswith("--") and each.here}
     wanted |= {flag_name(flag): flag for flag in flags}
-    known = {flag_name(flag) for flag in given.split()}
+    known = names_given(given)
     return [flag for name, flag in wanted.items() if name not in known]
 
 

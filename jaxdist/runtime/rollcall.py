@@ -25,6 +25,7 @@ TIMEOUT = "JAXDIST_JOIN_TIMEOUT"
 TIMEOUT_S = 300.0  # until all processes have come, where the environment sets none
 NOTICE_S = 15.0  # until a process that waits says so; then after four times as long, and so on
 STATE_S = 1.0  # between two lines of process 0 that say who is missing
+LINGER_S = 5.0  # for which a process 0 that has refused a process tells those who come later why
 QUIET_S = 5.0  # process 0 said nothing for so long: it is stuck
 LINE_BYTES = 4096
 RETRY_S = 0.05
@@ -144,6 +145,8 @@ class _Desk:
         self.selector = selectors.DefaultSelector()
         self.selector.register(server, selectors.EVENT_READ)
         self.peers: list[_Peer] = []
+        self.refusal = ""  # why this job cannot be
+        self.told: set[int] = set()  # ranks that know of it
 
     def arrived(self) -> dict[int, _Peer]:
         return {peer.rank: peer for peer in self.peers if peer.rank >= 0}
@@ -178,7 +181,7 @@ class _Desk:
             self.peers.remove(peer)
 
     def meet(self, peer: _Peer, line: bytes) -> bool:
-        """Whether it belongs here. Raises `UserError` where two processes cannot be of one job."""
+        """Whether it belongs here. Sets `refusal` where two processes cannot be of one job."""
         said = _parse(line)
         if said is None:
             return False
@@ -195,13 +198,23 @@ class _Desk:
         elif rank == 0 or rank in self.arrived():
             other = "this process" if rank == 0 else self.arrived()[rank].name
             text = f"rank {rank} is given twice: to {other} and to {name}; give each process a rank of its own"
-        if text:
-            peer.rank = -2
+        number = rank if isinstance(rank, int) else -1
+        if text and not self.refusal:
+            self.refusal = text
             for each in self.peers:
                 each.say("refused", text)
-            raise UserError(text)
-        peer.rank, peer.name = int(str(rank)), name
+            self.told = {*self.arrived(), number}
+        elif self.refusal:
+            peer.say("refused", self.refusal)
+            self.told.add(number)
+        peer.rank, peer.name = -2 if self.refusal else number, name
         return True
+
+    def linger(self, seconds: float) -> None:
+        """Tell those who come later, too: they would look for process 0 until their time is up."""
+        deadline = time.monotonic() + seconds
+        while not self.told.issuperset(range(1, self.processes)) and (left := deadline - time.monotonic()) > 0:
+            self.work(left)
 
     def close(self, seconds: float) -> None:
         """Let the others hang up first, for so long at most: their side keeps the closed connection, not this port."""
@@ -219,7 +232,7 @@ def gather(server: socket.socket, *, processes: int, key: str, seconds: float) -
     """Process 0's part: wait until each of the other ranks is here, tell all to go on, close `server`.
 
     Raises `MissingPeers` after `seconds`, `UserError` for a rank given twice or for another number of processes; those
-    who are here hear of it too.
+    who are here hear of it too, and of the latter those who come within `LINGER_S`.
     """
     where = address(*server.getsockname()[:2])
     desk = _Desk(server, processes, key)
@@ -243,6 +256,9 @@ def gather(server: socket.socket, *, processes: int, key: str, seconds: float) -
                 for peer in desk.arrived().values():
                     peer.say("waiting", ranks(missing))
             desk.work(min(STATE_S, begun + seconds - now))
+            if desk.refusal:
+                desk.linger(LINGER_S)
+                raise UserError(desk.refusal)
         for peer in desk.arrived().values():
             peer.say("go")
     finally:
