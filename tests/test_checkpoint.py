@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from levels import levels
 
-from jaxdist.checkpoint import Checkpoints, SaveFailed
+from jaxdist.checkpoint import Checkpoints, SaveFailed, manager
 from jaxdist.config import ModelConfig, OptimizerConfig, resolve_model
 from jaxdist.errors import UserError
 from jaxdist.guard import fresh_guard
@@ -76,12 +78,14 @@ def assert_same(got: TrainState, want: TrainState) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of step 3 from two layouts."""
+    """A checkpoint of step 3 from two layouts, from the second as large arrays are saved: in parts."""
     folders = {}
-    for layout in ("one", "zero3"):
+    for layout, smallest in (("one", manager.MIN_PART), ("zero3", 1)):
         folders[layout] = tmp_path_factory.mktemp("saved") / layout
-        with Checkpoints(folders[layout], keep=1) as checkpoints:
-            checkpoints.save(3, state_of(layout), META)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manager, "MIN_PART", smallest)
+            with Checkpoints(folders[layout], keep=1) as checkpoints:
+                checkpoints.save(3, state_of(layout), META)
     return folders
 
 
@@ -113,6 +117,32 @@ def test_other_model_optimizer_or_dtype_is_refused(saved: dict[str, Path], optio
     with Checkpoints(saved["zero3"], keep=1) as checkpoints, raises as error:
         checkpoints.restore(3, target("one", **options))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("smallest", "length"), [(manager.MIN_PART, 24), (8, 48)])
+def test_copies_share_the_writing_of_large_arrays_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smallest: int, length: int
+) -> None:
+    """JAX compiles a program for each part. length: its own in each case, so that none is compiled already."""
+    monkeypatch.setattr(manager, "MIN_PART", smallest)
+    whole = NamedSharding(make_mesh(data=8), P())
+    state = TrainState(jnp.int32(3), {"w": jax.device_put(np.arange(length, dtype=np.float32), whole)}, ())
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            checkpoints.save(3, state, META)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+        checkpoints.wait()
+        restored = checkpoints.restore(3, state)
+    np.testing.assert_array_equal(restored.params["w"], state.params["w"])
+    assert len(compiled) == (1 if smallest > length else 1 + 8), "the check that all is finite, and a slice a device"
 
 
 def test_newest_are_kept(tmp_path: Path) -> None:
@@ -162,7 +192,7 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 import jax.numpy as jnp
-from jaxdist.checkpoint import Checkpoints, SaveFailed
+from jaxdist.checkpoint import Checkpoints, SaveFailed, manager
 from jaxdist.state import TrainState
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 for step in range(1, 10_000):

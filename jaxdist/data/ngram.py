@@ -40,31 +40,38 @@ def trigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
     for order in (1, 2):
         every = np.arange(vocab**order)
         lower = _witten_bell(_counts(train, order, vocab), every, lower, vocab)
-    seen = _counts(held_out, 3, vocab)
-    codes = np.flatnonzero(seen)
-    return _mean_bits(_witten_bell(_counts(train, 3, vocab), codes, lower, vocab), seen[codes])
+    codes, times = np.unique(_codes(held_out, 3, vocab), return_counts=True)
+    return _mean_bits(_witten_bell(_counts(train, 3, vocab), codes, lower, vocab), times)
+
+
+def _codes(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
+    """Each n-gram of `order` ids as one number: int64 [ids.size - order + 1], the first id is the most significant
+    digit."""
+    number = ids.size - order + 1
+    wide = ids.astype(np.int64)
+    assert wide.max() < vocab, "an id is outside the vocabulary"
+    codes = wide[:number].copy()
+    for shift in range(1, order):
+        codes *= vocab
+        codes += wide[shift : shift + number]
+    return codes
 
 
 def _counts(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
-    """How often each n-gram of `order` ids occurs: int64 [V**order], the first id is the most significant digit."""
+    """How often each n-gram of `order` ids occurs: int64 [V**order]. The table of a short text is cheap: the pages of
+    `np.zeros` that no n-gram touches are never made."""
     counts = np.zeros(vocab**order, np.int64)
     for start in range(0, ids.size - order + 1, _CHUNK):
-        part = ids[start : start + _CHUNK + order - 1].astype(np.int64)
-        assert part.max() < vocab, "an id is outside the vocabulary"
-        number = part.size - order + 1
-        codes = part[:number].copy()
-        for shift in range(1, order):
-            codes *= vocab
-            codes += part[shift : shift + number]
-        counts += np.bincount(codes, minlength=counts.size)
+        np.add.at(counts, _codes(ids[start : start + _CHUNK + order - 1], order, vocab), 1)
     return counts
 
 
 def _witten_bell(counts: np.ndarray, codes: np.ndarray, lower: np.ndarray, vocab: int) -> np.ndarray:
-    """p(last id | the others) of each n-gram in `codes`; `lower` is that with the first id dropped, for all codes."""
-    table = counts.reshape(-1, vocab)  # a row per context
+    """p(last id | the others) of each n-gram in `codes`, in ascending order; `lower` is that with the first id dropped,
+    for all codes."""
+    contexts, context = np.unique(codes // vocab, return_inverse=True)
+    table = counts.reshape(-1, vocab)[contexts]  # a row per context
     total, kinds = table.sum(axis=1), np.count_nonzero(table, axis=1)
-    context = codes // vocab
     # The code of an n-gram without its first id is the remainder by V**(n-1). For n = 1 `lower` is the same everywhere.
     below = lower[codes % lower.size]
     return np.where(
