@@ -65,7 +65,7 @@ class Life:
         self.processes = []
         for rank, output in enumerate(self.outputs):
             output.write_bytes(b"")
-            environ = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+            environ = {"XLA_FLAGS": f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"}
             if processes > 1:
                 environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes),
                             "JAX_PROCESS_ID": str(rank)}  # fmt: skip

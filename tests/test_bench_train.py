@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from child import ROOT, environment
+from child import QUICK, ROOT, environment
 
 from jaxdist.bench import race as racing
 from jaxdist.bench.task import SIZES, Contender, Task, flops_per_token, make_task, parameters, set_products
@@ -136,7 +136,7 @@ def test_the_script_measures_equal_steps_on_a_cpu(tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     command = [sys.executable, "scripts/bench_train.py", "--steps", "3", "--json", str(out), "--plot", str(picture)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), timeout=300, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=environment() | QUICK, timeout=300, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = json.loads(out.read_text(encoding="utf-8"))["sizes"]
@@ -152,8 +152,9 @@ def test_bench_step_measures_both_steps_and_what_a_call_takes(tmp_path: Path) ->
     those of a program that does nothing."""
     small = ("model.layers=2", "model.width=32", "model.heads=2", "data.seq_len=16", "data.global_batch=4")
     command = [sys.executable, "scripts/bench_step.py", "--steps", "3", "--json", str(tmp_path / "out.json"), *small]
-    env = environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles in less time
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment() | QUICK, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert found["recompilations"] == 0 and found["steps"] == 3

@@ -192,7 +192,7 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 import jax.numpy as jnp
-from jaxdist.checkpoint import Checkpoints, SaveFailed, manager
+from jaxdist.checkpoint import Checkpoints, SaveFailed
 from jaxdist.state import TrainState
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 for step in range(1, 10_000):

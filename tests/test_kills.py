@@ -13,7 +13,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_kills.py"
 
 def campaign(*arguments: str, timeout: int, script: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(["-c", script] if script else [str(SCRIPT)]), *arguments]
-    return subprocess.run(command, env=child.environment(), capture_output=True, text=True, timeout=timeout)
+    environ = child.environment() | child.QUICK
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
 

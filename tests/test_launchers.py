@@ -35,15 +35,13 @@ SLURM = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "unshare")
 
 
 def environ(folder: Path) -> dict[str, str]:
-    """Of a launcher: `python` is this one; programs are compiled at the lowest effort, which is the same for all."""
+    """Of a launcher: `python` is this one; programs are compiled in the same way for all."""
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     path = f"{folder / 'bin'}:{os.environ['PATH']}:/usr/sbin:/sbin"
-    # XLA aborts after 40 s in which a device waits for another; on a busy machine they do.
-    flags = "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=300"
-    return child.environment() | {"PATH": path, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return child.environment() | child.QUICK | {"PATH": path, "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def needs(*programs: str) -> None:

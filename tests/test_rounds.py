@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ NAMES = [name for name in registry.names("jaxdist.collectives.algorithms") if na
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 RIGHT, LEFT = [(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)]
-AROUND = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
+AROUND = child.QUICK | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def move(x: jax.Array, pairs: list[tuple[int, int]] = RIGHT) -> jax.Array:

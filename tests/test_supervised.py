@@ -48,8 +48,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def begin(folder: Path, run: str, *overrides: str, options: tuple[str, ...] = (), **environ: str) -> subprocess.Popen:
-    """Two processes of two devices under the launcher. The compiler's least effort halves the time."""
-    clean = child.environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | environ
+    """Two processes of two devices under the launcher."""
+    clean = child.environment() | child.QUICK | environ
     with (folder / f"{run}.out").open("wb") as out:
         command = [*LAUNCH, "-n", "2", *options, "--", *TRAIN, "--run-dir", run, *overrides]
         return subprocess.Popen(command, cwd=folder, env=clean, stdout=out, stderr=subprocess.STDOUT)
@@ -149,7 +149,7 @@ SECRETS = {
 @pytest.mark.slow
 def test_secrets_and_one_line_about_the_job(folder: Path) -> None:
     """Planted in the environment, they are in no file of the run; the run directory is the launcher's choice."""
-    clean = child.environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | SECRETS
+    clean = child.environment() | child.QUICK | SECRETS
     command = [*LAUNCH, "-n", "2", "--", *TRAIN, "train.steps=3", "observe.report=true"]
     done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
