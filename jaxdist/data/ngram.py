@@ -40,29 +40,24 @@ def trigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
     for order in (1, 2):
         every = np.arange(vocab**order)
         lower = _witten_bell(_counts(train, order, vocab), every, lower, vocab)
-    codes, times = np.unique(_codes(held_out, 3, vocab), return_counts=True)
-    return _mean_bits(_witten_bell(_counts(train, 3, vocab), codes, lower, vocab), times)
-
-
-def _codes(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
-    """Each n-gram of `order` ids as one number: int64 [ids.size - order + 1], the first id is the most significant
-    digit."""
-    number = ids.size - order + 1
-    wide = ids.astype(np.int64)
-    assert wide.max() < vocab, "an id is outside the vocabulary"
-    codes = wide[:number].copy()
-    for shift in range(1, order):
-        codes *= vocab
-        codes += wide[shift : shift + number]
-    return codes
+    seen = _counts(held_out, 3, vocab)
+    codes = np.flatnonzero(seen)
+    return _mean_bits(_witten_bell(_counts(train, 3, vocab), codes, lower, vocab), seen[codes])
 
 
 def _counts(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
-    """How often each n-gram of `order` ids occurs: int64 [V**order]. The table of a short text is cheap: the pages of
-    `np.zeros` that no n-gram touches are never made."""
+    """How often each n-gram of `order` ids occurs: int64 [V**order], the first id is the most significant digit. The
+    table of a short text is cheap: the pages of `np.zeros` that no n-gram touches are never made."""
     counts = np.zeros(vocab**order, np.int64)
     for start in range(0, ids.size - order + 1, _CHUNK):
-        np.add.at(counts, _codes(ids[start : start + _CHUNK + order - 1], order, vocab), 1)
+        part = ids[start : start + _CHUNK + order - 1].astype(np.int64)
+        assert part.max() < vocab, "an id is outside the vocabulary"
+        number = part.size - order + 1
+        codes = part[:number].copy()
+        for shift in range(1, order):
+            codes *= vocab
+            codes += part[shift : shift + number]
+        np.add.at(counts, codes, 1)
     return counts
 
 
