@@ -64,7 +64,7 @@ def test_writers_get_less_of_a_busy_processor_and_others_as_much_as_before():
     def stand_in() -> None:
         Path("/proc/thread-self/comm").write_text("ts_pool_worker")  # as tensorstore calls its threads
         named.set()
-        go.wait(90)
+        go.wait(20)
 
     def hasher() -> None:
         step_back()
@@ -75,13 +75,13 @@ def test_writers_get_less_of_a_busy_processor_and_others_as_much_as_before():
     writer, other = threading.Thread(target=stand_in), threading.Thread(target=hasher)
     writer.start()
     other.start()
-    assert named.wait(90)
-    watch.join(90)
+    assert named.wait(20)
+    watch.join(20)
     seen["writer"] = nice(writer.native_id)
-    writers_step_back().join(90)
+    writers_step_back().join(20)
     seen["writer, again"] = nice(writer.native_id)
     go.set()
-    writer.join(90)
-    other.join(90)
+    writer.join(20)
+    other.join(20)
     assert seen == {"hasher": min(19, own + 10), "writer": min(19, own + 15), "writer, again": min(19, own + 15)}
     assert nice(os.getpid()) == own

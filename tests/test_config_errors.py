@@ -373,7 +373,7 @@ def command(each: Case, path: Path) -> Ended:
     line = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(path), *each.overrides]
     start = time.perf_counter()
     done = subprocess.run(
-        line, env=env | {"PYTHONPATH": str(ROOT)}, cwd=path.parent, capture_output=True, text=True, timeout=300
+        line, env=env | {"PYTHONPATH": str(ROOT)}, cwd=path.parent, capture_output=True, text=True, timeout=60
     )
     return Ended(done.returncode, done.stdout, done.stderr, time.perf_counter() - start)
 

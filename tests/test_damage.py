@@ -208,7 +208,7 @@ def test_closing_ends_the_look_ahead(copy: Path) -> None:
         assert checkpoints._ahead is not None
         step, verdict = checkpoints._ahead
         raise UserError("data")
-    assert step == 3 and isinstance(verdict.exception(timeout=120), Cancelled)
+    assert step == 3 and isinstance(verdict.exception(timeout=20), Cancelled)
 
 
 def test_an_older_damaged_step_does_not_matter(copy: Path) -> None:

@@ -246,7 +246,7 @@ def test_prefetch_makes_ahead_but_not_further_than_depth() -> None:
 
     with contextlib.closing(prefetch(make, 0, 100, 2)) as items:
         assert next(items) == 0
-        assert reached.wait(60)  # 1 and 2 come without being asked for
+        assert reached.wait(5)  # 1 and 2 come without being asked for
         time.sleep(0.05)
         assert made == [0, 1, 2]
 
@@ -272,7 +272,7 @@ def test_prefetch_stops_when_left(leave: str) -> None:
 
     def make(i: int) -> int:
         made.append(i)
-        time.sleep(0.1)
+        time.sleep(0.02)
         return i
 
     begun = time.perf_counter()
@@ -285,7 +285,7 @@ def test_prefetch_stops_when_left(leave: str) -> None:
             if item == 1:
                 break
     assert not prefetch_threads()
-    assert time.perf_counter() - begun < 2.5  # not the 50 items of 0.1 s that were ahead
+    assert time.perf_counter() - begun < 0.5  # not the 50 items of 20 ms that were ahead
     assert len(made) < 10
 
 

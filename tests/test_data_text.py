@@ -21,9 +21,9 @@ from jaxdist.errors import UserError
 
 
 def test_stdlib() -> None:
-    begun = time.process_time()
+    begun = time.perf_counter()
     source = text(DataConfig())
-    assert time.process_time() - begun < 5  # it takes 0.15 s
+    assert time.perf_counter() - begun < 5  # 0.15 s where nobody else is at work
     assert source.vocab == 256
     assert source.train.dtype == source.held_out.dtype == np.uint8
     assert 8e6 < source.train.size + source.held_out.size < 14e6

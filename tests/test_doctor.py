@@ -106,7 +106,7 @@ def test_one_process(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         options = ["--platform", "cpu", "--simulated", "2", "--mib", "0.1", "--port", port, "--plot", "links.png"]
         command = [*SCRIPT, *options]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 1, done
     lines = done.stdout.splitlines()
     assert lines[-1] == f"FINDING    port {port}: Address already in use"
@@ -122,7 +122,7 @@ def test_a_job_that_does_not_come_together() -> None:
         probe.bind(("127.0.0.1", 0))
         job["MASTER_PORT"] = str(probe.getsockname()[1])
     command = [*SCRIPT, "--platform", "cpu"]
-    done = subprocess.run(command, env=child.environment() | job, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=child.environment() | job, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"error: ranks 1 and 2 of 3 did not come to 127.0.0.1:{job['MASTER_PORT']} within 0.5 s" \
         " (an address that only processes of the same host can reach)\n"  # fmt: skip

@@ -80,7 +80,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def hit(job: Job, rank: int, number: int, chance: random.Random) -> float:
     """Send a signal to a rank at a random moment. Returns when."""
-    job.wait_for_step(job.metrics, chance.randint(1, 40))
+    job.wait_for_step(job.metrics, chance.randint(1, 40), START)
     time.sleep(chance.random())
     job.running[rank].send_signal(number)
     return time.time()

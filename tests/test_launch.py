@@ -47,14 +47,14 @@ class Launcher:
     def err(self) -> str:
         return (self.folder / "err").read_text()
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 30) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(f"not ended after {seconds} s\n{self.out()}\n{self.err()}")
 
-    def until(self, path: str, text: str = "", seconds: float = 120) -> str:
+    def until(self, path: str, text: str = "", seconds: float = 30) -> str:
         """Wait until a file in the folder holds a text, and give what it holds."""
         deadline, file = time.monotonic() + seconds, self.folder / path
         while not (file.exists() and text in file.read_text() and file.read_text()):
@@ -88,7 +88,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: Sequence[int], seconds: float = 60) -> bool:
+def gone(pids: Sequence[int], seconds: float = 10) -> bool:
     """Whether all have ended within a time."""
     deadline = time.monotonic() + seconds
     while any(map(alive, pids)):
@@ -158,7 +158,7 @@ def test_a_lost_rank_ends_the_whole_tree(launch: Callable[..., Launcher]) -> Non
     started = pids(job)
     os.kill(started[1], signal.SIGKILL)
     assert job.wait() == 75, job.err()
-    assert gone(started, 5)
+    assert gone(started, 0.5)
     assert "[launch] rank 1 failed first (SIGKILL); rank 0: SIGKILL (ended)" in job.err()
 
 
@@ -172,7 +172,7 @@ def test_a_killed_launcher_takes_all_with_it(launch: Callable[..., Launcher]) ->
 def test_nothing_is_left_by_a_job_that_ends_well(launch: Callable[..., Launcher]) -> None:
     job = launch("sleep 300 & echo $! >child$RANK; sleep 0.1", "-n", "2")
     assert job.wait() == 0
-    assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 5)
+    assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 0.5)
 
 
 STOPS = 'trap "echo $RANK stops; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
@@ -197,7 +197,7 @@ def test_a_second_signal_kills(launch: Callable[..., Launcher]) -> None:
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 1
-    assert gone(started, 5)
+    assert gone(started, 0.5)
     assert "not all ranks with a checkpoint" in job.err()
 
 
@@ -338,14 +338,14 @@ def test_back_off_doubles(launch: Callable[..., Launcher]) -> None:
     waits = [after - before for before, after in itertools.pairwise(times)]
     assert len(waits) == 3
     for wait, least in zip(waits, (0.25, 0.5, 1.0), strict=True):
-        assert least < wait < least + 10
+        assert least < wait < least + 2
 
 
 def test_a_signal_ends_the_back_off(launch: Callable[..., Launcher]) -> None:
     job = launch("exit 1", "-n", "1", "--backoff", "60")
     job.until("err", "restart 1 of 3")
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait(30) == 75
+    assert job.wait(5) == 75
 
 
 def test_fewer_processes(launch: Callable[..., Launcher]) -> None:
@@ -366,7 +366,7 @@ def test_whoever_reads_has_gone(tmp_path: Path) -> None:
     assert job.stdout is not None
     job.stdout.readline()
     job.stdout.close()
-    assert job.wait(50) == 75
+    assert job.wait(20) == 75
 
 
 def test_cpus_are_shared_out() -> None:
@@ -471,16 +471,16 @@ def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..
 
 def test_hosts_that_do_not_come(hosts: Callable[..., Launcher]) -> None:
     """Three hosts: without --min-nodes the missing one is named."""
-    jobs = [hosts(node, "true", nnodes=3, seconds=4) for node in (0, 2)]
+    jobs = [hosts(node, "true", nnodes=3, seconds=1.5) for node in (0, 2)]
     assert [job.wait() for job in jobs] == [75, 75]
-    assert re.search(r"error: host 1 of 3 did not come to 127\.0\.0\.1:\d+ in 4 s", jobs[0].err())
+    assert re.search(r"error: host 1 of 3 did not come to 127\.0\.0\.1:\d+ in 1\.5 s", jobs[0].err())
 
 
 def test_a_lost_host_is_done_without_and_taken_in_again(hosts: Callable[..., Launcher]) -> None:
     """Host 1 is killed as a whole: the job goes on with host 0 alone, then with both."""
     script = f"{SAY}; [ -e ../done ] && exit 0; while [ ! -e ../next$JAXDIST_ATTEMPT ]; do sleep 0.05; done; exit 1"
     options = ("--min-nodes", "1", "--backoff", "0")
-    first, second = (hosts(node, script, *options, seconds=5) for node in range(2))
+    first, second = (hosts(node, script, *options, seconds=2.5) for node in range(2))
     second.until("said3", "\n")
     second.process.kill()
     first.until("said0", "\n0/2 ")
@@ -518,7 +518,7 @@ def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.meet(1, 4, []).nodes == 2 and first.ready()[1].launcher == "b"
     assert [said["status"] for said in twin.messages()] == ["refused"]
     assert [said["status"] for said in again.messages()] == ["start"]
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 10
     for each in (first, silent, replacement, twin, again):
         each.close()
 

@@ -91,7 +91,7 @@ class Processes:
     def logs(self) -> str:
         return "\n".join(f"--- {i}\n{self.out(i)}\n{self.err(i)}" for i in range(len(self.running)))
 
-    def wait(self, seconds: float = 240) -> list[int]:
+    def wait(self, seconds: float = 60) -> list[int]:
         """Exit statuses. Fails, with what they printed, when not all have ended in time."""
         deadline = time.monotonic() + seconds
         while any(process.poll() is None for process in self.running):
@@ -101,7 +101,7 @@ class Processes:
             time.sleep(0.02)
         return [process.returncode for process in self.running]
 
-    def until(self, seen: Callable[[], bool], what: str, seconds: float = 240) -> None:
+    def until(self, seen: Callable[[], bool], what: str, seconds: float = 120) -> None:
         """Fails, with what they printed, when one of them ends before it is seen."""
         deadline = time.monotonic() + seconds
         while not seen():
@@ -110,8 +110,8 @@ class Processes:
                 pytest.fail(f"not seen in {seconds} s: {what}\n{self.logs()}")
             time.sleep(0.02)
 
-    def wait_for_step(self, metrics: Path, step: int) -> None:
-        self.until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= step, f"step {step}")
+    def wait_for_step(self, metrics: Path, step: int, seconds: float = 60) -> None:
+        self.until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= step, f"step {step}", seconds)
 
     def kill(self) -> None:
         for process in self.running:
@@ -199,7 +199,7 @@ def test_interrupted_together_and_resumed(pair: Processes, alone: list[float], p
     processes.wait_for_step(run / "metrics.jsonl", 10)
     for process in processes.running:
         process.send_signal(signal.SIGINT)
-    assert processes.wait(120) == [75, 75], processes.logs()
+    assert processes.wait(30) == [75, 75], processes.logs()
     values = losses(run)
     np.testing.assert_allclose(values[:8], alone, rtol=1e-5)
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"4", str(len(values))}  # two at least are kept
@@ -219,7 +219,7 @@ def test_signals_stop_a_run_that_can_go_on(make_folder: Callable[[], Path]) -> N
         try:
             processes.wait_for_step(run / "metrics.jsonl", stopped + 3)
             processes.running[0].send_signal(number)
-            assert processes.wait(120) == [75], processes.logs()
+            assert processes.wait(10) == [75], processes.logs()
         finally:
             processes.kill()
         assert processes.err(0) == ""
@@ -237,7 +237,7 @@ def test_sigterm_to_one_process_stops_both(processes: Processes) -> None:
         processes.add([*SCRIPT, "--run-dir", "run", "train.steps=1000000"], torchrun(port, rank))
     processes.wait_for_step(processes.folder / "run" / "metrics.jsonl", 5)
     processes.running[1].send_signal(signal.SIGTERM)
-    assert processes.wait(120) == [75, 75], processes.logs()
+    assert processes.wait(30) == [75, 75], processes.logs()
     steps = sorted(int(path.name) for path in (processes.folder / "run" / "checkpoints").iterdir())
     assert steps[-1] == len(losses(processes.folder / "run"))
 
@@ -251,10 +251,10 @@ def test_error_in_one_process_ends_it_at_once(processes: Processes) -> None:
         (here / "tiny.yaml").write_text(YAML)
         np.full(1000, largest, "<u2").tofile(here / "own" / "train.bin")
         processes.add([*SCRIPT, "--run-dir", str(processes.folder / "run"), *tokens], torchrun(port, rank), here)
-    assert processes.running[1].wait(120) == 2, processes.logs()
+    assert processes.running[1].wait(20) == 2, processes.logs()
     assert processes.err(1).startswith("error: model.vocab: 256 is too small")
     assert processes.err(1).count("\n") == 1
-    assert processes.wait(120)[0] == 2, processes.logs()
+    assert processes.wait(60)[0] == 2, processes.logs()
     assert processes.err(0).startswith("failed: rank 1: UserError: model.vocab: 256 is too small")
 
 
@@ -484,7 +484,7 @@ def test_a_second_signal_ends_at_once(processes: Processes, count: int, where: s
     if where == "evaluation":
         processes.until((checkpoints / "2").exists, "the save that was under way")
     last.send_signal(signal.SIGTERM)
-    assert processes.wait(120) == [75] * count, processes.logs()
+    assert processes.wait(10) == [75] * count, processes.logs()
     assert "ended at once by a second signal, SIGTERM" in processes.err(count - 1)
     steps = sorted(path.name for path in checkpoints.iterdir() if path.name.isdigit())
     assert steps == (["2"] if where == "evaluation" else [])
@@ -511,11 +511,11 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
         time.sleep(1.5)
         assert processes.running[0].poll() is None
         processes.running[0].send_signal(signal.SIGTERM)
-        assert processes.running[0].wait(120) == 75
+        assert processes.running[0].wait(20) == 75
         assert "ended at once by a second signal, SIGTERM" in processes.err(0)
         return
     processes.running[-1].send_signal(signal.SIGTERM)
-    assert processes.wait(120) == [75] * count, processes.logs()
+    assert processes.wait(20) == [75] * count, processes.logs()
     assert "ended by SIGTERM before the first step" in processes.err(count - 1)
     assert not (processes.folder / "run" / "metrics.jsonl").read_text()
 

@@ -234,7 +234,7 @@ def test_a_job_that_cannot_begin(second: tuple[str, ...], folder: Path) -> None:
         for rank in ranks
     ]  # fmt: skip
     try:
-        found = [(job, *job.communicate(timeout=300)) for job in jobs]
+        found = [(job, *job.communicate(timeout=60)) for job in jobs]
     finally:
         for job in jobs:
             job.kill()

@@ -51,7 +51,7 @@ def start(network: None) -> Iterator[Start]:
 
 def script(*arguments: str, prefix: tuple[str, ...] = (), path: str | None = None) -> tuple[int, str, str]:
     environ = ENVIRON if path is None else ENVIRON | {"PATH": path}
-    done = subprocess.run([*prefix, *SCRIPT, *arguments], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*prefix, *SCRIPT, *arguments], env=environ, capture_output=True, text=True, timeout=30)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -78,7 +78,7 @@ def sleepers() -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -262,7 +262,7 @@ def test_closed_output_ends_the_run(start: Start) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "[host0] more\n"
     process.stdout.close()
-    assert process.wait(50) == 143
+    assert process.wait(5) == 143
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
     assert namespaces(process.pid) == []
@@ -282,7 +282,7 @@ def test_signals_are_passed_on(start: Start, number: signal.Signals) -> None:
     wait_until(lambda: len(sleepers()) == 2)
     assert not Path("/sys/class/net/port0").exists(), "the machine's own interfaces stay as they are"
     process.send_signal(number)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=5)
     assert process.returncode == 75
     assert sorted(out.splitlines()) == ["[host0] stopping", "[host1] stopping"]
     assert "[host1] exit 75," in err
@@ -302,7 +302,7 @@ def test_deaf_hosts_are_killed(start: Start, grace: str, signals: int) -> None:
     for _ in range(signals):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=5)
     assert process.returncode == 130
     assert err.count("exit 137 (killed)") == 2
     assert namespaces(process.pid) == []
@@ -316,7 +316,7 @@ def test_signals_take_effect_after_a_call(network: None) -> None:
         f"try:\n    run({SLEEP.split()}, hosts=1)\n"
         "except KeyboardInterrupt:\n    print('interrupted', os.getpid())"
     )
-    done = subprocess.run([sys.executable, "-c", call], env=ENVIRON, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", call], env=ENVIRON, capture_output=True, text=True, timeout=20)
     assert done.stdout.startswith("interrupted "), done
     assert namespaces(int(done.stdout.split()[1])) == []
     assert sleepers() == []

@@ -231,7 +231,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def until(channel: Channel, count: int) -> list[tuple[int, Any]]:
     news: list[tuple[int, Any]] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 5
     while len(news) < count and time.monotonic() < deadline:
         news += channel.poll(0.05)
     return news
