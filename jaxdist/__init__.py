@@ -9,49 +9,53 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxdist import collectives as collectives
-    from jaxdist.compiled import TrainStep as TrainStep
-    from jaxdist.config import Config as Config
-    from jaxdist.config import load_config as load_config
+    from jaxdist.config.load import load_config as load_config
+    from jaxdist.config.schema import Config as Config
     from jaxdist.errors import UserError as UserError
     from jaxdist.init import init_state as init_state
     from jaxdist.init import state_target as state_target
+    from jaxdist.launcher.spawn import SpawnError as SpawnError
+    from jaxdist.launcher.spawn import spawn as spawn
     from jaxdist.mesh import make_mesh as make_mesh
     from jaxdist.nn import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim import make_optimizer as make_optimizer
+    from jaxdist.parallel.grad_sync import GradSync as GradSync
     from jaxdist.parallel.schedule import Program as Program
     from jaxdist.parallel.strategy import Strategy as Strategy
     from jaxdist.parallel.strategy import StrategyOptions as StrategyOptions
-    from jaxdist.parallel.sync import GradSync as GradSync
-    from jaxdist.plan.ledger import ledger as ledger
-    from jaxdist.plan.sharding import sharding_table as sharding_table
-    from jaxdist.precision import Precision as Precision
+    from jaxdist.plan.traced.ledger import ledger as ledger
+    from jaxdist.plan.traced.sharding import sharding_table as sharding_table
+    from jaxdist.precision.policy import Precision as Precision
     from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
     from jaxdist.state import TrainState as TrainState
     from jaxdist.step import make_train_step as make_train_step
+    from jaxdist.train_step import TrainStep as TrainStep
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
-    "Config": "jaxdist.config",
-    "GradSync": "jaxdist.parallel.sync",
+    "Config": "jaxdist.config.schema",
+    "GradSync": "jaxdist.parallel.grad_sync",
     "ModelDef": "jaxdist.nn",
-    "Precision": "jaxdist.precision",
+    "Precision": "jaxdist.precision.policy",
     "Program": "jaxdist.parallel.schedule",
+    "SpawnError": "jaxdist.launcher.spawn",
     "Strategy": "jaxdist.parallel.strategy",
     "StrategyOptions": "jaxdist.parallel.strategy",
     "TrainState": "jaxdist.state",
-    "TrainStep": "jaxdist.compiled",
+    "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",
     "init_state": "jaxdist.init",
-    "ledger": "jaxdist.plan.ledger",
-    "load_config": "jaxdist.config",
+    "ledger": "jaxdist.plan.traced.ledger",
+    "load_config": "jaxdist.config.load",
     "make_mesh": "jaxdist.mesh",
     "make_optimizer": "jaxdist.optim",
     "make_train_step": "jaxdist.step",
     "model_def": "jaxdist.nn",
-    "sharding_table": "jaxdist.plan.sharding",
+    "sharding_table": "jaxdist.plan.traced.sharding",
+    "spawn": "jaxdist.launcher.spawn",
     "state_target": "jaxdist.init",
 }
 

@@ -12,9 +12,10 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh, has_host_memory
 from jaxdist.nn import ModelDef
 from jaxdist.optim import leave_out, only_trained
-from jaxdist.parallel.strategy import StrategyOptions, get_strategy
-from jaxdist.parallel.sync import GradSync, residual_target
-from jaxdist.precision import POLICIES
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.grad_sync import GradSync, residual_target
+from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import apply_rules, check_divisible, map_specs, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 

@@ -16,13 +16,13 @@ import optax
 from jax.extend.core import jaxprs_in_params
 
 from jaxdist.errors import UserError
-from jaxdist.interpret import CALLS
-from jaxdist.precision import accumulation_dtype
-from jaxdist.rounding import PRODUCTS, products_rounded, rounded
+from jaxdist.jaxpr.evaluate import CALLS
+from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.precision.reproducible import PRODUCTS, products_rounded, rounded
 from jaxdist.specs import fitting, is_model
 
 if TYPE_CHECKING:
-    from jaxdist.config import OptimizerConfig
+    from jaxdist.config.schema import OptimizerConfig
 
 PyTree = Any
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them

@@ -12,7 +12,10 @@ from jaxdist.errors import UserError
 
 def names(package: str) -> list[str]:
     """Names of the instances in a folder such as "jaxdist.parallel.strategies", sorted. Imports none of them."""
-    root = Path(__file__).parent.joinpath(*package.split(".")[1:])
+    top, *inner = package.split(".")
+    spec = importlib.util.find_spec(top)
+    assert spec is not None and spec.origin is not None, package
+    root = Path(spec.origin).parent.joinpath(*inner)
     return sorted(file.stem for file in root.glob("*.py") if not file.stem.startswith("_"))
 
 

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.guard import choose, fresh_guard
 from jaxdist.mesh import HOST, AnyMesh
 from jaxdist.optim import apply_updates
-from jaxdist.rounding import products_rounded
+from jaxdist.precision.loss_scale import choose, fresh_guard
+from jaxdist.precision.reproducible import products_rounded
 from jaxdist.specs import map_specs, path_name, spec_leaves
 
 PyTree = Any
@@ -22,7 +22,7 @@ PyTree = Any
 class TrainState(NamedTuple):
     """step: int32, batches seen. params: in the policy's param dtype. opt_state: optax's, laid out like params.
     residual: what lossy gradient sums carry to the next step (`parallel.sync`), mostly (). guard: the loss scale, and
-    how many steps were skipped because they were not finite (`jaxdist.guard`)."""
+    how many steps were skipped because they were not finite (`jaxdist.precision.loss_scale`)."""
 
     step: Any
     params: PyTree
@@ -137,7 +137,9 @@ def specs_of_arrays(tree: PyTree) -> PyTree:
 def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
     """Raise `UserError` for a state of another mesh, or with parameters not in the policy's param dtype."""
     if not state.guard:
-        raise UserError("state: has no guard; make it with init_state, or add guard=jaxdist.guard.fresh_guard()")
+        raise UserError(
+            "state: has no guard; make it with init_state, or add guard=jaxdist.precision.loss_scale.fresh_guard()"
+        )
     if state.step.sharding.mesh != mesh:
         raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):

@@ -16,22 +16,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
-from jaxdist.compiled import Metrics, TrainStep
-from jaxdist.guard import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.nn import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
-from jaxdist.parallel.foreign import ForeignLoss, program_and_region
-from jaxdist.parallel.freeze import freezing
+from jaxdist.parallel.blocks.prefetch import compiler_options
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.grad_sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
-from jaxdist.parallel.overlap import overlapping
-from jaxdist.parallel.prefetch import compiler_options
 from jaxdist.parallel.schedule import Schedule
-from jaxdist.parallel.strategy import Strategy, StrategyOptions, get_strategy
-from jaxdist.parallel.sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
-from jaxdist.precision import Precision, check_float8, make_precision
+from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.parallel.user_loss import ForeignLoss, program_and_region
+from jaxdist.parallel.wrappers.freeze import freezing
+from jaxdist.parallel.wrappers.reduce_in_backward import overlapping
+from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
+from jaxdist.precision.policy import Precision, check_float8, make_precision
 from jaxdist.specs import STACKED, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
+from jaxdist.train_step import Metrics, TrainStep
 
 PyTree = Any
 DEFAULT_SYNC = GradSync()

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxdist.config import load_config
+from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 
 
@@ -29,7 +29,7 @@ def main() -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         config = load_config(arguments.config, overrides) if arguments.command == "import" else None
-        from jaxdist.checkpoint_command import run  # imports jax: only for a configuration that holds
+        from jaxdist.cli.checkpoint import run
         return run(arguments, config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.doctor import main
+from jaxdist.cli.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

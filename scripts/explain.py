@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxdist.config import load_config
+from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 
 
@@ -33,7 +33,7 @@ def main() -> int:
         jax.config.update("jax_platforms", "cpu")
         if arguments.compile or arguments.remedies:
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-        from jaxdist.plan.command import run
+        from jaxdist.cli.explain import run
 
         over = run(config, arguments)
     except UserError as error:

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.runtime.launch import main
+from jaxdist.launcher.supervisor import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,12 +4,11 @@
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
-from jaxdist.config import load_config
+from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 
 
@@ -34,26 +33,17 @@ def main() -> int:
         plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
         config = load_config(arguments.config, [*arguments.overrides, *plain], planned=True)
         os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
-        from jaxdist.bench.partitioned import compile_partitioned
-        from jaxdist.plan import aot, hardware, show_aot
-        from jaxdist.runtime.compiler import set_flags, set_options
-        gpu, library = hardware.get_gpu(arguments.gpu), aot.plugin_library()
-        set_flags(config, "gpu", started=False)
-        set_options(config, "gpu")
-        text = arguments.target_config.read_text() if arguments.target_config else aot.target_config(gpu, library)
-        mesh = aot.mesh_of(config, text, hosts=arguments.hosts, gpus_per_host=arguments.gpus_per_host)
-        rates = show_aot.with_network(gpu.rates, arguments.network, arguments.latency)
-        compile_step = compile_partitioned if arguments.by_compiler else aot.compile_ahead
-        planned = compile_step(config, gpu, mesh, rates)
+        from jaxdist.cli.plan import run
+
+        if not arguments.by_compiler:
+            return run(config, arguments)
+        sys.path.append(str(Path(__file__).parent / "bench"))
+        from harness.partitioned import compile_partitioned
+
+        return run(config, arguments, compile_partitioned)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(show_aot.to_text(planned, rows=arguments.rows, network=arguments.network))
-    if arguments.hlo is not None:
-        arguments.hlo.write_text(planned.text)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(show_aot.to_json(planned, config), indent=1) + "\n")
-    return 0 if aot.verdict(planned.footprint, gpu).fits else 1
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 
-from jaxdist.config import load_config
+from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
-from jaxdist.runtime.job import add_job_flags, take_job_flags
+from jaxdist.runtime.join.environment import add_job_flags, take_job_flags
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     try:
         take_job_flags(arguments, os.environ)
         config = load_config(arguments.config, arguments.overrides)
-        from jaxdist.train import run_directory, train  # imports jax: only for a configuration that holds
+        from jaxdist.trainer.train import run_directory, train
 
         return train(config, run_directory(arguments.run_dir, arguments.config))
     except UserError as error:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.virtual_hosts import clean, exit_status, missing, run
+from jaxdist.lab.network import clean, exit_status, missing, run
 
 DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N processes of one job, each behind a link of
 the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import DataConfig
+from jaxdist.config.schema import DataConfig
 from jaxdist.data import Loader
 from jaxdist.mesh import BATCH_AXES, make_mesh
 

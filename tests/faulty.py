@@ -67,11 +67,11 @@ def in_step(fault: dict[str, Any], call: int, state: Any) -> Any:
 
 def spoil(fault: dict[str, Any]) -> None:
     import jaxdist.step
-    import jaxdist.train
+    import jaxdist.trainer.train
     from jaxdist.checkpoint import Checkpoints
-    from jaxdist.compiled import TrainStep
     from jaxdist.data import Loader
-    from jaxdist.runtime.watchdog import Watch
+    from jaxdist.runtime.watch.watchdog import Watch
+    from jaxdist.train_step import TrainStep
 
     if fault["kind"] == "program":
         norm = jaxdist.step.global_norm
@@ -114,9 +114,9 @@ def spoil(fault: dict[str, Any]) -> None:
         finish(run, samples)
 
     close, Checkpoints.close = Checkpoints.close, spoiled_close  # type: ignore[method-assign]
-    finish, jaxdist.train.finish = jaxdist.train.finish, spoiled_finish
+    finish, jaxdist.trainer.train.finish = jaxdist.trainer.train.finish, spoiled_finish
     hear, Watch._hear = Watch._hear, late_hear  # type: ignore[method-assign]
-    due, jaxdist.train.due = jaxdist.train.due, spoiled_due
+    due, jaxdist.trainer.train.due = jaxdist.trainer.train.due, spoiled_due
     TrainStep.__call__ = spoiled_call  # type: ignore[method-assign]
     Loader.batch = spoiled_batch  # type: ignore[method-assign]
 

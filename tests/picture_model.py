@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxdist.config import ModelConfig
+from jaxdist.config.schema import ModelConfig
 from jaxdist.nn.model import ModelDef, model_def
 
 

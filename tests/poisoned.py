@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import rank
-from jaxdist.config import ModelConfig
+from jaxdist.config.schema import ModelConfig
 from jaxdist.mesh import AXES, BATCH_LIKE
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef

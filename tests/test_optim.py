@@ -11,7 +11,7 @@ import oracle
 import pytest
 from levels import levels
 
-from jaxdist.config import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt

@@ -4,7 +4,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax  # noqa: E401
 from jax.sharding import NamedSharding
 import jaxdist
-from jaxdist.config import DataConfig
+from jaxdist.config.schema import DataConfig
 from jaxdist.data import load_source, make_eval_loader, make_loader
 from jaxdist.specs import BATCH_SPEC
 

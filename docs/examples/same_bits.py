@@ -4,7 +4,7 @@ Ten AdamW steps of a small GPT with dropout. Printed: how many 32-bit words of t
 """
 import jax, numpy as np, optax  # noqa: E401, I001
 import jaxdist
-from jaxdist.config import ModelConfig
+from jaxdist.config.schema import ModelConfig
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm
 

@@ -25,15 +25,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.agree import anywhere, from_first
-from jaxdist.checkpoint.beside import own_copy, writers_step_back
-from jaxdist.checkpoint.blocks import as_saved, between, in_model_order, in_order_of, saved_order
-from jaxdist.checkpoint.failures import FAILURES, SaveFailed, reading, why
-from jaxdist.checkpoint.integrity import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
+from jaxdist.checkpoint.background import own_copy, writers_step_back
+from jaxdist.checkpoint.barrier import Together, telling
+from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
+from jaxdist.checkpoint.checksums import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
+from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
 from jaxdist.checkpoint.retention import Retention
-from jaxdist.checkpoint.together import Together, telling
 from jaxdist.errors import UserError
-from jaxdist.guard import fresh_guard, tree_is_finite
+from jaxdist.precision.loss_scale import fresh_guard, tree_is_finite
+from jaxdist.processes import anywhere, from_first
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.cost import LINKS, Link
-from jaxdist.collectives.linear import linear
+from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import active_axes, to_varying
 from jaxdist.errors import UserError
 

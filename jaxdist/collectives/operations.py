@@ -24,13 +24,13 @@ from jax import lax
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import Algorithm, cut, join
+from jaxdist.collectives.compression import all_reduce_lossy, check_wire, reduce_parts_lossy
 from jaxdist.collectives.cost import NOTHING, Cost, Link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
-from jaxdist.collectives.linear import linear
+from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
-from jaxdist.collectives.wire import all_reduce_lossy, check_wire, reduce_parts_lossy
 from jaxdist.errors import UserError
-from jaxdist.precision import accumulation_dtype
+from jaxdist.precision.policy import accumulation_dtype
 
 PyTree = Any
 Run = Callable[[jax.Array, Group], jax.Array]

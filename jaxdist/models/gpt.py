@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.config import ModelConfig, resolve_model
-from jaxdist.config_check import check_collective_matmul
+from jaxdist.config.resolve import resolve_model
+from jaxdist.config.rules.collective_matmul import check_collective_matmul
+from jaxdist.config.schema import ModelConfig
 from jaxdist.nn import (
     MLP,
     Attention,
@@ -32,7 +33,7 @@ from jaxdist.nn import (
     whole_sequence,
     whole_vocab,
 )
-from jaxdist.precision import accumulation_dtype
+from jaxdist.precision.policy import accumulation_dtype
 
 Batch = dict[str, jax.Array]
 
@@ -131,9 +132,9 @@ def gpt(
 ) -> ModelDef:  # fmt: skip
     """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
     fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
-    head do not. config.attention: "auto" is "xla" here, `jaxdist.assemble` knows what it runs on. sequence_parallel:
-    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence`).
-    collective_matmul: the blocks' layers send piece by piece while they multiply (`jaxdist.nn.collective_matmul`).
+    head do not. config.attention: "auto" is "xla" here, `jaxdist.build` knows what it runs on. sequence_parallel:
+    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence_parallel`).
+    collective_matmul: the blocks' layers send piece by piece while they multiply (`jaxdist.nn.matmul.collective`).
 
     Raises `UserError` for collective_matmul without sequence_parallel, or with fp8."""
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)

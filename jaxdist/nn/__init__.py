@@ -5,14 +5,14 @@ from jaxdist.nn.attention import Attention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
-from jaxdist.nn.float8 import product
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear, add_bias
 from jaxdist.nn.loss import chunked_cross_entropy, loss_chunk
+from jaxdist.nn.matmul.float8 import product
 from jaxdist.nn.mlp import MLP
 from jaxdist.nn.model import ModelDef, model_def
 from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
 from jaxdist.nn.param import normal, param, zeros
-from jaxdist.nn.sequence import whole_sequence
+from jaxdist.nn.sequence_parallel import whole_sequence
 
 __all__ = [
     "MLP",

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.dropout import dropout_heads
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
-from jaxdist.nn.wide import wide_einsum
-from jaxdist.precision import accumulation_dtype
+from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.precision.policy import accumulation_dtype
 
 SITE_PROBABILITIES = 1
 
@@ -89,7 +89,7 @@ class QKVProjection(nnx.Module):
     """h [B, S, D] -> q [B, S, n, G, K], k and v [B, S, n, K] in one matrix product.
 
     The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
-    heads never need keys of another device. Names attention.qkv (`memory.remat`). fp8: see `jaxdist.nn.float8`.
+    heads never need keys of another device. Names attention.qkv (`memory.remat`). fp8: see `jaxdist.nn.matmul.float8`.
     sequence: h is this device's positions, q, k and v are of all. collective_matmul: see `ColumnParallelLinear`.
     """
 
@@ -112,8 +112,8 @@ class Attention(nnx.Module):
 
     Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`). fp8: both
     projections multiply in float8; scores and their product with v do not. kernel: xla, or cudnn without dropout.
-    sequence: input and output are this device's positions, see `jaxdist.nn.sequence`; heads see all of them.
-    collective_matmul: of both projections, see `jaxdist.nn.collective_matmul`.
+    sequence: input and output are this device's positions, see `jaxdist.nn.sequence_parallel`; heads see all of them.
+    collective_matmul: of both projections, see `jaxdist.nn.matmul.collective`.
     """
 
     def __init__(

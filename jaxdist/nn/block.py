@@ -13,7 +13,7 @@ SITE_ATTENTION, SITE_MLP = 2, 3  # dropout sites of a block; 1 is inside Attenti
 
 class Block(nnx.Module):
     """h + attention(norm(h)), then h + mlp(norm(h)); dropout on both branches. sequence: h is this device's positions;
-    attention and mlp must have been told the same (`jaxdist.nn.sequence`)."""
+    attention and mlp must have been told the same (`jaxdist.nn.sequence_parallel`)."""
 
     def __init__(
         self, norm1: LayerNorm | RMSNorm, attention: Attention, norm2: LayerNorm | RMSNorm, mlp: MLP, *, dropout: float,

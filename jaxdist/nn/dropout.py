@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import rank
-from jaxdist.nn.sequence import own_positions, whole_length
+from jaxdist.nn.sequence_parallel import own_positions, whole_length
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -19,8 +19,8 @@ def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
 
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence: bool = False) -> jax.Array:
     """x [B, ...], a whole copy on every device of `tensor`: zero with probability `rate`, else x / (1 - rate).
-    sequence: x [B, S / tensor, ...] is this device's positions (`jaxdist.nn.sequence`); the mask is cut from that of
-    the whole."""
+    sequence: x [B, S / tensor, ...] is this device's positions (`jaxdist.nn.sequence_parallel`); the mask is cut from
+    that of the whole."""
     if not rate:
         return x
     shape = (whole_length(x.shape[1]), *x.shape[2:]) if sequence else x.shape[1:]

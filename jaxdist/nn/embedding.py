@@ -9,10 +9,10 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank
+from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
 from jaxdist.nn.param import normal
-from jaxdist.nn.sequence import own_positions, sum_to_positions
-from jaxdist.nn.wide import wide_einsum
-from jaxdist.precision import accumulation_dtype
+from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
+from jaxdist.precision.policy import accumulation_dtype
 
 
 def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:

@@ -12,11 +12,11 @@ import jax
 from flax import nnx
 
 from jaxdist.collectives import psum, to_varying, varying_axes
-from jaxdist.nn.collective_matmul import gather_product, product_scatter
-from jaxdist.nn.float8 import product
+from jaxdist.nn.matmul.collective import gather_product, product_scatter
+from jaxdist.nn.matmul.float8 import product
 from jaxdist.nn.param import normal, zeros
-from jaxdist.nn.sequence import sum_to_positions, whole_sequence
-from jaxdist.precision import accumulation_dtype
+from jaxdist.nn.sequence_parallel import sum_to_positions, whole_sequence
+from jaxdist.precision.policy import accumulation_dtype
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 class ColumnParallelLinear(nnx.Module):
     """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in). fp8: the
-    product is taken in float8, see `jaxdist.nn.float8`. sequence: x is this device's positions, see `sequence`.
+    product is taken in float8, see `jaxdist.nn.matmul.float8`. sequence: x is this device's positions, see `sequence`.
     collective_matmul: with sequence, and not fp8: gathered piece by piece, see `collective_matmul`."""
 
     def __init__(
@@ -52,9 +52,9 @@ class RowParallelLinear(nnx.Module):
     """x [B, S, in_t] -> [B, S, out]: each device multiplies its rows, a psum over `tensor` adds the parts.
 
     `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
-    2.3). fp8: the product is taken in float8, see `jaxdist.nn.float8`. sequence: the result is this device's positions,
-    by a reduce-scatter, see `sequence`. collective_matmul: with sequence, and not fp8: summed piece by piece, see
-    `collective_matmul`.
+    2.3). fp8: the product is taken in float8, see `jaxdist.nn.matmul.float8`. sequence: the result is this device's
+    positions, by a reduce-scatter, see `sequence`. collective_matmul: with sequence, and not fp8: summed piece by
+    piece, see `collective_matmul`.
     """
 
     def __init__(

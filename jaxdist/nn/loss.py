@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
 from jaxdist.nn.embedding import vocab_cross_entropy, vocab_logits
-from jaxdist.precision import accumulation_dtype
+from jaxdist.precision.policy import accumulation_dtype
 
 # Logits of one microbatch on a device that are not cut up unless told to, and the most of a chunk where they are. With
 # far less, adding each chunk's gradient of the table to their sum would take as long as its products.

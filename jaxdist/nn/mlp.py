@@ -25,8 +25,9 @@ class MLP(nnx.Module):
     2020), gate and up in one kernel [D, 2, hidden] so that one product makes both.
 
     Names mlp.hidden, what the first product gives, mlp.activation, what `down` reads, and mlp.out (`memory.remat`).
-    fp8: both products are taken in float8, see `jaxdist.nn.float8`. sequence: input and output are this device's
-    positions, see `jaxdist.nn.sequence`. collective_matmul: of both products, see `jaxdist.nn.collective_matmul`.
+    fp8: both products are taken in float8, see `jaxdist.nn.matmul.float8`. sequence: input and output are this device's
+    positions, see `jaxdist.nn.sequence_parallel`. collective_matmul: of both products, see
+    `jaxdist.nn.matmul.collective`.
     """
 
     def __init__(

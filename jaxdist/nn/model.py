@@ -37,11 +37,11 @@ class ModelDef(NamedTuple):
     logits: (params, embed params if tied else None, h) -> logits over the whole vocabulary, for sampling.
     layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage. stages: where
     they have not all the same number of blocks, those of each virtual stage; leaves of blocks then have as many rows
-    for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.arrange`. fp8: whether
-    linear layers multiply in float8; the precision of a step must say the same. scan_blocks: blocks of one round of
-    the loop over blocks; 0: all, no loop. columns: whether `embed` works column by column: given some columns (the last
-    dim) of its parameters it gives those of h. collective_matmul: whether linear layers send by `ppermute`, which no
-    condition may hold.
+    for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.pipeline.stages`. fp8:
+    whether linear layers multiply in float8; the precision of a step must say the same. scan_blocks: blocks of one
+    round of the loop over blocks; 0: all, no loop. columns: whether `embed` works column by column: given some
+    columns (the last dim) of its parameters it gives those of h. collective_matmul: whether linear layers send by
+    `ppermute`, which no condition may hold.
     """
 
     init: Callable[[jax.Array], PyTree]

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.param import param, zeros
-from jaxdist.precision import accumulation_dtype
+from jaxdist.precision.policy import accumulation_dtype
 
 
 def _wide(parameter: jax.Array, x: jax.Array) -> jax.Array:

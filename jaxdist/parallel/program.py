@@ -9,23 +9,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.autocast import autocast
 from jaxdist.collectives import active_axes, psum
-from jaxdist.config_check import check_conditions
-from jaxdist.config_memory import Remat, check_deterministic, check_prefetched, check_unrolled
+from jaxdist.config.rules.collective_matmul import check_conditions
+from jaxdist.config.rules.remat import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.branch import Choose, by_condition, by_mask, typed_like
-from jaxdist.parallel.ends import Ends, Riders, only_read
-from jaxdist.parallel.overlap import reduced_behind
-from jaxdist.parallel.pipeline import blocks_of_chunk, on_first_stage, relay
-from jaxdist.parallel.prefetch import prefetched
-from jaxdist.parallel.remat import BLOCK_INPUT, after, rematerialise
+from jaxdist.parallel.blocks.branch import Choose, by_condition, by_mask, typed_like
+from jaxdist.parallel.blocks.layers import Block, Blocks, Gather, Stack, rounds_of
+from jaxdist.parallel.blocks.prefetch import prefetched
+from jaxdist.parallel.blocks.prefetch_embed_head import Ends, Riders, only_read
+from jaxdist.parallel.blocks.remat import BLOCK_INPUT, after, rematerialise
+from jaxdist.parallel.blocks.sqrt_remat import Segments, segmented
+from jaxdist.parallel.pipeline.run import blocks_of_chunk, on_first_stage, relay
 from jaxdist.parallel.schedule import Program, Stages
-from jaxdist.parallel.segments import Segments, segmented
-from jaxdist.parallel.stack import Block, Blocks, Gather, Stack, rounds_of
 from jaxdist.parallel.strategy import Strategy, regathers
-from jaxdist.precision import Precision
+from jaxdist.parallel.wrappers.reduce_in_backward import reduced_behind
+from jaxdist.precision.autocast import autocast
+from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, only, unit_specs
 
 PyTree = Any

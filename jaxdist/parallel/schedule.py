@@ -7,9 +7,9 @@ import jax
 
 from jaxdist.collectives import active_axes
 from jaxdist.errors import UserError
-from jaxdist.parallel.segments import Segments
-from jaxdist.parallel.stack import Blocks
-from jaxdist.precision import accumulation_dtype
+from jaxdist.parallel.blocks.layers import Blocks
+from jaxdist.parallel.blocks.sqrt_remat import Segments
+from jaxdist.precision.policy import accumulation_dtype
 
 PyTree = Any
 Seed = float | jax.Array

@@ -14,14 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import registry
 from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_varying, varying_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
-from jaxdist.parallel.spread import spreading
-from jaxdist.parallel.sync import GradSync, finish, reduce_late
-from jaxdist.parallel.widening import widening
-from jaxdist.precision import Precision
+from jaxdist.parallel.grad_sync import GradSync, finish, reduce_late
+from jaxdist.precision.policy import Precision
 from jaxdist.specs import dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
 PyTree = Any
@@ -81,19 +78,6 @@ class StrategyOptions(NamedTuple):
         """`finish` for gradients that are whole where parameters rest as shards: they are reduce-scattered first."""
         shards = reduce_late(grads, specs, sync=self.sync, reduce_dtype=self.precision.reduce)
         return self.finish(shards, residual, specs)
-
-
-def get_strategy(name: str, options: StrategyOptions) -> Strategy:
-    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path, `widening` what stays in fp32,
-    `spreading` over pipelines. Raises `UserError` for options that exclude each other."""
-    if options.prefetch not in (0, 1):
-        raise UserError(f"prefetch={options.prefetch}: allowed: 0, 1")
-    if options.prefetch and not options.reshard_after_forward:
-        raise UserError("prefetch=1: gathers again for the backward pass; leave out reshard_after_forward=False")
-    if options.prefetch and options.sync.deterministic:
-        raise UserError("prefetch=1: changes the order of work; leave it out with deterministic")
-    make = registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")
-    return spreading(widening(make, options), options)
 
 
 def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:

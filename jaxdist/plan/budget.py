@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.errors import UserError
-from jaxdist.plan.ledger import Collective, Ledger
+from jaxdist.plan.traced.ledger import Collective, Ledger
 
 KEYS = ("op", "axes", "dtype", "phase", "purpose")
 

@@ -7,19 +7,20 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.assemble import Parts, assemble, prefetches_on
-from jaxdist.config import Config
+from jaxdist.build import Parts, assemble, prefetches_on
+from jaxdist.config.schema import Config
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
-from jaxdist.parallel.strategy import StrategyOptions, get_strategy
-from jaxdist.plan.activations import KINDS, ON_HOST, Kept, kept_activations
-from jaxdist.plan.footprint import batch_of, compile_step, footprint_of, held
-from jaxdist.plan.hlo import Comparison, Compiled, compare, compiled_collectives
-from jaxdist.plan.ledger import Ledger, ledger
-from jaxdist.plan.pipeline import table_of
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.pipeline.table import table_of
+from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
+from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, held
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.remedies import to_json as remedies_to_json
-from jaxdist.plan.sharding import Row, sharding_rows
+from jaxdist.plan.traced.activations import KINDS, ON_HOST, Kept, kept_activations
+from jaxdist.plan.traced.ledger import Ledger, ledger
+from jaxdist.plan.traced.sharding import Row, sharding_rows
 from jaxdist.specs import STACKED, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
 
@@ -29,8 +30,8 @@ PyTree = Any
 class Explanation(NamedTuple):
     """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch (None: a
     pipeline, whose buffers are not told apart). empty_rows: of every leaf of blocks, rows that hold no block, see
-    `jaxdist.parallel.arrange`; all figures count them. added: the compiler's own collectives, compiled: the others
-    beside the ledger, by op (None: not compiled)."""
+    `jaxdist.parallel.pipeline.stages`; all figures count them. added: the compiler's own collectives, compiled: the
+    others beside the ledger, by op (None: not compiled)."""
 
     mesh: dict[str, int]
     ledger: Ledger

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.assemble import Parts, assemble
-from jaxdist.config import Config
-from jaxdist.config_check import check_config
-from jaxdist.config_memory import MODES
+from jaxdist.build import Parts, assemble
+from jaxdist.config.checks import check_config
+from jaxdist.config.rules.remat import MODES
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.flops import flops_of
-from jaxdist.plan.footprint import Footprint, batch_of, compile_step, footprint_of
-from jaxdist.plan.ledger import ledger
+from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
+from jaxdist.plan.traced.flops import flops_of
+from jaxdist.plan.traced.ledger import ledger
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 

@@ -1,10 +1,11 @@
-"""Starting up: platform, processes, devices; watching and stopping; the launcher, and `spawn` beside it."""
+"""Starting a process of a job (platform, processes, devices), watching its ranks, and stopping it."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxdist.runtime.spawning import SpawnError as SpawnError
-    from jaxdist.runtime.spawning import spawn as spawn
+    from jaxdist import SpawnError as SpawnError
+    from jaxdist import spawn as spawn
 
 __all__ = ["SpawnError", "spawn"]
 
@@ -12,7 +13,5 @@ __all__ = ["SpawnError", "spawn"]
 def __getattr__(name: str) -> Any:
     """Imported when first used: this folder is read before a configuration is."""
     if name in __all__:
-        from jaxdist.runtime import spawning
-
-        return getattr(spawning, name)
+        return getattr(importlib.import_module("jaxdist"), name)  # `launcher` stands above this folder
     raise AttributeError(f"module 'jaxdist.runtime' has no attribute {name!r}")

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.config import Config
-from jaxdist.config_devices import KEY, flag_name, names_given
-from jaxdist.config_prefetch import prefetches
+from jaxdist.config.rules.prefetch import prefetches
+from jaxdist.config.rules.xla_flags import KEY, flag_name, names_given
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.runtime.cache import folder_in_use
 

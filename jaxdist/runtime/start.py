@@ -10,15 +10,16 @@ from dataclasses import replace
 
 import jax
 
-from jaxdist.config import Config, DevicesConfig, check_layout, resolve_mesh
-from jaxdist.config_check import GPU_PLUGINS
+from jaxdist.config.checks import check_layout
+from jaxdist.config.resolve import GPU_PLUGINS, resolve_mesh
+from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
-from jaxdist.precision import POLICIES, check_float8, enable_x64
+from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
-from jaxdist.runtime.job import describe_job
-from jaxdist.runtime.join import HEARTBEAT_S, join
-from jaxdist.runtime.verdict import LEAST_LIMIT_S
+from jaxdist.runtime.join.environment import describe_job
+from jaxdist.runtime.join.join import HEARTBEAT_S, join
+from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
 
 
 def heartbeat_s(watchdog_s: float | None) -> int:

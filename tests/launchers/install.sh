@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Real launchers for tests/test_launchers.py, from Debian's packages: Open MPI, SLURM and munge. Needs root and apt-get.
+# Real launchers for tests/system/test_launchers.py, from Debian's packages: Open MPI, SLURM and munge. Needs root and apt-get.
 # Nothing is started or configured for the machine: the tests start daemons of their own, in namespaces of their own.
 # Exit status 0: all are there. 3: they cannot be installed here; the reason is printed.
 set -u

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.config import DataConfig
+from jaxdist.config.schema import DataConfig
 from jaxdist.data.records import documents_source
 from jaxdist.data.source import Source, missing
 from jaxdist.errors import UserError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.config import DataConfig
+from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples, fit, sample_leaves
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error

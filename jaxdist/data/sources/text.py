@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.config import DataConfig
+from jaxdist.config.schema import DataConfig
 from jaxdist.data.files import read_text, text_files
 from jaxdist.data.source import Source, fingerprint, held_out_files, read_error, require_windows, split_tail
 from jaxdist.errors import UserError

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import DataConfig
+from jaxdist.config.schema import DataConfig
 from jaxdist.data.manifest import Entry, checked_pieces, document_starts, entry_of
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error, require_windows, split_starts, split_tail
 from jaxdist.errors import UserError

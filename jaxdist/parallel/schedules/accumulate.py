@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
-from jaxdist.parallel.remat import after
+from jaxdist.parallel.blocks.remat import after
 from jaxdist.parallel.schedule import Program, PyTree, Seed, run_microbatch
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.parallel.pipeline import run_ticks
+from jaxdist.parallel.pipeline.run import run_ticks
+from jaxdist.parallel.pipeline.table import Ticks, check_counts, in_order
 from jaxdist.parallel.schedule import Program, PyTree, Seed
-from jaxdist.parallel.ticks import Ticks, check_counts, in_order
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.parallel.pipeline import run_ticks
+from jaxdist.parallel.pipeline.run import run_ticks
+from jaxdist.parallel.pipeline.table import Ticks, check_counts, ticks_of
 from jaxdist.parallel.schedule import Program, PyTree, Seed
-from jaxdist.parallel.ticks import Ticks, check_counts, ticks_of
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
@@ -36,5 +36,5 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
 def interleaved(
     program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
-    """A `Schedule`, over the axis `pipe`, for a model that `jaxdist.parallel.arrange` has cut into chunks."""
+    """A `Schedule`, over the axis `pipe`, for a model that `jaxdist.parallel.pipeline.stages` has cut into chunks."""
     return run_ticks(table, program, diff, held, microbatches, seed=seed, reduce_dtype=reduce_dtype)

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.parallel.pipeline import run_ticks
+from jaxdist.parallel.pipeline.run import run_ticks
+from jaxdist.parallel.pipeline.table import Ticks, check_counts
 from jaxdist.parallel.schedule import Program, PyTree, Seed
 from jaxdist.parallel.schedules import one_f_one_b
-from jaxdist.parallel.ticks import Ticks, check_counts
 
 _PLACES = 2  # no tick leaves a stage time for more gradients of parameters
 

@@ -1,0 +1,151 @@
+"""The order of blocks: in a checkpoint that of the model, whatever the pipeline; at rest that of its stages.
+
+While a leaf is put into another order, `pipe` splits another dim of it than the one that blocks are stacked along: an
+all-to-all, beside which each device picks its rows by itself. No device ever holds a whole leaf.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.checkpoint.background import own_copy
+from jaxdist.errors import UserError
+from jaxdist.mesh import HOST, has_host_memory
+from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, take_rows
+from jaxdist.specs import STACKED, entry_axes, from_entries, path_name, split_over
+from jaxdist.state import TrainState
+
+PyTree = Any
+NONE = -1  # in place of a dim
+_OTHER_LAYERS = "model.layers: {}, but the checkpoint holds {} blocks; set it back"
+
+
+def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
+    """The block that each row of a checkpoint holds, where that is not the model's order: older versions saved blocks
+    as they lay. meta: the record saved with it."""
+    parallel = meta.get("parallel") or {}
+    chunks, blocks = parallel.get("chunks", 1), parallel.get("stages", [])
+    if chunks == 1 and not blocks:
+        return None
+    stages = len(blocks) // chunks if blocks else meta["mesh"]["pipe"]
+    return order_of_blocks(meta["model"]["layers"], stages=stages, chunks=chunks, blocks=blocks)
+
+
+def without_order(meta: dict[str, Any]) -> dict[str, Any]:
+    """The record for a checkpoint whose blocks are in the model's order, of one that `saved_order` reads."""
+    return {key: value for key, value in meta.items() if key not in ("parallel", "mesh")}
+
+
+def between(saved: np.ndarray | None, wanted: np.ndarray | None) -> np.ndarray | None:
+    """The row of `saved` that each row of `wanted` takes, -1 for none; None where all stays. Both are orders as of
+    `order_of_blocks`; None is the model's. Raises `UserError` where the numbers of blocks differ."""
+    saved, wanted = (None if order is None or np.array_equal(order, np.arange(order.size)) else order
+                     for order in (saved, wanted))  # fmt: skip
+    if saved is None or wanted is None:
+        return wanted if saved is None else rows_of_blocks(saved)
+    if saved.max() != wanted.max():
+        raise UserError(_OTHER_LAYERS.format(wanted.max() + 1, saved.max() + 1))
+    return None if np.array_equal(saved, wanted) else np.where(wanted >= 0, rows_of_blocks(saved)[wanted], -1)
+
+
+def stacked_dims(state: TrainState) -> TrainState:
+    """The dim of each leaf that blocks are stacked along, `NONE` where there is none.
+
+    A leaf belongs to the parameter that the end of its path names. It has the parameter's dims, or these after others
+    (a residual), or all but one (Adafactor's factors); what has other dims is no part of a block. Leaves need a shape.
+    """
+    shapes = {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+
+    def one(path: tuple[Any, ...], leaf: Any) -> int:
+        names = (path_name(path[start:]) for start in range(len(path)))
+        name = next((name for name in names if name in shapes), "")
+        if not name.startswith(STACKED + "."):
+            return NONE
+        own, whole = tuple(leaf.shape), shapes[name]
+        before = len(own) - len(whole)
+        if before >= 0:
+            return before if own[before:] == whole else NONE
+        lacking = [dim for dim in range(len(whole)) if whole[:dim] + whole[dim + 1 :] == own]
+        # Which one it is cannot be told from two dims of one size; `check_pipeline` refuses what could have them.
+        assert 0 not in lacking or lacking == [0], f"{path_name(path)}: {own} of {whole}"
+        return 0 if lacking and lacking != [0] else NONE
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def _aside(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> NamedSharding:
+    """With `dim` whole, and `pipe`, where that splits it, on another one that it divides."""
+    entries = [entry_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
+    own = entries.pop(dim)
+    spec = from_entries(entries)
+    if "pipe" in own:
+        others = jax.ShapeDtypeStruct(shape[:dim] + shape[dim + 1 :], np.float32)
+        spec = split_over(spec, others, axis="pipe", mesh=sharding.mesh, min_bytes=0)
+    entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - 1 - len(spec))
+    return NamedSharding(sharding.mesh, from_entries([*entries[:dim], (), *entries[dim:]]))
+
+
+def _take(leaf: jax.Array, *, rows: tuple[int, ...], dim: int, aside: NamedSharding) -> jax.Array:
+    near = jax.device_put(leaf, jax.memory.Space.Device)  # it may rest in host memory
+    near = jax.lax.with_sharding_constraint(near, aside)
+    return jax.lax.with_sharding_constraint(take_rows(near, np.asarray(rows), dim=dim), aside)
+
+
+def _taken(leaf: jax.Array, rows: np.ndarray, *, dim: int, aside: NamedSharding, out: NamedSharding) -> jax.Array:
+    """One leaf with other rows, when it is there: on GPUs those that follow would take memory meanwhile, on simulated
+    devices their collectives could wait for each other's threads for ever. `_take` is one function, so that each is
+    compiled for once."""
+    make = jax.jit(_take, static_argnames=("rows", "dim", "aside"), out_shardings=out)
+    return jax.block_until_ready(make(leaf, rows=tuple(rows.tolist()), dim=dim, aside=aside))
+
+
+def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
+    """A state whose blocks rest in this order, as it is saved.
+
+    Leaves that change go to host memory one after the other, where devices have it: none holds a second copy. The
+    others are `own_copy`.
+    """
+    rows = rows_of_blocks(order)
+
+    def one(leaf: jax.Array, dim: int) -> jax.Array:
+        if dim == NONE:
+            return own_copy(leaf)
+        sharding = leaf.sharding
+        if not isinstance(sharding, NamedSharding):  # made without a mesh
+            return take_rows(leaf, rows, dim=dim)
+        aside = _aside(sharding, leaf.shape, dim)
+        out = aside.with_memory_kind(HOST) if has_host_memory(sharding.mesh) else aside
+        return _taken(leaf, rows, dim=dim, aside=aside, out=out)
+
+    return jax.tree.map(one, state, stacked_dims(state))
+
+
+def as_saved(target: TrainState, rows: np.ndarray, saved: np.ndarray | None) -> TrainState:
+    """What to restore, to make `target` of it (ShapeDtypeStructs with shardings) by `in_order_of`. saved: its order.
+    Raises `UserError` where the numbers of blocks differ."""
+    count = int((rows >= 0).sum()) if saved is None else saved.size
+
+    def one(leaf: jax.ShapeDtypeStruct, dim: int) -> jax.ShapeDtypeStruct:
+        if dim == NONE:
+            return leaf
+        if leaf.shape[dim] != rows.size:
+            raise UserError(_OTHER_LAYERS.format(leaf.shape[dim], rows.size))
+        shape = (*leaf.shape[:dim], count, *leaf.shape[dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_aside(leaf.sharding, leaf.shape, dim))
+
+    return jax.tree.map(one, target, stacked_dims(target))
+
+
+def in_order_of(target: TrainState, saved: TrainState, rows: np.ndarray) -> TrainState:
+    """The state as `target` has it, of one as `as_saved` asks for it. rows: see `between`. What is passed as `saved`
+    goes leaf by leaf, if the caller keeps no reference."""
+    leaves, treedef = jax.tree.flatten(saved)
+    del saved
+    dims, asked = jax.tree.leaves(stacked_dims(target)), jax.tree.leaves(target)
+    for i, (dim, leaf) in enumerate(zip(dims, asked, strict=True)):
+        if dim != NONE:
+            aside = _aside(leaf.sharding, leaf.shape, dim)
+            leaves[i] = _taken(leaves[i], rows, dim=dim, aside=aside, out=leaf.sharding)
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,206 @@
+"""Checksums of a checkpoint: a SHA-256 of every file, written before the folder of a step gets its name.
+
+Orbax has no checksum on array data: a flipped bit is restored without a word. So that no step can be complete without
+its checksums, they are a part of the commit (`SealedFolder`). They find damage; who wrote a checkpoint they don't tell.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+import orbax.checkpoint as ocp
+
+from jaxdist.checkpoint.background import step_back
+from jaxdist.checkpoint.barrier import Together
+
+CHECKSUMS = "checksums.json"
+RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are not complete
+_VERSION = 1
+_PIECE = 1 << 20  # bytes that are read and hashed at a time
+
+
+class Verdict(NamedTuple):
+    """What `check` found. problem: "" or what is damaged, by file, in one line. sealed: whether there were checksums; a
+    folder without, of an older version, cannot be judged."""
+
+    problem: str
+    sealed: bool
+
+
+def _files(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """The regular files under a folder by relative name, and whatever else is there: links are never followed."""
+    files, others = {}, []
+    for place, folders, names in os.walk(folder):
+        for name in names + [name for name in folders if (Path(place) / name).is_symlink()]:
+            path = Path(place) / name
+            relative = path.relative_to(folder).as_posix()
+            if path.is_symlink() or not path.is_file():
+                others.append(relative)
+            elif relative != CHECKSUMS:
+                files[relative] = path
+    return files, sorted(others)
+
+
+class Cancelled(Exception):
+    """Nobody waits for the verdict any more."""
+
+
+def _digest(path: Path, cancel: Event) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            if cancel.is_set():
+                raise Cancelled(str(path))
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_or_error(path: Path, cancel: Event) -> str:
+    """Or why there is none: such a file is damaged, too."""
+    try:
+        return _digest(path, cancel)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _digests(
+    paths: list[Path], one: Callable[[Path, Event], str] = _digest, cancel: Event | None = None, *, urgent: bool = True
+) -> list[str]:
+    """By several threads: hashlib lets go of the interpreter. They end with this call, soon if it is interrupted, or
+    with `Cancelled` once `cancel` is set."""
+    cancel = Event() if cancel is None else cancel
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=None if urgent else step_back) as pool:
+        try:
+            return list(pool.map(one, paths, [cancel] * len(paths)))
+        except BaseException:
+            cancel.set()  # leaving the pool waits for its threads
+            raise
+
+
+def _text(step: int, files: dict[str, list[Any]]) -> str:
+    """The content of `CHECKSUMS`: one way only of writing the same, and its own checksum in it."""
+    listed = {"version": _VERSION, "step": step, "files": files}
+    own = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**listed, "sha256": own}, sort_keys=True, indent=1) + "\n"
+
+
+def seal(folder: Path, step: int) -> None:
+    """Write the checksums of all files in a step's folder into it."""
+    files, others = _files(folder)
+    assert not others, f"{folder} holds what is no file: {others}"
+    paths = dict(sorted(files.items()))
+    digests = _digests(list(paths.values()), urgent=False)  # training goes on
+    listed = {name: [path.stat().st_size, digest] for (name, path), digest in zip(paths.items(), digests, strict=True)}
+    with (folder / CHECKSUMS).open("w", encoding="utf-8") as file:
+        file.write(_text(step, listed))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def record_of(folder: Path) -> dict[str, Any] | None:
+    """What this package noted beside a step's `meta`, {} if an older version saved it, None if it cannot be read."""
+    try:
+        found = json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get(RECORD, {}) if isinstance(found, dict) else None
+
+
+def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
+    """The files by `CHECKSUMS`, or what is wrong with it."""
+    try:
+        text = (folder / CHECKSUMS).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return "cannot be read"
+    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or found.get("version") != _VERSION or _text(found.get("step"), files) != text:
+        return "changed"
+    if found["step"] != step:
+        return f"of step {found['step']}"
+    for name, entry in files.items():
+        if re.search(r"(^|/)(\.{0,2})(/|$)|[\\\0]", name):
+            return f"names {name!r}, which is no place inside the folder"
+        if not (isinstance(entry, list) and len(entry) == 2):
+            return "changed"
+    return files
+
+
+def check(folder: Path, step: int, cancel: Event | None = None) -> Verdict:
+    """Compare a step's folder with its checksums. Opens only files that are in the folder, whatever is listed. Raises
+    `Cancelled`, in about a millisecond, once `cancel` is set."""
+    if (folder / CHECKSUMS).is_symlink():
+        return Verdict(f"{CHECKSUMS} is no file", sealed=True)
+    if not (folder / CHECKSUMS).exists():
+        record = record_of(folder)
+        missing = record is None or "checksums" in record
+        return Verdict(f"{CHECKSUMS} is missing" if missing else "", sealed=missing)
+    listed = _listed(folder, step)
+    if isinstance(listed, str):
+        return Verdict(f"{CHECKSUMS} {listed}", sealed=True)
+    files, others = _files(folder)
+    wrong = dict.fromkeys(others, "is no file")
+    wrong |= dict.fromkeys(listed.keys() - files.keys() - wrong.keys(), "is missing")
+    wrong |= dict.fromkeys(files.keys() - listed.keys(), "does not belong there")
+    same = []
+    for name in sorted(files.keys() & listed.keys()):
+        size, wanted = os.lstat(files[name]).st_size, listed[name][0]
+        if size == wanted:
+            same.append(name)
+        else:
+            wrong[name] = f"has {size} bytes instead of {wanted}"
+    digests = _digests([files[name] for name in same], _digest_or_error, cancel)
+    for name, digest in zip(same, digests, strict=True):
+        if digest != listed[name][1]:
+            wrong[name] = digest if digest.startswith("cannot") else "changed"
+    return Verdict(_few([f"{name} {what}" for name, what in sorted(wrong.items())]), sealed=True)
+
+
+def verify(folder: Path) -> list[str]:
+    """What is wrong with a step's folder, by file, in one line; nothing also where there are no checksums."""
+    problem = check(folder, int(folder.name)).problem
+    return [problem] if problem else []
+
+
+def _few(wrong: list[str]) -> str:
+    return ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+
+
+class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The folder of a save under way. Its commit is orbax's with a stop in between: when every process has written and
+    orbax its last file, process 0 adds the checksums; only then does the folder get the name of its step."""
+
+    saves: Together
+
+    @classmethod
+    def of(cls, saves: Together) -> type["SealedFolder"]:
+        """The class for the saves of one `Checkpoints`: orbax makes the folders."""
+        return type(cls.__name__, (cls,), {"saves": saves})
+
+    @classmethod
+    def from_final(cls, final_path: Any, **options: Any) -> Any:
+        """As orbax's. The folders of items, inside the one of a step, remain orbax's."""
+        if TEMPORARY in final_path.parent.name:
+            return ocp.path.atomicity.AtomicRenameTemporaryPath.from_final(final_path, **options)
+        temporary = super().from_final(final_path).get()
+        return cls(temporary, temporary.with_name(temporary.name + "-sealing"), **options)
+
+    def get_final(self) -> Any:
+        """The folder of the step, once it is complete."""
+        between = super().get_final()
+        return between.with_name(between.name.partition(TEMPORARY)[0])
+
+    async def finalize(self) -> None:
+        """Runs on process 0, in a thread of orbax: training goes on."""
+        with self.saves.telling():
+            await super().finalize()
+            between, final = Path(super().get_final()), Path(self.get_final())
+            seal(between, int(final.name))
+            between.rename(final)

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: their names of parameters, their files, conversion both ways."""

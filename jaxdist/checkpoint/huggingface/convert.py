@@ -1,0 +1,224 @@
+"""Models to and from a folder as `transformers` reads and writes it: config.json beside tensors. docs/huggingface.md.
+
+One leaf is in memory at a time, stacked as in a checkpoint, and one of its tensors.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.checkpoint.huggingface.names import HEAD, PREFIXES, TABLES, Tensor, family, tensors
+from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, Entry, TensorFiles, write
+from jaxdist.checkpoint.reader import Stored
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.specs import STACKED
+
+CONFIG = "config.json"
+# Theirs -> our key of section model, and what transformers takes when it is not in config.json.
+KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+    "gpt2": {
+        "vocab_size": ("vocab", 50257), "n_embd": ("width", 768), "n_layer": ("layers", 12), "n_head": ("heads", 12),
+        "n_inner": ("mlp_width", None), "layer_norm_epsilon": ("norm_eps", 1e-5),
+        "tie_word_embeddings": ("tied", True),
+    },
+    "llama": {
+        "vocab_size": ("vocab", 32000), "hidden_size": ("width", 4096), "num_hidden_layers": ("layers", 32),
+        "num_attention_heads": ("heads", 32), "num_key_value_heads": ("kv_heads", None),
+        "intermediate_size": ("mlp_width", 11008), "rms_norm_eps": ("norm_eps", 1e-6),
+        "attention_bias": ("bias", False), "mlp_bias": ("bias", False), "tie_word_embeddings": ("tied", False),
+    },
+}  # fmt: skip
+# What of theirs our models compute, and no key of ours changes; the first is what is written.
+FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    },
+    "llama": {"hidden_act": ("silu", "swish")},
+}  # fmt: skip
+OTHERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")  # constants that older files hold; no parameters
+
+
+def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, Any]:
+    """The config.json of a model, every key of which is filled in. positions: of the longest sequence."""
+    kind = family(model)
+    found = {theirs: getattr(model, ours) for theirs, (ours, _) in KEYS[kind].items()}
+    found |= {key: allowed[0] for key, allowed in FIXED[kind].items()}
+    if kind == "gpt2":
+        architecture = "GPT2LMHeadModel"
+        found |= {"n_positions": positions} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
+    else:
+        architecture = "LlamaForCausalLM"
+        # rope_theta is for transformers before version 5, rope_parameters for later ones.
+        found |= {"max_position_embeddings": positions, "head_dim": model.width // model.heads,
+                  "rope_theta": model.rope_theta, "rope_scaling": None,
+                  "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}}  # fmt: skip
+    # Whose token 50256 or 2 ends a text is the tokenizer's affair: transformers would take these where none is named.
+    found |= {"bos_token_id": None, "eos_token_id": None}
+    return {"architectures": [architecture], "model_type": kind, **found, "dtype": dtype, "torch_dtype": dtype}
+
+
+def differences(found: dict[str, Any], model: ModelConfig, *, positions: int) -> list[str]:
+    """What this configuration must set to be the model of a config.json: ["model.width=768 (is 128)", ...]. A larger
+    `model.vocab` may stay. Raises `UserError` for a model that no configuration makes."""
+    kind = found.get("model_type")
+    if kind not in KEYS:
+        raise UserError(f"{CONFIG}: model_type is {kind!r}; allowed: {', '.join(KEYS)}")
+    _check_fixed(found, kind)
+    wanted = {ours: found.get(theirs, usual) for theirs, (ours, usual) in KEYS[kind].items()}
+    wanted["mlp_width"] = 4 * wanted["width"] if wanted["mlp_width"] is None else wanted["mlp_width"]
+    if wanted.get("kv_heads") is None:
+        wanted["kv_heads"] = wanted["heads"]
+    if model.vocab >= wanted["vocab"]:
+        del wanted["vocab"]
+    if kind == "llama":
+        wanted["rope_theta"] = _rope_theta(found)
+        if found.get("attention_bias", False) != found.get("mlp_bias", False):
+            raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
+    other = [f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
+             for key, value in wanted.items() if getattr(model, key) != value]  # fmt: skip
+    if family(model) != kind:
+        other.insert(0, f"model.style={kind} (is {family(model)})")
+    if kind == "gpt2" and found.get("n_positions", 1024) != positions:
+        other.append(f"data.seq_len={found.get('n_positions', 1024)} (is {positions})")
+    head = found.get("head_dim")
+    if not other and head not in (None, model.width // model.heads):
+        raise UserError(f"{CONFIG}: head_dim is {head!r}, which no configuration makes; allowed: hidden_size /"
+                        f" num_attention_heads, {model.width // model.heads}")  # fmt: skip
+    return other
+
+
+def _check_fixed(found: dict[str, Any], kind: str) -> None:
+    for key, allowed in FIXED[kind].items():
+        if found.get(key, allowed[0]) not in allowed:
+            raise UserError(f"{CONFIG}: {key} is {found[key]!r}, which no configuration makes; allowed:"
+                            f" {', '.join(map(repr, allowed))}")  # fmt: skip
+
+
+def _rope_theta(found: dict[str, Any]) -> Any:
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
+    if kind != "default":
+        raise UserError(f"{CONFIG}: rotary positions of type {kind!r}, which no configuration makes; allowed: default")
+    return rope.get("rope_theta") or found.get("rope_theta") or 10000.0
+
+
+def _places(each: Tensor, layers: int) -> list[Any]:
+    """Where each tensor of this kind lies in our leaf: the numbers of blocks, or all of it."""
+    return list(range(layers)) if each.leaf.partition(".")[0] == STACKED else [...]
+
+
+def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes: int = FILE_BYTES) -> str:
+    """Write a checkpoint's parameters to a new folder, blocks in the order of the model.
+
+    vocab: write only so many rows of the vocabulary; those after them were padding. Returns what was done, in a line.
+    Raises `UserError` for a model that has no format.
+    """
+    if not {"model", "data"} <= stored.meta.keys():
+        raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
+    model, positions, found = stored.model, stored.meta["data"]["seq_len"], stored.params()
+    kept = model.vocab if vocab is None else vocab
+    if not 1 <= kept <= model.vocab:
+        raise UserError(f"--vocab: {kept}; allowed: 1 to {model.vocab}, the rows that the model has (model.vocab)")
+    table, layers = tensors(model, positions=positions), model.layers
+    assert {each.leaf for each in table} == set(found), {each.leaf for each in table} ^ set(found)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output: {output} is there already; give a new folder")
+
+    def shape(each: Tensor) -> tuple[int, ...]:
+        return (kept, *each.shape[1:]) if each.leaf in TABLES else each.shape
+
+    def arrays() -> Iterator[np.ndarray]:
+        for leaf, group in groupby(table, lambda each: each.leaf):
+            array = stored.param(leaf)
+            yield from (each.take(array[place])[: shape(each)[0]] for each in group for place in _places(each, layers))
+
+    entries = [Entry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
+               for each in table for block in _places(each, layers)]  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    files = write(output, entries, arrays(), file_bytes=file_bytes)
+    dtype = entries[0].dtype
+    text = json.dumps(config_json(replace(model, vocab=kept), positions=positions, dtype=dtype), indent=2)
+    (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: without it nobody takes the folder for whole
+    total = sum(entry.nbytes for entry in entries)
+    said = f"{len(entries)} tensors, {total:,} bytes of {dtype} in {files} file{'s' * (files > 1)}"
+    padding = model.vocab - kept
+    return said + (f"; left out: the last {padding} of {model.vocab} rows of the vocabulary" if padding else "")
+
+
+def actual_name(files: TensorFiles, name: str, kind: str) -> str:
+    """As it is in the file: those of a bare model, such as OpenAI's GPT-2, have no prefix."""
+    return name if name in files.names else name.removeprefix(PREFIXES[kind])
+
+
+def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, positions: int) -> tuple[int, list[str]]:
+    """Raise `UserError` unless the files hold this model. Returns how many rows its vocabulary has in them, and the
+    dtypes of its tensors."""
+    wrong = differences(config, model, positions=positions)
+    kind = config["model_type"]
+    hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
+    if family(model) != kind:
+        raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
+    table, expected, rows, dtypes = tensors(model, positions=positions), set(), set(), set()
+    for each in table:
+        for block in _places(each, model.layers):
+            name = actual_name(files, each.name.format(block), kind)
+            expected.add(name)
+            if name not in files.names:
+                raise UserError(f"{each.name.format(block)}: is not in the file, and this configuration has it{hint}")
+            shape, wanted = files.shape(name), each.shape
+            padded = each.leaf in TABLES and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
+            if shape != wanted and not padded:
+                raise UserError(f"{name}: is {list(shape)} in the file, this configuration makes it"
+                                f" {list(wanted)}{hint}")  # fmt: skip
+            rows |= {shape[0]} if each.leaf in TABLES else set()
+            dtypes.add(files.dtype(name))
+    known = expected | ({HEAD} if model.tied else set())
+    if extra := sorted(name for name in files.names - known if not name.endswith(OTHERS)):
+        raise UserError(f"{extra[0]}: is in the file, and this configuration has no such parameter{hint}")
+    if len(rows) > 1:
+        raise UserError(f"{HEAD}: embedding and head have {' and '.join(map(str, sorted(rows)))} rows in the file")
+    if wrong:
+        raise UserError(f"{CONFIG}: asks for {', '.join(wrong)}; set them, or choose another model")
+    return rows.pop(), sorted(dtypes)
+
+
+def load(
+    files: TensorFiles, model: ModelConfig, shapes: dict[str, Any], *, positions: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of each of our parameters, one after the other, of files that `check` has passed. shapes: of all
+    parameters, with the dtypes that they get. Raises `UserError`."""
+    kind = family(model)
+    for leaf, group in groupby(tensors(model, positions=positions), lambda each: each.leaf):
+        array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
+        for each in group:
+            for block in _places(each, model.layers):
+                name = actual_name(files, each.name.format(block), kind)
+                tensor = files.read(name)
+                if not np.isfinite(tensor).all():
+                    raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
+                if leaf in TABLES:
+                    _fill(array, tensor)
+                else:
+                    each.put(array[block], tensor)
+        if leaf == TABLES[0] and model.tied and HEAD in files.names:
+            if files.read(HEAD).tobytes() != files.read(actual_name(files, each.name, kind)).tobytes():
+                raise UserError(f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
+                                " it to false there, and model.tied=false")  # fmt: skip
+        yield leaf, array
+
+
+def _fill(table_VD: np.ndarray, rows_RD: np.ndarray) -> None:
+    """Rows that there are none for become the mean of the others. Zeros would be tokens of logit 0, often the
+    likeliest; these add at most log(V / R) to any loss, for the exponential of a mean is at most the mean of the
+    exponentials."""
+    count = len(rows_RD)
+    table_VD[:count] = rows_RD
+    if count < len(table_VD):
+        table_VD[count:] = rows_RD.mean(axis=0, dtype=np.float64)

@@ -1,0 +1,148 @@
+"""Hugging Face's tensors of GPT-2 and Llama, and where the elements of each lie in our parameters.
+
+One table serves both directions, because a tensor is described by a view of our leaf: reading the view exports, writing
+to it imports. Elements are moved, never computed with. Names and layouts: `transformers`, models/gpt2/modeling_gpt2.py
+(Conv1D kernels are [in, out], as ours) and models/llama/modeling_llama.py (Linear weights are [out, in]). Both rotate
+the halves of a head together, as `jaxdist.nn.attention.rotary` does, so that no head is permuted.
+
+Legend: D model width, n key/value heads, G query heads of one, K head width, F hidden width of the MLP, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+
+FAMILIES = {"gpt2": ("learned", "layernorm", "gelu"), "llama": ("rope", "rmsnorm", "swiglu")}
+HEAD = "lm_head.weight"  # the one name without the prefix
+PREFIXES = {"gpt2": "transformer.", "llama": "model."}
+TABLES = ("embed.tokens.table", "head.projection.table")  # their rows are the vocabulary
+
+
+class Tensor(NamedTuple):
+    """leaf: ours, without the dim of blocks. name: theirs, {} for the number of the block. view: our leaf -> a view of
+    it with the elements of theirs, in order. shape: theirs."""
+
+    leaf: str
+    name: str
+    view: Callable[[np.ndarray], np.ndarray]
+    shape: tuple[int, ...]
+
+    def take(self, leaf: np.ndarray) -> np.ndarray:
+        """Their tensor, from our leaf."""
+        return np.ascontiguousarray(self.view(leaf)).reshape(self.shape)
+
+    def put(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
+        """Write their tensor into our leaf; its dtype becomes the leaf's."""
+        view = self.view(leaf)
+        view[...] = tensor.reshape(view.shape).astype(leaf.dtype, copy=False)
+
+
+def family(model: ModelConfig) -> str:
+    """ "gpt2" or "llama", the format that can hold this model (filled in by `resolve_model`). Raises `UserError`."""
+    if model.name != "gpt":
+        raise UserError(f"model.name: {model.name!r} has no Hugging Face format here; allowed: gpt")
+    kinds = (model.positions, model.norm, model.mlp)
+    found = next((name for name, kind in FAMILIES.items() if kind == kinds), None)
+    if found is None:
+        known = " or ".join(f"{', '.join(kind)} ({name})" for name, kind in FAMILIES.items())
+        raise UserError(f"model: positions {kinds[0]}, norm {kinds[1]} and mlp {kinds[2]} have no Hugging Face format"
+                        f" here; allowed: {known}")  # fmt: skip
+    if found == "gpt2" and not model.bias:
+        raise UserError("model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true; or"
+                        " model.style=llama")  # fmt: skip
+    if found == "gpt2" and model.kv_heads != model.heads:
+        raise UserError(f"model.kv_heads: {model.kv_heads}, but Hugging Face's GPT-2 has as many as model.heads;"
+                        f" allowed: {model.heads}; or model.style=llama")  # fmt: skip
+    return found
+
+
+def whole(leaf: np.ndarray) -> np.ndarray:
+    """The same elements in the same order."""
+    return leaf
+
+
+def transposed(leaf: np.ndarray) -> np.ndarray:
+    """[in, out] -> [out, in]."""
+    return leaf.T
+
+
+def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
+    """All tensors of a model (filled in by `resolve_model`), those of a leaf next to each other. positions: rows of
+    GPT-2's position table. Raises `UserError` for a model that has no format: see `family`."""
+    kind = family(model)
+    prefix, table = PREFIXES[kind], (model.vocab, model.width)
+    found = [Tensor("embed.tokens.table", prefix + ("wte" if kind == "gpt2" else "embed_tokens") + ".weight", whole,
+                    table)]  # fmt: skip
+    if kind == "gpt2":
+        found.append(Tensor("embed.positions.table", prefix + "wpe.weight", whole, (positions, model.width)))
+    of_block = _gpt2_block(model) if kind == "gpt2" else _llama_block(model)
+    layers = prefix + ("h" if kind == "gpt2" else "layers") + ".{}."
+    found += [each._replace(leaf="blocks." + each.leaf, name=layers + each.name) for each in of_block]
+    found += _norm("head.norm", prefix + ("ln_f" if kind == "gpt2" else "norm"), model)
+    return found if model.tied else [*found, Tensor("head.projection.table", HEAD, whole, table)]
+
+
+def _norm(leaf: str, name: str, model: ModelConfig) -> list[Tensor]:
+    scale = Tensor(f"{leaf}.scale", f"{name}.weight", whole, (model.width,))
+    if model.norm == "rmsnorm":
+        return [scale]
+    return [scale, Tensor(f"{leaf}.bias", f"{name}.bias", whole, (model.width,))]
+
+
+def _gpt2_block(model: ModelConfig) -> list[Tensor]:
+    """Of one block. Our kernel [D, n, q k v, K] has the three of a head together, c_attn has all q, all k, all v."""
+    width, hidden = model.width, model.mlp_width or 0
+
+    def linear(
+        leaf: str, name: str, sizes: tuple[int, int],
+        kernel: Callable[[np.ndarray], np.ndarray] = whole, bias: Callable[[np.ndarray], np.ndarray] = whole,
+    ) -> list[Tensor]:  # fmt: skip
+        weight = Tensor(f"{leaf}.kernel", f"{name}.weight", kernel, sizes)
+        return [weight, Tensor(f"{leaf}.bias", f"{name}.bias", bias, sizes[1:])]
+
+    return [
+        *_norm("norm1", "ln_1", model),
+        *linear("attention.qkv.linear", "attn.c_attn", (width, 3 * width),
+                lambda kernel_DnQK: kernel_DnQK.transpose(0, 2, 1, 3), lambda bias_nQK: bias_nQK.transpose(1, 0, 2)),
+        *linear("attention.out", "attn.c_proj", (width, width)),
+        *_norm("norm2", "ln_2", model),
+        *linear("mlp.up", "mlp.c_fc", (width, hidden)),
+        *linear("mlp.down", "mlp.c_proj", (hidden, width)),
+    ]  # fmt: skip
+
+
+def _llama_block(model: ModelConfig) -> list[Tensor]:
+    """Of one block. Our kernel [D, n, G + 2, K] has the query heads of a key/value head, its key and its value
+    together."""
+    width, hidden, heads, kv_heads = model.width, model.mlp_width or 0, model.heads, model.kv_heads or 0
+    groups, head = heads // kv_heads, width // heads
+    qkv, up = "attention.qkv.linear", "mlp.up"
+    found = [
+        Tensor(f"{qkv}.kernel", "self_attn.q_proj.weight", lambda x: x[:, :, :groups].transpose(1, 2, 3, 0),
+               (heads * head, width)),
+        Tensor(f"{qkv}.kernel", "self_attn.k_proj.weight", lambda x: x[:, :, groups].transpose(1, 2, 0),
+               (kv_heads * head, width)),
+        Tensor(f"{qkv}.kernel", "self_attn.v_proj.weight", lambda x: x[:, :, groups + 1].transpose(1, 2, 0),
+               (kv_heads * head, width)),
+        Tensor("attention.out.kernel", "self_attn.o_proj.weight", transposed, (width, heads * head)),
+        Tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, (hidden, width)),
+        Tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, (hidden, width)),
+        Tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, (width, hidden)),
+        *_norm("norm1", "input_layernorm", model),
+        *_norm("norm2", "post_attention_layernorm", model),
+    ]  # fmt: skip
+    if model.bias:
+        found += [
+            Tensor(f"{qkv}.bias", "self_attn.q_proj.bias", lambda x: x[:, :groups], (heads * head,)),
+            Tensor(f"{qkv}.bias", "self_attn.k_proj.bias", lambda x: x[:, groups], (kv_heads * head,)),
+            Tensor(f"{qkv}.bias", "self_attn.v_proj.bias", lambda x: x[:, groups + 1], (kv_heads * head,)),
+            Tensor("attention.out.bias", "self_attn.o_proj.bias", whole, (width,)),
+            Tensor(f"{up}.bias", "mlp.gate_proj.bias", lambda x: x[0], (hidden,)),
+            Tensor(f"{up}.bias", "mlp.up_proj.bias", lambda x: x[1], (hidden,)),
+            Tensor("mlp.down.bias", "mlp.down_proj.bias", whole, (width,)),
+        ]
+    return found

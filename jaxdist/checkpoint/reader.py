@@ -1,0 +1,117 @@
+"""Checkpoints read for what they hold, on the host and leaf by leaf: no mesh, no model, no optimizer is needed."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
+from jaxdist.checkpoint.checksums import verify
+from jaxdist.checkpoint.errors import reading
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.parallel.pipeline.stages import rows_of_blocks
+from jaxdist.specs import path_name
+from jaxdist.state import TrainState
+
+FOLDER = "checkpoints"  # in a run directory
+PyTree = Any
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a step's folder was written to its end: orbax gives it its name, and these files, last."""
+    return folder.name.isdigit() and (folder / "_CHECKPOINT_METADATA").is_file() and (folder / "state").is_dir()
+
+
+def step_folders(run_dir: Path) -> list[Path]:
+    """All folders of steps in a run directory, in order, complete or not. Raises `UserError` where there is none."""
+    folder = run_dir / FOLDER
+    named = re.compile(r"[0-9]+(\..*)?")
+    found = [path for path in folder.iterdir() if named.fullmatch(path.name)] if folder.is_dir() else []
+    if not found:
+        raise UserError(f"{run_dir}: holds no checkpoints; give a run directory, one with a folder {FOLDER}")
+    return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), path.name))
+
+
+def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list["Stored"]:
+    """The newest `last` complete steps, oldest first; or the one `step`. Raises `UserError` when they are not there."""
+    complete = [path for path in step_folders(run_dir) if is_complete(path)]
+    chosen = complete[-last:] if step is None else [path for path in complete if path.name == str(step)]
+    if not chosen or (step is None and len(chosen) < last):
+        wanted = f"--last: {last}" if step is None else f"--step: {step}"
+        steps = ", ".join(path.name for path in complete) or "none"
+        raise UserError(f"{wanted}, but the complete steps in {run_dir} are: {steps}")
+    for path in chosen:
+        if problems := verify(path):
+            raise UserError(f"{path}: is damaged: {'; '.join(problems)}; use another step")
+    return [Stored(path) for path in chosen]
+
+
+class Stored:
+    """One step. meta: the record saved with it (`jaxdist.trainer.resume.identity`). leaves: name -> ShapeDtypeStruct of
+    every leaf of the state: "params.blocks.mlp.up.kernel". Blocks come in the order of the model, also where an older
+    version saved them as they lay in a pipeline."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.step = int(folder.name)
+        self._handler = ocp.PyTreeCheckpointHandler()
+        with reading(str(self.folder)):
+            self.meta: dict[str, Any] = ocp.JsonCheckpointHandler().restore(self.folder / "meta")
+            self._tree = self._handler.metadata(self.folder / "state").tree
+        order = saved_order(self.meta)
+        self._rows = None if order is None else rows_of_blocks(order)
+        parts = {"opt_state": (), "guard": ()} | self._tree
+        self._dims = {path_name(path): dim for path, dim in jax.tree_util.tree_leaves_with_path(
+            stacked_dims(TrainState(**parts)))}  # fmt: skip
+        named = ((path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree))
+        self.leaves = {name: jax.ShapeDtypeStruct(self._shape(name, leaf), leaf.dtype) for name, leaf in named}
+
+    def _shape(self, name: str, leaf: Any) -> tuple[int, ...]:
+        shape, dim = list(leaf.shape), self._dims[name]
+        if self._rows is not None and dim != NONE:
+            shape[dim] = self._rows.size
+        return tuple(shape)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model that was trained, every key filled in."""
+        return ModelConfig(**self.meta["model"])
+
+    def params(self) -> dict[str, Any]:
+        """name -> shape and dtype of the parameters: "blocks.mlp.up.kernel"."""
+        start = "params."
+        return {name.removeprefix(start): leaf for name, leaf in self.leaves.items() if name.startswith(start)}
+
+    def param(self, name: str) -> np.ndarray:
+        """One parameter."""
+        found = self.leaves["params." + name]
+        tree: PyTree = 0
+        for key in reversed(["params", *name.split(".")]):
+            tree = {key: tree}
+        array = jax.tree.leaves(self._read(tree))[0]
+        assert array.shape == found.shape and math.prod(array.shape) == array.size
+        return array
+
+    def rest(self) -> dict[str, Any]:
+        """All that is not a parameter: optimizer state, step, guard; lists and dicts of arrays."""
+        return self._read({name: part for name, part in self._tree.items() if name != "params"})
+
+    def _read(self, tree: PyTree) -> PyTree:
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host, partial_restore=True)
+        with reading(str(self.folder)):
+            found = self._handler.restore(self.folder / "state", args=asked)
+        rows = self._rows
+        if rows is None:
+            return found
+
+        def one(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
+            dim = self._dims[path_name(path)]
+            return leaf if dim == NONE else leaf.take(rows, axis=dim)
+
+        return jax.tree_util.tree_map_with_path(one, found)

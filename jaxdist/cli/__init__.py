@@ -1,0 +1,1 @@
+"""The commands behind `scripts/explain.py`, `scripts/checkpoint.py` and `scripts/doctor.py`."""

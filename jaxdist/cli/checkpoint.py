@@ -1,0 +1,177 @@
+"""What `scripts/checkpoint.py` does once its arguments are read."""
+
+import shutil
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.build import make_model, precision_of
+from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
+from jaxdist.checkpoint.block_order import without_order
+from jaxdist.checkpoint.huggingface.convert import CONFIG, check, export, load
+from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
+from jaxdist.checkpoint.manager import DAMAGED
+from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
+from jaxdist.config.load import to_yaml
+from jaxdist.config.resolve import resolve_model
+from jaxdist.config.schema import Config
+from jaxdist.data import load_source
+from jaxdist.errors import UserError
+from jaxdist.observe import read_metrics
+from jaxdist.optim import make_optimizer, only_trained
+from jaxdist.precision.loss_scale import fresh_guard
+from jaxdist.precision.policy import enable_x64
+from jaxdist.specs import path_name
+from jaxdist.state import TrainState
+from jaxdist.trainer.resume import record
+from jaxdist.trainer.run import check_vocabulary
+
+
+def run(arguments: Namespace, config: Config | None) -> int:
+    """Do what the arguments ask for and print it. config: of `import`. Returns the exit status."""
+    jax.config.update("jax_platforms", "cpu")  # nothing here needs more
+    try:
+        return _run(arguments, config)
+    except (SaveFailed, OSError) as error:
+        raise UserError(f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and"
+                        " try again") from error  # fmt: skip
+
+
+def _run(arguments: Namespace, config: Config | None) -> int:
+    if arguments.command == "ls":
+        print("\n".join(listing(arguments.run_dir)))
+    elif arguments.command == "verify":
+        return check_all(arguments.run_dir)
+    elif arguments.command == "export":
+        (stored,) = open_steps(arguments.run_dir, step=arguments.step)
+        print(f"step {stored.step} to {arguments.output}: {export(stored, arguments.output, vocab=arguments.vocab)}")
+    elif arguments.command == "import":
+        assert config is not None
+        print(f"{arguments.folder} to {arguments.run_dir}: {import_model(arguments.folder, config, arguments.run_dir)}")
+    else:
+        print(average(arguments.run_dir, arguments.output, last=arguments.last))
+    return 0
+
+
+def listing(run_dir: Path) -> list[str]:
+    """A table of the steps of a run."""
+    metrics = run_dir / "metrics.jsonl"
+    records = {each["step"]: each for each in read_metrics(metrics)} if metrics.exists() else {}
+    rows: list[tuple[str, ...]] = [("step", "MiB", "written", "loss", "eval loss", "state")]
+    for folder in step_folders(run_dir):
+        found = records.get(int(folder.name), {}) if folder.name.isdigit() else {}
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+        written = f"{datetime.fromtimestamp(folder.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
+        losses = [f"{found[key]:.4f}" if key in found else "-" for key in ("loss", "eval/loss")]
+        aside = f"damaged, moved aside ({folder.name})" if DAMAGED in folder.name else f"not complete ({folder.name})"
+        state = "complete" if is_complete(folder) else aside
+        rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
+            for row in rows]  # fmt: skip
+
+
+def check_all(run_dir: Path) -> int:
+    """Print whether each step is as it was written. 1 where one is not."""
+    status = 0
+    for folder in step_folders(run_dir):
+        if DAMAGED in folder.name:
+            print(f"{folder.name}: was damaged, and is no step any more")
+            continue
+        problems = verify(folder) if is_complete(folder) else ["not complete"]
+        print(f"{folder.name}: {'; '.join(problems) or 'ok'}")
+        status = 1 if problems else status
+    return status
+
+
+def import_model(folder: Path, config: Config, run_dir: Path) -> str:
+    """Make a run directory whose checkpoint, of step 0, has the parameters in a Hugging Face folder and a fresh
+    optimizer state. Returns what was done, in a line."""
+    _check_new(run_dir, "--run-dir")
+    model, positions = resolve_model(config.model), config.data.seq_len
+    enable_x64(config.precision.policy)
+    with TensorFiles(folder) as files:
+        vocab, before = check(files, read_json(folder / CONFIG), model, positions=positions)
+        source = load_source(config.data)
+        check_vocabulary(config, source)
+        whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
+        made = make_model(whole, precision_of(config.precision), stages=1, training=True)
+        shapes = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made.shapes)}
+        params = nested((name, jnp.asarray(array)) for name, array in load(files, model, shapes, positions=positions))
+    deterministic = config.parallel.grad_sync.deterministic
+    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
+    opt_state = jax.jit(only_trained(optimizer, config.optimizer.freeze).init)(params)
+    state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
+    with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
+        checkpoints.save(0, state, record(config, source))
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    now = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+    cast = f", {' and '.join(before)} cast to {' and '.join(now)}" if before != now else ""
+    padding = model.vocab - vocab
+    said = f"; the vocabulary has {vocab} rows there, {padding} were added: the mean of the others" if padding else ""
+    return f"{made.parameters:,} parameters{cast}{said}"
+
+
+def average(run_dir: Path, output: Path, *, last: int) -> str:
+    """Make a run directory whose checkpoint is the newest of a run, but that its parameters are the mean of the newest
+    `last`, taken in float64. What lossy gradient sums had not sent yet is left out. Returns what was done, in a line.
+    """
+    if last < 1:
+        raise UserError(f"--last: {last}; allowed: 1 and more")
+    _check_new(output, "--output")
+    steps = open_steps(run_dir, last=last)
+    newest = steps[-1]
+    for other in steps[:-1]:
+        _check_same(newest, other)
+    enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
+    params = nested((name, jnp.asarray(_mean(steps, name))) for name in newest.params())
+    rest = jax.tree.map(jnp.asarray, newest.rest())
+    state = TrainState(rest["step"], params, rest["opt_state"], guard=rest.get("guard", ()))
+    with Checkpoints(output / FOLDER, keep=1) as checkpoints:
+        checkpoints.save(newest.step, state, without_order(newest.meta))
+    if (run_dir / "config.yaml").exists():
+        shutil.copy(run_dir / "config.yaml", output / "config.yaml")
+    return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}"
+
+
+def _mean(steps: Sequence[Stored], name: str) -> np.ndarray:
+    first = steps[0].param(name)
+    total = first.astype(np.float64)
+    for stored in steps[1:]:
+        total += stored.param(name)
+    total /= len(steps)
+    return total.astype(first.dtype)
+
+
+def _check_same(newest: Stored, other: Stored) -> None:
+    mine, its = newest.params(), other.params()
+    for name in sorted(mine.keys() | its.keys()):
+        kinds = [f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"
+                 for leaves in (mine, its)]  # fmt: skip
+        if kinds[0] != kinds[1]:
+            raise UserError(f"{name}: is {kinds[0]} in step {newest.step} and {kinds[1]} in step {other.step}; give"
+                            " --last a smaller number")  # fmt: skip
+
+
+def _check_new(run_dir: Path, key: str) -> None:
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UserError(f"{key}: {run_dir} is there already; give a new run directory")
+
+
+def nested(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """{"a": {"b": 1}} of ("a.b", 1)."""
+    tree: dict[str, Any] = {}
+    for name, value in named:
+        *path, last = name.split(".")
+        inside = tree
+        for key in path:
+            inside = inside.setdefault(key, {})
+        inside[last] = value
+    return tree

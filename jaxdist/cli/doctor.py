@@ -1,0 +1,234 @@
+"""What is wrong with a machine or a job, before it trains: versions, devices, ports, network, environment, clocks, and
+the bandwidth between all pairs. Started like train.py, on every host of the job."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxdist.cli.link_bandwidth import SlowLink, bandwidths, one_device_a_process, slow_links
+from jaxdist.config.schema import DevicesConfig
+from jaxdist.errors import UserError
+from jaxdist.observe.environment import redact
+from jaxdist.runtime.join.environment import describe_job
+from jaxdist.runtime.join.join import join
+from jaxdist.runtime.join.roll_call import MissingPeers
+from jaxdist.runtime.start import choose_platform, fail_alone
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+MATTERS = re.compile(
+    r"(NCCL|XLA|CUDA|JAX|JAXDIST|GLOO|UCX|OMPI_COMM_WORLD|TF_GPU)_\w+|LD_LIBRARY_PATH|NVIDIA_VISIBLE_DEVICES"
+    r"|SLURM_(JOB_ID|STEP_NODELIST|NTASKS|PROCID|LOCALID|STEP_TASKS_PER_NODE)|MASTER_(ADDR|PORT)"
+    r"|(LOCAL_)?(RANK|WORLD_SIZE)|JOB_COMPLETION_INDEX|OMP_NUM_THREADS|\w*_proxy|\w*_PROXY"
+)
+# May differ between processes of a healthy job.
+OWN = re.compile(
+    r".*RANK.*|.*PROC.*ID|SLURM_LOCALID|JOB_COMPLETION_INDEX|CUDA_VISIBLE_DEVICES|.*BIND_ADDRESS|JAXDIST_STOP_NOTE"
+)
+CLOCK_S = 1.0  # more between two clocks is a finding: time stamps in logs, checkpoints and certificates disagree
+MEASURES = 5
+
+
+def interfaces() -> dict[str, str]:
+    """Network interfaces that are up: "1500 mtu, 10000 Mbit/s", the rate where the driver tells it."""
+    found = {}
+    for folder in sorted(Path("/sys/class/net").glob("*")):
+        try:
+            mtu = (folder / "mtu").read_text().strip()
+            up = (folder / "operstate").read_text().strip() != "down"
+            rate = int((folder / "speed").read_text())
+        except (OSError, ValueError):
+            rate = -1
+        if folder.name != "lo" and up:
+            found[folder.name] = f"{mtu} mtu" + (f", {rate} Mbit/s" if rate > 0 else "")
+    found |= {folder.name: "InfiniBand or RoCE" for folder in sorted(Path("/sys/class/infiniband").glob("*"))}
+    return found
+
+
+def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that matter, without secrets."""
+    names = sorted(name for name in environ if MATTERS.fullmatch(name))
+    return {name: redact(f"{name}={environ[name]}").partition("=")[2] for name in names}
+
+
+def examine(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What this process knows of itself, ready for JSON."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "does not resolve"
+    local = jax.local_devices()
+    return {"rank": jax.process_index(), "host": name, "address": address, "versions": versions,
+            "devices": [device.device_kind for device in local], "platform": local[0].platform,
+            "cpus": len(os.sched_getaffinity(0)), "interfaces": interfaces(),
+            "environment": environment_of(environ)}  # fmt: skip
+
+
+def from_all(own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every process knows, in the order of ranks. Every process must call it."""
+    if jax.process_count() == 1:
+        return [dict(own)]
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size))).ravel()
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: text.size] = text
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+
+
+def clock_differences() -> list[float]:
+    """Seconds by which each process's clock is ahead of process 0's, as read when a barrier opens: right to some
+    milliseconds. Every process must call it."""
+    if jax.process_count() == 1:
+        return [0.0]
+    differences = []
+    for _ in range(MEASURES):
+        multihost_utils.sync_global_devices("clock")
+        now = time.time() - 1.6e9  # in 32 bits, for longer
+        parts = np.asarray(multihost_utils.process_allgather(np.array([now // 1, now % 1 * 1e6], np.int32)))
+        differences.append(parts[:, 0] - parts[0, 0] + (parts[:, 1] - parts[0, 1]) * 1e-6)
+    return [statistics.median(row) for row in np.array(differences, np.float64).T.tolist()]
+
+
+def check_port(port: int) -> str | None:
+    """Why a coordinator could not listen on this port here, or None."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return f"port {port}: {os.strerror(error.errno or 0)}"
+    return None
+
+
+def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for everything in which a process is unlike process 0 and should not be."""
+    first, lines = reports[0], []
+    for report in reports[1:]:
+        for kind in ("versions", "environment"):
+            for name in sorted(first[kind] | report[kind]):
+                mine, others = first[kind].get(name, "not there"), report[kind].get(name, "not there")
+                if mine != others and not (kind == "environment" and OWN.fullmatch(name)):
+                    lines.append(f"{name}: {mine!r} on rank 0, {others!r} on rank {report['rank']} ({report['host']})")
+        if report["devices"] != first["devices"]:
+            lines.append(f"devices: {len(first['devices'])} x {first['devices'][0]} on rank 0,"
+                         f" {len(report['devices'])} x {report['devices'][0]} on rank {report['rank']}")  # fmt: skip
+    return lines
+
+
+def addresses_shared(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Hosts of several whose name has a loopback address, or none: gloo would have the others dial it."""
+    several = len({report["host"] for report in reports}) > 1
+    return [f"host name {report['host']} (rank {report['rank']}): {report['address']}; give it an address that the"
+            " other hosts reach, in DNS or /etc/hosts" for report in reports
+            if several and (report["address"].startswith("127.") or not report["address"][0].isdigit())]  # fmt: skip
+
+
+def link_text(link: SlowLink, names: Sequence[str]) -> str:
+    """ "link of rank 2 (host2): 2.4 MB/s; others 12.1"."""
+    ends = " - ".join(names[end] for end in link.ends)
+    return f"slow link of {ends}: {link.mb_per_s:.4g} MB/s; usual is {link.usual:.4g}"
+
+
+def diagnose(mib: float | None, port: int | None) -> dict[str, Any]:
+    """All checks of a process or job that has its devices; the same on every process. `findings` is what is wrong."""
+    with jax.default_device(jax.local_devices()[0]):
+        reports = from_all(examine(os.environ) | {"port": check_port(port) if port else None})
+        clocks = clock_differences()
+    ends = one_device_a_process()
+    job = jax.process_count() > 1
+    names = [f"rank {report['rank']} ({report['host']})" for report in reports] if job else [str(end) for end in ends]
+    mib = mib or (4.0 if ends[0].platform == "cpu" else 256.0)
+    matrix = bandwidths(ends, mib=mib) if len(ends) > 1 else np.full((1, 1), np.nan)
+    # Simulated devices share one memory: what differs there is the moment.
+    links = slow_links(matrix) if job or ends[0].platform != "cpu" else []
+    findings = differing(reports) + addresses_shared(reports) + [report["port"] for report in reports if report["port"]]
+    findings += [f"clock of {name}: {seconds:+.1f} s beside rank 0's; use NTP on all hosts"
+                 for name, seconds in zip(names, clocks, strict=False) if abs(seconds) > CLOCK_S]  # fmt: skip
+    findings += [link_text(link, names) for link in links]
+    return {"processes": reports, "clock_differences_s": clocks, "names": names, "message_mib": mib,
+            "mb_per_s": [[None if np.isnan(value) else round(float(value), 3) for value in row] for row in matrix],
+            "slow_links": [link._asdict() for link in links], "findings": findings}  # fmt: skip
+
+
+def report_text(found: Mapping[str, Any]) -> str:
+    """For people: what was examined, the matrix, then the findings."""
+    first, names = found["processes"][0], found["names"]
+    kinds = sorted({kind for report in found["processes"] for kind in report["devices"]})
+    count = sum(len(report["devices"]) for report in found["processes"])
+    clocks = found["clock_differences_s"]
+    lines = [
+        f"job        {len(found['processes'])} processes on {len({r['host'] for r in found['processes']})} hosts",
+        "versions   " + ", ".join(f"{name} {version}" for name, version in first["versions"].items()),
+        f"devices    {count} ({', '.join(kinds)})",
+        f"clocks     {max(clocks) - min(clocks):.3f} s between the two that differ most",
+        "network    " + ("; ".join(f"{name}: {text}" for name, text in first["interfaces"].items()) or "none"),
+    ]
+    lines += [f"variable   {name}={value}" for name, value in first["environment"].items()]
+    if len(names) > 1:
+        lines += [f"bandwidth  MB/s, messages of {found['message_mib']:g} MiB, one pair at a time"]
+        wide = max(len(name) for name in names)
+        for name, row in zip(names, found["mb_per_s"], strict=True):
+            lines.append(f"  {name:{wide}} ->" + "".join(f"{'-' if v is None else f'{v:.4g}':>9}" for v in row))
+    return "\n".join([*lines, *(f"FINDING    {text}" for text in found["findings"] or ["none"])])
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """The matrix as a picture."""
+    from matplotlib.figure import Figure
+
+    values = np.array([[np.nan if v is None else v for v in row] for row in found["mb_per_s"]], float)
+    size = 3 + 0.5 * len(values)
+    figure = Figure(figsize=(size + 1.5, size), layout="constrained")
+    axes = figure.subplots()
+    picture = axes.imshow(values, cmap="viridis", vmin=0)
+    axes.set_xticks(range(len(values)), found["names"], rotation=90)
+    axes.set_yticks(range(len(values)), found["names"])
+    axes.set(xlabel="receives", ylabel="sends", title="\n".join(["MB/s", *found["findings"]])[:300])
+    figure.colorbar(picture)
+    figure.savefig(path, dpi=100)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0 nothing is wrong, 1 there are findings, 2 wrong arguments or no job can be joined."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--simulated", type=int, default=1, metavar="N", help="simulated CPU devices a process")
+    parser.add_argument("--platform", default="auto", choices=("auto", "cpu", "gpu"))
+    parser.add_argument("--mib", type=float, help="of a message (default: 4 on CPUs, 256 on GPUs)")
+    parser.add_argument("--port", type=int, help="see whether a coordinator could listen on it here")
+    parser.add_argument("--plot", metavar="OUT.png", help="the bandwidths as a picture")
+    parser.add_argument("--json", action="store_true", help="all that was found, in place of the text")
+    options = parser.parse_args(arguments)
+    try:
+        choose_platform(DevicesConfig(platform=options.platform, simulated=options.simulated))
+        job = describe_job(os.environ)
+        if job is not None:
+            join(job)
+    except (UserError, MissingPeers) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with fail_alone():
+        found = diagnose(options.mib, options.port)
+        if jax.process_index() == 0:
+            print(json.dumps(found) if options.json else report_text(found), flush=True)
+            if options.plot:
+                plot(found, Path(options.plot))
+    return 1 if found["findings"] else 0

@@ -1,0 +1,1 @@
+"""The configuration: sections and keys, reading YAML, checks, values that are filled in. Nothing here imports jax."""

@@ -1,0 +1,224 @@
+"""What one key of a configuration may hold. Imports no jax.
+
+A `Rule` is what `jaxdist.config.schema` writes beside each field; the check of a value and the reference both read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import typing
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jaxdist import registry
+from jaxdist.errors import UserError
+
+LARGEST_INT = 2**31 - 1  # every integer here may end up as an int32 on a device
+_NAMES: dict[Any, str] = {
+    bool: "a boolean", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a section",
+    tuple[str, ...]: "a list of texts", tuple[int, ...]: "a list of integers",
+}  # fmt: skip
+_OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
+    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "ep": "expert", "cp": "context", "sp": "context",
+    "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
+    "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
+    "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
+    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+
+
+SMALLEST_SHARE = 1e-4  # of a source in a mixture
+
+
+class MixturePart(NamedTuple):
+    """One source of `data.mixture`."""
+
+    name: str
+    weight: float
+    source: str
+    path: str
+
+
+def parse_mixture(items: Sequence[str]) -> tuple[MixturePart, ...]:
+    """The sources of `data.mixture`, each "NAME WEIGHT SOURCE PATH". Raises `UserError`."""
+    parts = []
+    for i, item in enumerate(items):
+        fields = item.split(maxsplit=3)
+        number = re.fullmatch(r"[0-9]*\.?[0-9]+", fields[1]) if len(fields) == 4 else None
+        if number is None or not re.fullmatch(r"(?!nonfinite$)\w+", fields[0]):  # metrics use that name
+            raise UserError(f"data.mixture[{i}]: {show(item)}; allowed: NAME WEIGHT SOURCE PATH, such as"
+                            " 'code 0.3 text my/code'")  # fmt: skip
+        rule = Rule("", folder="jaxdist.data.sources")
+        check_value(fields[2], str, False, rule, f"data.mixture[{i}]")
+        parts.append(MixturePart(fields[0], float(fields[1]), fields[2], fields[3]))
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names) or len(names) == 1:
+        raise UserError(f"data.mixture: sources named {', '.join(names)}; allowed: two or more, of different names; for"
+                        " one, use data.source and data.path")  # fmt: skip
+    total = sum(Fraction(str(part.weight)) for part in parts)
+    for part in parts:
+        if not part.weight or Fraction(str(part.weight)) < total * Fraction(str(SMALLEST_SHARE)):
+            raise UserError(f"data.mixture: weight {part.weight:g} of {part.name} is too small; allowed: at least"
+                            f" {SMALLEST_SHARE:g} of the sum, {float(total):g}")  # fmt: skip
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The description of one key and the values it may have, apart from its type."""
+
+    doc: str
+    choices: tuple[str, ...] = ()
+    folder: str = ""  # the package that is the registry of this key's names
+    listed: tuple[str, ...] = ()  # a list of some of these may stand in place of one text
+    switch: bool = False  # true or false may stand in place of a text
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    also: int | None = None  # one value outside the range
+
+    def allowed(self, kind: Any, optional: bool) -> str:
+        """The allowed values in words, for messages and for the reference."""
+        if self.choices:
+            text = "one of " + ", ".join(self.choices)
+        elif self.folder:
+            text = f"a file name in {self.folder.replace('.', '/')}, or a dotted path"
+        elif kind is bool:
+            text = "true or false"
+        else:
+            bounds = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
+            parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
+            text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
+        text = "true, false, or " + text if self.switch else text
+        text += f", or {self.also}" if self.also is not None else ""
+        text += f", or a list of some of {', '.join(self.listed)}" if self.listed else ""
+        return text + (", or null" if optional else "")
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is in the range (and is `also` the exception to it)."""
+        if self.also is not None and value == self.also:
+            return True
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.55) -> str | None:
+    """The known name that `word` was probably meant to be, or None. Ignores case and knows other programs' names."""
+    by_lower = {name.lower(): name for name in known}
+    word = word.lower()
+    if _OTHER_NAMES.get(word) in by_lower:
+        return by_lower[_OTHER_NAMES[word]]
+    near = difflib.get_close_matches(word, by_lower, n=1, cutoff=cutoff)
+    return by_lower[near[0]] if near else None
+
+
+def show(value: Any) -> str:
+    """A value as a user wrote it, shortened to what fits on a line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "a mapping"
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print integers of thousands of digits
+        return f"an integer of about {int(value.bit_length() * 0.30103) + 1} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 80 else text[:60] + "..."
+
+
+def is_list(kind: Any) -> bool:
+    """Whether it is the type of a list: tuple[int, ...] or tuple[str, ...]."""
+    return typing.get_origin(kind) is tuple
+
+
+def check_value(value: Any, kind: Any, optional: bool, rule: Rule, key: str) -> Any:
+    """The value in the type of its key (an int becomes a float where a float is wanted). Raises `UserError`."""
+    allowed = rule.allowed(kind, optional)
+    if value is None and optional:
+        return None
+    if value is None:
+        raise UserError(f"{key}: nothing (null) is given; allowed: {allowed}; write a value or remove the key")
+    if is_list(kind):
+        return _check_list(value, kind, rule, key)
+    if rule.listed and isinstance(value, list | tuple):
+        return _check_list(value, tuple[str, ...], Rule(rule.doc, choices=rule.listed), key)
+    if rule.switch and type(value) is bool:
+        return value
+    if kind is float and type(value) is int and abs(value) < 10**300:
+        value = float(value)
+    if kind is float and type(value) is int:
+        raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}, at most 1e300")
+    matches = type(value) is kind  # not isinstance: a bool is no int here
+    if not matches:
+        raise UserError(f"{key}: {_mistyped(value)}; allowed: {allowed}{_type_hint(value, kind)}")
+    if kind is str:
+        _check_text(value, optional, rule, key)
+    elif kind is float and not math.isfinite(value):
+        raise UserError(f"{key}: {value} is not a finite number; allowed: {allowed}")
+    elif kind is not bool and not rule.holds(value):
+        raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}")
+    elif kind is int and abs(value) > LARGEST_INT:
+        raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}, at most {LARGEST_INT}")
+    return value
+
+
+def _check_list(value: Any, kind: Any, rule: Rule, key: str) -> tuple[Any, ...]:
+    """A tuple. The rule's choices and range are those of each item."""
+    item = typing.get_args(kind)[0]
+    if not isinstance(value, (list, tuple)):
+        hint = f"; write [{value!r}]" if isinstance(value, item) else ""
+        allowed = rule.allowed(kind, False)
+        raise UserError(f"{key}: {show(value)} is given where a list belongs; allowed: {allowed}{hint}")
+    return tuple(check_value(each, item, False, rule, f"{key}[{i}]") for i, each in enumerate(value))
+
+
+def _mistyped(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return f"{show(value)} is given where one value belongs"
+    kind = type(value)
+    return f"{show(value)} is {'a float' if kind is float else _NAMES[kind]}"
+
+
+def _type_hint(value: Any, kind: type) -> str:
+    if kind is int and isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_INT:
+        return f"; write {int(value)}"
+    if isinstance(value, str) and "${" in value:
+        return "; ${...} is not expanded, write the value itself"
+    if kind in (int, float) and isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*", value):
+        return "; write it without quotes and without leading zeros"
+    if kind is str and isinstance(value, (bool, int, float)):
+        return "; put it in quotes if it is meant as text"
+    return "; write it without quotes" if kind is bool and str(value).lower() in ("true", "false") else ""
+
+
+def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
+    bad = next((c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\t\n\r"), None)
+    if bad is not None:
+        raise UserError(f"{key}: {show(value)} holds the character U+{ord(bad):04X}; allowed: printable text")
+    if "${" in value or value == "???":
+        raise UserError(f"{key}: {show(value)}: ${{...}} and ??? are not expanded; write the value itself (it is copied"
+                        " into the run directory)")  # fmt: skip
+    if not (rule.choices or rule.folder):
+        return
+    allowed = rule.allowed(str, optional)
+    if rule.folder and "." in value:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
+            raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed} such as package.module.name")
+        registry.check(rule.folder, value, key=key)
+        return
+    known = rule.choices or registry.names(rule.folder)
+    if value not in known:
+        near = None if value in rule.listed else nearest(value, known)
+        allowed = f"one of {', '.join(known)}, or a dotted path" if rule.folder else allowed
+        hint = f"; did you mean {near!r}?" if near else f"; write [{value}]" if value in rule.listed else ""
+        raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed}{hint}")

@@ -1,0 +1,23 @@
+"""From a YAML file and command-line overrides to a checked configuration, and back to YAML. Imports no jax."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist.config.checks import check_config
+from jaxdist.config.reader import read, to_text
+from jaxdist.config.schema import Config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: bool = False) -> Config:
+    """The configuration in the YAML file at `path`, with each `section.key=value` of `overrides` on top, in order.
+
+    Every key has been checked, alone and against the others; -1 in the mesh is resolved where the number of devices is
+    sure (simulated CPU devices). planned: for programs that only look ahead, on a machine without the devices and the
+    data. Errors: `UserError`, one line with the key, its value, and what is allowed.
+    """
+    return check_config(read(Config, path, overrides), planned=planned)
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration."""
+    return to_text(config)

@@ -1,0 +1,144 @@
+"""Values that a configuration leaves open, filled in: sizes of the mesh, the number of devices, a model's defaults.
+
+Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import re
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from jaxdist.config.fields import show
+from jaxdist.config.rules.pipeline import divisors
+from jaxdist.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxdist.config.schema import DevicesConfig, MeshConfig, ModelConfig
+
+SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
+GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """The model section with every None replaced by what its style implies, but for `loss_chunk`."""
+    llama = model.style == "llama"
+    mlp = model.mlp or ("swiglu" if llama else "gelu")
+    # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.
+    wide = 4 * model.width if mlp == "gelu" else -(-8 * model.width // (3 * 64)) * 64
+    return replace(
+        model,
+        kv_heads=model.heads if model.kv_heads is None else model.kv_heads,
+        mlp_width=wide if model.mlp_width is None else model.mlp_width,
+        positions=model.positions or ("rope" if llama else "learned"),
+        norm=model.norm or ("rmsnorm" if llama else "layernorm"),
+        mlp=mlp,
+        tied=not llama if model.tied is None else model.tied,
+        bias=not llama if model.bias is None else model.bias,
+    )
+
+
+def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bool = False) -> MeshConfig:
+    """The mesh for `device_count` devices, with no -1 in it. It may use fewer devices than there are.
+
+    fit="exact": a mesh that needs more devices, or a -1 with nothing whole to stand for, is a `UserError` that lists
+    meshes that do fit. fit="shrink": sizes are divided by their smallest prime factor, which halves an even size and
+    keeps every divisibility that held before: data first, then fsdp, then the others. What changed is logged.
+    Simulated devices are as many as one asks for, so they are never a reason to shrink.
+    """
+    fit = "exact" if simulated else fit
+    sizes: dict[str, int] = asdict(mesh)
+    rest = rest_axis(sizes)
+    fixed = {axis: size for axis, size in sizes.items() if axis != rest}
+    need = math.prod(fixed.values())
+    if need > device_count and fit == "shrink":
+        fixed = _shrink(fixed, device_count)
+        logging.getLogger(__name__).warning(
+            "mesh: %s needs %d devices; %d are there, so it shrinks to %s (devices.fit=shrink)",
+            _words(sizes), need, device_count, _words(fixed),
+        )  # fmt: skip
+        need = math.prod(fixed.values())
+    if need > device_count:
+        more = "set devices.fit=shrink" if not simulated else "set devices.simulated" + f"={need}" * (need <= 512)
+        raise UserError(
+            f"mesh: {_words(sizes)} needs {need} devices; {device_count} are there; these fit:"
+            f" {_fitting(fixed, device_count, whole=False)}; or {more}"
+        )
+    if rest is not None and device_count % need and fit != "shrink":
+        raise UserError(
+            f"mesh.{rest}: -1 stands for {device_count} devices / {need}, which is not whole; with {_words(fixed)} give"
+            f" {rest} a size up to {device_count // need}, or put {_fitting(fixed, device_count, whole=True)} beside it"
+        )
+    return replace(mesh, **fixed, **({rest: device_count // need} if rest is not None else {}))
+
+
+def rest_axis(sizes: dict[str, int]) -> str | None:
+    """The axis of size -1, which takes the rest of the devices, or None. Raises `UserError` for two of them."""
+    unset = [axis for axis, size in sizes.items() if size == -1]
+    if len(unset) > 1:
+        raise UserError(f"mesh: {' and '.join(f'{axis}=-1' for axis in unset)}; allowed: -1, the rest, on one axis")
+    return unset[0] if unset else None
+
+
+def _words(sizes: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or f"{next(iter(sizes))}=1"
+
+
+def _shrink(sizes: dict[str, int], device_count: int) -> dict[str, int]:
+    sizes = dict(sizes)
+    while math.prod(sizes.values()) > device_count:
+        axis = next(axis for axis in SHRINK_ORDER if sizes.get(axis, 1) > 1)
+        sizes[axis] //= divisors(sizes[axis])[1]
+    return sizes
+
+
+def _fitting(sizes: dict[str, int], device_count: int, *, whole: bool) -> str:
+    """Up to four meshes that fit: on the most devices and nearest to `sizes`, or (whole) dividing the count."""
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    found: list[tuple[int, ...]] = [()]
+    for axis in axes:
+        options = [n for n in divisors(device_count if whole else sizes[axis]) if n <= device_count]
+        nearest_first = [n for _, n in sorted((abs(math.log(n / sizes[axis])), n) for n in options)]
+        options = list(dict.fromkeys([*nearest_first[:7], 1]))  # off always fits
+        found = [(*sofar, n) for sofar in found for n in options if math.prod(sofar) * n <= device_count]
+    if whole:
+        found = [each for each in found if device_count % math.prod(each) == 0]
+
+    def rank(each: tuple[int, ...]) -> tuple[float, float]:
+        far = sum(abs(math.log(n / sizes[axis])) for axis, n in zip(axes, each, strict=True))
+        return (0 if whole else -math.prod(each), far)
+
+    return ", ".join(_words(dict(zip(axes, each, strict=True))) for each in sorted(found, key=rank)[:4])
+
+
+def known_devices(devices: DevicesConfig) -> int | None:
+    """How many devices there will be if that is sure before jax starts, that is if they are simulated on the CPU.
+
+    platform "gpu" without a plugin for one is a `UserError`; so is a process count in the environment that is no count.
+    """
+    plugins = [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
+    if devices.platform == "gpu" and not plugins:
+        raise UserError("devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; pip install"
+                        " 'jaxdist[cuda12]' or 'jaxdist[cuda13]', or use devices.platform=auto")  # fmt: skip
+    processes = _process_count()
+    if (devices.platform != "cpu" and plugins) or processes is None:
+        return None
+    return devices.simulated * processes
+
+
+def _process_count() -> int | None:
+    """From the environment; None where SLURM, MPI or Kubernetes have to be asked for it."""
+    sources = [(name, "JAXDIST_INIT_METHOD") for name in ("JAXDIST_NUM_PROCESSES", "WORLD_SIZE", "JAX_NUM_PROCESSES")]
+    sources += [("JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), ("WORLD_SIZE", "MASTER_ADDR")]
+    for name, beside in sources:
+        text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job: `runtime.job`
+        if text and not (re.fullmatch("[0-9]{1,6}", text) and int(text) >= 1):
+            raise UserError(f"{name}: {show(text)} in the environment is no process count; allowed: an integer >= 1")
+        if text:
+            return int(text)
+    alone = all(os.environ.get(name, "1") in ("", "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    return 1 if alone and not os.environ.get("JOBSET_NAME") else None

@@ -1,0 +1,1 @@
+"""Constraints between options, one file a topic. Nothing here imports jax."""

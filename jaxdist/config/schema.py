@@ -1,0 +1,310 @@
+"""The configuration: frozen dataclasses, one a section, read from YAML with `section.key=value` overrides on top.
+
+Each field carries its one-line description and its allowed values; the checks and docs/config.md both come from there.
+`reader.py` reads YAML into them; `fields.py` checks one value, `checks.py` and `rules/` check several keys together.
+Nothing here imports jax.
+"""
+
+from dataclasses import dataclass
+
+from jaxdist.config.reader import section, setting
+from jaxdist.config.rules.remat import MODES, NAMES
+
+POLICIES = ("fp32", "bf16", "fp16", "fp8", "fp64", "O0", "O1", "O2", "O3")  # as `jaxdist.precision.policy` has them
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model. What is left at null, but for `loss_chunk`, goes by `style` (`resolve_model` fills it in)."""
+
+    name: str = setting("gpt", "the model", folder="jaxdist.models")
+    style: str = setting("gpt2", "what the keys left at null mean", choices=("gpt2", "llama"))
+    layers: int = setting(4, "number of blocks", at_least=1)
+    width: int = setting(128, "size of the residual stream", at_least=1)
+    heads: int = setting(4, "attention heads; divides width", at_least=1)
+    kv_heads: int | None = setting(None, "key and value heads; divides heads; null: as many as heads", at_least=1)
+    vocab: int = setting(256, "number of token ids; 256 for bytes", at_least=1)
+    mlp_width: int | None = setting(
+        None, "hidden size of the MLP; null: 4 x width (gelu), or 8/3 x width up to a multiple of 64", at_least=1
+    )
+    positions: str | None = setting(
+        None, "position encoding; null: learned (gpt2), rope (llama)", choices=("learned", "rope")
+    )
+    norm: str | None = setting(
+        None, "normalisation; null: layernorm (gpt2), rmsnorm (llama)", choices=("layernorm", "rmsnorm")
+    )
+    mlp: str | None = setting(None, "kind of MLP; null: gelu (gpt2), swiglu (llama)", choices=("gelu", "swiglu"))
+    tied: bool | None = setting(None, "whether embedding and head share weights; null: true (gpt2), false (llama)")
+    bias: bool | None = setting(None, "whether linear layers have a bias; null: true (gpt2), false (llama)")
+    dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
+    norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    attention: str = setting(
+        "auto", "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+    )  # fmt: skip
+    scan_blocks: int = setting(
+        1, "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less", at_least=0
+    )
+    loss_chunk: int | None = setting(
+        None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data and how it is cut into batches."""
+
+    source: str = setting("text", "where the data comes from", folder="jaxdist.data.sources")
+    path: str = setting("stdlib", "a file or folder; text: also stdlib (Python's own sources); iterable: a dotted path")
+    mixture: tuple[str, ...] = setting(
+        (), "sources mixed by weights in place of source and path, each 'NAME WEIGHT SOURCE PATH': [web 0.7 tokens ids]"
+    )
+    seq_len: int = setting(128, "positions of a training sequence", at_least=1)
+    global_batch: int = setting(32, "sequences of one optimizer step, over all devices and microbatches", at_least=1)
+    held_out: float = setting(0.05, "fraction of the data kept for evaluation", above=0, at_most=0.5)
+    val_path: str | None = setting(
+        None, "what is held out, as path is (not for text); null: val.bin beside train.bin (tokens), or a part of path"
+    )
+    column: str | None = setting(None, "parquet: the column; null: text, content, tokens or input_ids")
+    buffer: int = setting(1024, "iterable: so many samples are shuffled together", at_least=1)
+    token_dtype: str | None = setting(
+        None, "type of the ids in files; null: as manifest.json says, else uint16 (tokens), or text (arrayrecord)",
+        choices=("uint8", "uint16", "uint32"),
+    )  # fmt: skip
+    packing: str = setting(
+        "none", "documents: the first token of a document is no target (not for text)",
+        choices=("none", "documents"),
+    )  # fmt: skip
+    prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest link first. 1 is off; -1, on one axis at most, is the rest of the devices."""
+
+    pipe: int = setting(1, "pipeline stages", at_least=1, also=-1)
+    data: int = setting(1, "replicas that divide the batch", at_least=1, also=-1)
+    fsdp: int = setting(1, "devices that divide the batch and, in zero strategies, the parameters", at_least=1, also=-1)
+    expert: int = setting(1, "devices that divide the batch and the experts", at_least=1, also=-1)
+    context: int = setting(1, "devices that divide the sequence", at_least=1, also=-1)
+    tensor: int = setting(1, "devices that divide each layer", at_least=1, also=-1)
+
+
+@dataclass(frozen=True)
+class GradSyncConfig:
+    """How gradients are reduced."""
+
+    algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
+    bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
+    wire_dtype: str | None = setting(
+        None, "what all-reduces send instead of fp32; int8: with error feedback; null: the gradients' type",
+        choices=("bfloat16", "int8"),
+    )  # fmt: skip
+    link: str = setting("auto", "what auto, two_level reckon with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
+    deterministic: bool = setting(False, "the same bits on 1, 2, 4, ... devices (data, fsdp, microbatches)")
+    virtual_shards: int = setting(8, "deterministic: parts of the batch with a gradient each; a power of 2", at_least=1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How parameters, gradients and microbatches are spread."""
+
+    strategy: str = setting("ddp", "where parameters and gradients rest", folder="jaxdist.parallel.strategies")
+    schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
+    microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
+    chunks: int = setting(1, "interleaved: parts of a stage's blocks, from as many places of the model", at_least=1)
+    stages: tuple[int, ...] = setting(
+        (), "blocks of each stage, [7, 8, 8, 7]; with chunks of each chunk, in the model's order; []: equally many",
+        at_least=1,
+    )  # fmt: skip
+    min_shard_bytes: int = setting(
+        32768, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
+    )
+    reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
+    prefetch: int | None = setting(
+        None, "1: gather each block while the one before it computes, reduce it while the next does; null: so under"
+        " zero3 on GPUs, where nothing that is set excludes it", at_least=0, at_most=1,
+    )  # fmt: skip
+    sequence_parallel: bool = setting(
+        False, "between layers split over tensor, each of its devices has a part of the positions: docs/memory.md"
+    )
+    collective_matmul: bool = setting(
+        False, "with sequence_parallel: layers split over tensor send in pieces while they multiply: docs/compiler.md"
+    )
+    pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
+    grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """The loss scale of half precision, by the names of torch.amp.GradScaler. `loss_scale: dynamic` is short for
+    `loss_scale: {mode: dynamic}`."""
+
+    mode: str | None = setting(
+        None, "dynamic: moves with overflows; fixed: stays; none: no scaling; null: by policy",
+        choices=("none", "fixed", "dynamic"),
+    )  # fmt: skip
+    init_scale: float = setting(65536.0, "scale of the first step, or of all (fixed)", above=0)
+    growth_factor: float = setting(2.0, "dynamic: multiplies the scale after growth_interval good steps", at_least=1)
+    backoff_factor: float = setting(0.5, "dynamic: multiplies the scale after an overflow", above=0, at_most=1)
+    growth_interval: int = setting(2000, "dynamic: good steps in a row before the scale grows", at_least=1)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number types; what is null goes by the policy. `precision: bf16` is short for `precision: {policy: bf16}`."""
+
+    policy: str = setting("fp32", "types of parameters and computation", choices=POLICIES)
+    reduce_dtype: str | None = setting(None, "type in which gradients are summed", choices=DTYPES)
+    half: str | None = setting(
+        None, "fp16, O1 to O3: bfloat16 in place of float16, without a loss scale", choices=("float16", "bfloat16")
+    )
+    param_dtype: str | None = setting(None, "type of parameters and optimizer state at rest", choices=DTYPES)
+    compute_dtype: str | None = setting(None, "type of matrix products, and of what layers receive", choices=DTYPES)
+    keep_fp32: tuple[str, ...] | None = setting(
+        None, "parameters that layers receive in fp32, by patterns: ['*norm*', head.*]"
+    )
+    per_op: bool | None = setting(None, "true: parameters are not cast, each operation casts its operands (autocast)")
+    loss_scale: LossScaleConfig = section(LossScaleConfig, "scaling of the loss", shorthand="mode")
+    max_consecutive_skips: int = setting(
+        10, "steps in a row that may be skipped as not finite; one more ends the run", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What rests in host memory instead of on the devices."""
+
+    optimizer: bool = setting(False, "the optimizer state, which is fetched for each update and put back")
+    activations: bool = setting(False, "inputs of blocks until the backward pass: the same as memory.remat=offload")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is computed again instead of kept, and what rests in host memory: docs/memory.md."""
+
+    remat: str | tuple[str, ...] = setting(
+        "none", "what the backward pass computes again, of each block; a list: all but these values",
+        choices=MODES, listed=NAMES,
+    )  # fmt: skip
+    offload: OffloadConfig = section(OffloadConfig, "what rests in host memory")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate."""
+
+    name: str = setting("adamw", "the optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon"))
+    lr: float = setting(3e-3, "peak learning rate", above=0)
+    schedule: str = setting("cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"))
+    warmup_steps: int = setting(0, "steps over which the rate rises from 0; at most train.steps", at_least=0)
+    final_lr_ratio: float = setting(0.1, "last learning rate as a fraction of lr", at_least=0, at_most=1)
+    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
+    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = setting(1e-8, "added to the denominator", above=0)
+    momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
+    clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
+    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, '*.bias']")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run."""
+
+    steps: int = setting(200, "optimizer steps", at_least=1)
+    max_hours: float | None = setting(
+        None, "hours from the start of the process in which the run saves and stops, resumable; null: no limit", above=0
+    )
+    seed: int = setting(0, "seed of initialisation, data order and dropout", at_least=0)
+    eval_every: int = setting(50, "steps between evaluations; 0: never", at_least=0)
+    eval_batches: int = setting(8, "batches of one evaluation", at_least=1)
+    on_nonfinite: str = setting(
+        "stop", "a loss or gradient that is not finite: stop; skip the step; rollback: go on from the last checkpoint, "
+        "past the batches since", choices=("stop", "skip", "rollback"),
+    )  # fmt: skip
+    loss_spike: float = setting(
+        0.0, "a loss above this many times the median of the last 64 counts as not finite; 0: off", at_least=0
+    )
+    watchdog_s: float | None = setting(
+        None, "several processes: seconds without progress after which a rank counts as stuck; 0: for ever; null: 60, "
+        "or 10 median steps if these are longer", at_least=0,
+    )  # fmt: skip
+    check_replicas_every: int = setting(
+        0, "steps between comparisons of the state's copies on different devices, made before saves too; 0: never",
+        at_least=0,
+    )  # fmt: skip
+    sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
+    sample_prompt: str = setting("import ", "what the sampled text begins with")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints and resuming."""
+
+    every: int = setting(100, "steps between checkpoints; 0: only at the end", at_least=0)
+    keep: int = setting(3, "newest checkpoints that are kept; two at least, as one may be damaged", at_least=1)
+    keep_every: int = setting(0, "checkpoints of steps divisible by this are kept for good; 0: none", at_least=0)
+    keep_best: int = setting(0, "checkpoints of the lowest evaluation losses that are kept besides", at_least=0)
+    resume: str = setting(
+        "auto", "auto: resume if there is a checkpoint; must: fail without one; force: also with another model, data, "
+        "seed ..., where that can work", choices=("auto", "must", "never", "force")
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class XlaConfig:
+    """Settings of the compiler: docs/compiler.md. `devices.xla: plain` is short for `{preset: plain}`."""
+
+    preset: str = setting(
+        "fast", "fast: what was measured to help on this kind of device; plain: the compiler as it comes",
+        choices=("fast", "plain"),
+    )  # fmt: skip
+    flags: tuple[str, ...] = setting((), "more flags, [--xla_name=value]; XLA_FLAGS of the environment wins over them")
+
+
+@dataclass(frozen=True)
+class DevicesConfig:
+    """The devices."""
+
+    platform: str = setting("auto", "auto: GPUs if jax has them, else the CPU", choices=("auto", "cpu", "gpu"))
+    simulated: int = setting(8, "simulated CPU devices of each process; ignored on GPUs", at_least=1, at_most=512)
+    fit: str = setting(
+        "exact", "a mesh too large for the GPUs: exact refuses it, shrink reduces it", choices=("exact", "shrink")
+    )
+    xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
+    compilation_cache: str | bool = setting(
+        True, "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this "
+        "one, also on CPUs from jax 0.11", switch=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What a run shows and writes."""
+
+    log_every: int = setting(10, "steps between lines on the console", at_least=1)
+    console: str = setting("auto", "auto: rich on a terminal, else plain", choices=("auto", "plain", "rich"))
+    report: bool = setting(True, "whether report.html is written at the end")
+    samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration."""
+
+    model: ModelConfig = section(ModelConfig, "the model")
+    data: DataConfig = section(DataConfig, "the data and its batches")
+    mesh: MeshConfig = section(MeshConfig, "the mesh axes")
+    parallel: ParallelConfig = section(ParallelConfig, "strategy, schedule, gradient reduction")
+    precision: PrecisionConfig = section(PrecisionConfig, "number types", shorthand="policy")
+    memory: MemoryConfig = section(MemoryConfig, "recomputation, host memory")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
+    train: TrainConfig = section(TrainConfig, "the run")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
+    devices: DevicesConfig = section(DevicesConfig, "devices")
+    observe: ObserveConfig = section(ObserveConfig, "console and report")
+
+

@@ -1,0 +1,96 @@
+"""Processes of one job started from Python: `spawn(fn, 4)` beside the launcher of `scripts/launch.py`."""
+
+import multiprocessing
+import os
+import secrets
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from jaxdist.launcher.ranks import Place
+from jaxdist.launcher.supervisor import free_port, rank_environ
+
+GRACE_S = 5.0  # for a process to end after SIGTERM
+MESSAGE = 15_000  # characters of a traceback, its end: they fit into a pipe that nobody reads yet
+
+
+class SpawnError(RuntimeError):
+    """A process failed. rank: which. The message holds its traceback, or how it ended."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def _run(
+    fn: Callable[..., Any], rank: int, args: tuple[Any, ...], environ: Mapping[str, str], report: connection.Connection
+) -> None:
+    """In a process: call `fn`, and say what went wrong."""
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        fn(rank, *args)
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            with suppress(OSError):  # the parent has gone
+                report.send_bytes(traceback.format_exc()[-MESSAGE:].encode())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # a normal exit would wait for the other processes, and they for this one
+
+
+def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) -> None:
+    """Call `fn(rank, *args)` in `nprocs` new processes of this host, as one job, and wait until all have returned.
+
+    Each finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, so that
+    `jaxdist.runtime.start` joins them. `fn` and `args` reach them as `multiprocessing` sends them, by the method
+    "spawn": `fn` is a function at the top level of a module that can be imported, and a script that calls this does so
+    under `if __name__ == "__main__"`. Raises `SpawnError`, with rank and traceback, for the first process that fails,
+    after ending the others.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs is {nprocs}; allowed: 1 or more")
+    context = multiprocessing.get_context("spawn")
+    place = Place(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8))
+    processes: list[BaseProcess] = []
+    reports: list[connection.Connection] = []
+    try:
+        for rank in range(nprocs):
+            environ = rank_environ(os.environ, place, local=rank, procs=nprocs, attempt=1, run_dir=None)
+            ours, theirs = context.Pipe(duplex=False)
+            reports.append(ours)
+            started = context.Process(target=_run, args=(fn, rank, args, environ, theirs), name=f"rank {rank}")
+            started.start()
+            processes.append(started)
+            theirs.close()
+        _wait(processes, reports)
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(GRACE_S)
+            process.kill()
+            process.join()
+        for report in reports:
+            report.close()
+
+
+def _wait(processes: list[BaseProcess], reports: list[connection.Connection]) -> None:
+    """Until all have ended, or one has failed: raises `SpawnError` then."""
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            assert isinstance(sentinel, int)
+            rank = running.pop(sentinel)
+            processes[rank].join()
+            status = processes[rank].exitcode
+            if not status:
+                continue
+            said = ""
+            with suppress(EOFError):  # it was killed
+                said = reports[rank].recv_bytes().decode()
+            raise SpawnError(rank, f"rank {rank} failed (exit status {status})" + (f":\n\n{said}" if said else ""))

@@ -1,0 +1,1 @@
+"""Pipelines: tables of ticks, stages, and the loop that runs a table."""

@@ -1,0 +1,110 @@
+"""A user's own loss, under every data-parallel strategy.
+
+Ordinary code (say, a `lax.scan` from `jnp.zeros`) does not type-check under `check_vma=True`, so a foreign loss runs in
+a second unchecked region. What the check would have caught there is excluded by construction instead: a foreign loss
+may contain no collective and may not ask where it runs, so all reductions are the strategy's, explicit and outside
+autodiff.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from jaxdist.config.rules.remat import Remat, check_remat
+from jaxdist.errors import UserError
+from jaxdist.jaxpr.axes import named_axes
+from jaxdist.mesh import AnyMesh
+from jaxdist.nn import ModelDef
+from jaxdist.parallel.blocks.remat import available, rematerialise
+from jaxdist.parallel.program import in_precision, make_program
+from jaxdist.parallel.schedule import Program
+from jaxdist.parallel.strategy import Strategy, StrategyOptions, regathers
+from jaxdist.precision.autocast import autocast
+from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.specs import spec_leaves
+
+PyTree = Any
+ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def unchecked_region(
+    function: Callable[..., Any], *, mesh: AnyMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map` without the check, for programs made by `foreign_program` only."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def refuse_collectives(jaxpr: Any) -> None:
+    """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if axes := named_axes(equation):
+            raise UserError(
+                f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and "
+                "no axis_index: return this shard's (sum, weight), jaxdist adds them up"
+            )
+        for inner in jaxprs_in_params(equation.params):
+            refuse_collectives(inner)
+
+
+def foreign_program(
+    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: Remat = "none"
+) -> Program:
+    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
+    state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the
+    whole global batch; no gradient flows through it. params come in the dtype that the policy gives layers: cast
+    inputs to it in the loss.
+    """
+    idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
+    if idle:
+        raise UserError(
+            f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} "
+            "to 1, or build the model from jaxdist.nn layers"
+        )
+    named = [spec for spec in spec_leaves(specs) if "tensor" in spec]
+    assert not named, "foreign parameters are split over fsdp only"
+
+    def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result: Any = loss_fn(params, batch, keys)
+        if not isinstance(result, tuple) or len(result) != 2 or any(jnp.shape(part) for part in result):
+            raise UserError("loss_fn: must return two scalars (sum of losses, weight); say losses.sum(), losses.size")
+        total = jnp.asarray(result[0])
+        wide = accumulation_dtype(total.dtype)
+        return total.astype(wide), jax.lax.stop_gradient(jnp.asarray(result[1]).astype(wide))
+
+    def loss(diff: PyTree, held: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        params = strategy.gather(diff, held, specs)
+        # The gradient too: a custom_vjp may hide a collective in its backward.
+        total_of = lambda params: run(params, batch["batch"], batch["keys"])[0]  # noqa: E731
+        refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
+        return run(params, batch["batch"], batch["keys"])
+
+    return Program(rematerialise(loss, remat, gathers=regathers(strategy, specs), in_scan=False))
+
+
+def program_and_region(
+    model: ModelDef | ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StrategyOptions, *,
+    remat: str | Sequence[str],
+) -> tuple[Program, Callable[..., Any]]:  # fmt: skip
+    """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
+    mode = check_remat(remat)
+    if isinstance(model, ModelDef):
+        program = make_program(
+            in_precision(model, options.precision), strategy, specs, remat=available(mode, mesh),
+            prefetch=options.prefetch, reduce_dtype=options.precision.reduce,
+            isolated=options.sync.deterministic, conditions=options.pipeline_cond,
+        )  # fmt: skip
+        return program, jax.shard_map
+    if options.prefetch:
+        raise UserError("prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
+                        "model from jaxdist.nn layers")  # fmt: skip
+    if mode in ("sqrt", "offload"):
+        raise UserError(f"memory.remat: {mode!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
+                        "dots, a list of names; or build the model from jaxdist.nn layers")  # fmt: skip
+    if options.precision.fp8:
+        raise UserError("precision: fp8 is for models of jaxdist.nn layers; allowed with a user's loss_fn: bf16, in"
+                        " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself")  # fmt: skip
+    loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
+    return foreign_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region

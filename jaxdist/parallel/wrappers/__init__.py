@@ -1,0 +1,1 @@
+"""Wrappers of a strategy: each takes a `Strategy` and returns one with something added."""

@@ -1,0 +1,1 @@
+"""Facts of compiled programs: HLO, memory, schedules; compiling for GPUs that are not there."""

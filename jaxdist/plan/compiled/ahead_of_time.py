@@ -1,0 +1,168 @@
+"""Compile the train step of a configuration for GPUs that are not there (jax's deviceless compilation).
+
+What comes out is the program that would run: its memory, its collectives, its schedule. Not its speed: kernels of
+matrix products are chosen on the device.
+"""
+
+import importlib.util
+import mmap
+import os
+import re
+import shutil
+import time
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxdist.build import Parts, assemble, attention_of, precision_of
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
+from jaxdist.mesh import count_hosts, make_mesh
+from jaxdist.plan.compiled.hardware import Gpu
+from jaxdist.plan.compiled.hlo import Compiled, compiled_collectives
+from jaxdist.plan.compiled.memory import Footprint, batch_of, footprint_of
+from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
+
+INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm")  # ptxas and libdevice, where there is no CUDA toolkit
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")  # to compile its attention
+# What is left of a GPU's memory for jax, at most: CUDA, NCCL and cuBLAS keep some of their own. An assumption.
+MOST = 0.95
+# XLA's one-kernel sums of a few bytes are for devices of one host. Without devices it takes all for such, and for
+# groups of 64 the kernel does not compile (jax 0.12.0.1: "size mismatch when packing elements for LLVM struct").
+ACROSS_HOSTS = {"xla_gpu_experimental_use_collective_kernels": ""}
+DEFAULT_FRACTION = 0.75  # what jax takes unless told otherwise: jax, docs/gpu_memory_allocation.rst
+
+
+class Planned(NamedTuple):
+    """A step, compiled. text: its HLO, as scheduled. devices: of the mesh, on so many hosts. attention: the kernel.
+    lower_s, compile_s: seconds that tracing and compiling took on this machine."""
+
+    gpu: Gpu
+    devices: int
+    hosts: int
+    attention: str
+    parameters: int
+    footprint: Footprint
+    collectives: list[Compiled]
+    overlap: Overlap
+    text: str
+    lower_s: float
+    compile_s: float
+
+
+class Verdict(NamedTuple):
+    """fits: whether a GPU's memory holds the step. spare: bytes left of what jax can be given (negative: missing).
+    fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
+
+    fits: bool
+    spare: float
+    fraction: float
+
+
+def verdict(footprint: Footprint, gpu: Gpu) -> Verdict:
+    """The peak of a step beside the memory of a GPU."""
+    spare = MOST * gpu.memory - footprint.peak
+    return Verdict(spare >= 0, spare, footprint.peak / gpu.memory)
+
+
+def plugin_library() -> Path:
+    """The shared library of jax's CUDA plugin. Raises `UserError` that says what to install."""
+    for name in PLUGINS:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # of the folder jax_plugins
+            found = None
+        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+            if (library := Path(folder) / "xla_cuda_plugin.so").is_file():
+                return library
+    raise UserError(f"--compile: jax's CUDA plugin is not installed; install it, no GPU is needed: {INSTALL}")
+
+
+def check_toolkit(config: Config, attention: str) -> None:
+    """Raise `UserError` that says what to install, where something is missing that compiles for GPUs."""
+    if shutil.which("ptxas") is None and (missing := _missing(TOOLKIT)):
+        raise UserError(f"--compile: {' and '.join(missing)} not installed, and no CUDA toolkit; install: {INSTALL}")
+    if attention == "cudnn" and (missing := _missing(CUDNN)):
+        raise UserError(f"--compile: attention is cuDNN's, and {', '.join(missing)} not installed; install: {INSTALL};"
+                        " or plan with model.attention=xla")  # fmt: skip
+
+
+def _missing(packages: tuple[str, ...]) -> list[str]:
+    def there(name: str) -> bool:
+        try:
+            return bool(version(name))
+        except PackageNotFoundError:
+            return False
+
+    return [name for name in packages if not there(name)]
+
+
+def target_config(gpu: Gpu, library: Path) -> str:
+    """XLA's description of a GPU, which the plugin carries since jax 0.12. Raises `UserError` where it does not."""
+    wanted = f'device_description_str: "{gpu.description}"'.encode()
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.find(wanted)
+        if place >= 0:
+            start = content.rfind(b"gpu_device_info {", 0, place)
+            return content[start : content.find(b"\0", place)].decode()
+    raise UserError(f"--compile: jax {jax.__version__}'s CUDA plugin has no description of {gpu.description}; take"
+                    " Python 3.12 with jax 0.12, or --target-config FILE from a machine that has one")  # fmt: skip
+
+
+def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int) -> Mesh:
+    """The mesh of a configuration on GPUs that are not there. text: of `target_config`. hosts: None for as many as the
+    mesh needs. Raises `UserError` unless the mesh takes them all."""
+    sizes = asdict(config.mesh)
+    needed = 1
+    for size in sizes.values():
+        needed *= size
+    if hosts is None:
+        gpus_per_host = min(gpus_per_host, needed)
+        hosts = -(-needed // gpus_per_host)
+    if hosts * gpus_per_host != needed:
+        shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "of one device"
+        raise UserError(f"mesh: {shape} takes {needed} GPUs; --hosts {hosts} --gpus-per-host {gpus_per_host} are"
+                        f" {hosts * gpus_per_host}; change the one or the other")  # fmt: skip
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology=f"1x{hosts}x{gpus_per_host}", target_config=text
+    )
+    return make_mesh(**sizes, devices=described.devices)
+
+
+def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
+    """The very step that trains, traced and compiled."""
+    attention, _ = attention_of(config, precision_of(config.precision), mesh)
+    check_toolkit(config, attention)
+    start = time.perf_counter()
+    parts = assemble(config, mesh)
+    lowered = parts.step.lower(parts.target, batch_of(config, mesh))
+    traced = time.perf_counter()
+    hosts = count_hosts(mesh)
+    program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
+    done = time.perf_counter()
+    return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
+
+
+def read(
+    program: Any, config: Config, parts: Parts, gpu: Gpu, hosts: int, rates: Rates, attention: str,
+    seconds: tuple[float, float],
+) -> Planned:  # fmt: skip
+    """What is to be said of a compiled step. seconds: that tracing and compiling took."""
+    footprint, text = footprint_of(program, config, parts), program.as_text()
+    assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
+    return Planned(
+        gpu, parts.target.step.sharding.mesh.size, hosts, attention, parts.model.parameters, footprint,
+        compiled_collectives(text), overlap(text, rates), text, *seconds,
+    )  # fmt: skip
+
+
+def memory_fraction() -> float:
+    """What jax takes of a GPU's memory here, by its environment variable."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEFAULT_FRACTION))

@@ -1,0 +1,179 @@
+"""A compiled program's text, taken apart: computations, and their instructions in the order of their schedule.
+
+Costs of single instructions are here as well: floating-point operations of matrix products, and bytes read and written.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxdist.plan.compiled.hlo import BITS
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_ARRAY = re.compile(r"\b(pred|bf16|c64|c128|[suf]\d+)(\w*)\[([\d,]*)\]")
+_INDEX = re.compile(r"/\*.*?\*/")
+FREE = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "add-dependency",
+})  # fmt: skip
+MOVES = frozenset({"bitcast", "reshape", "copy", "convert"})
+UPDATE = "dynamic-update-slice"
+READS = frozenset({"dynamic-slice", "slice", "gather"})
+Array = tuple[str, tuple[int, ...]]  # dtype, dims
+
+
+class Instruction(NamedTuple):
+    """shape: of the result, as text. operands: names of instructions in the same computation. rest: what follows them:
+    attributes, metadata, backend_config."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+
+    def called(self, key: str = "calls") -> str | None:
+        """The computation that an attribute names: calls, to_apply, body, ..."""
+        found = re.search(rf"\b{key}=%?([\w.-]+)", self.rest)
+        return None if found is None else found[1]
+
+
+Computation = dict[str, Instruction]
+
+
+def arrays(shape: str) -> list[Array]:
+    """The arrays in a shape, tuples flattened."""
+    found = _ARRAY.findall(shape)
+    return [(kind + more, tuple(int(dim) for dim in dims.split(",") if dim)) for kind, more, dims in found]
+
+
+def nbytes(shape: str) -> int:
+    """Bytes of a shape, tuples summed."""
+
+    def bits(dtype: str) -> int:
+        return BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])
+
+    return sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in arrays(shape))
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """(computations by name, name of the entry) of `compiled.as_text()`."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        head = _COMPUTATION.match(line)
+        if head and " = " not in line.partition("(")[0]:
+            current = computations.setdefault(head[2], {})
+            entry = head[2] if head[1] else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            current[found[1]] = _instruction(found[1], _INDEX.sub("", found[2]))
+    return computations, entry
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+    opcode, _, behind = text[end:].lstrip().partition("(")
+    last = _closing("(" + behind)
+    operands = tuple(re.findall(r"%([\w.-]+)", behind[: last - 1]))
+    return Instruction(name, text[:end], opcode.strip(), operands, behind[last:])
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis closes that the text begins with."""
+    depth = 0
+    for place in re.finditer(r"[()]", text):
+        depth += 1 if place[0] == "(" else -1
+        if not depth:
+            return place.start()
+    return len(text) - 1
+
+
+class Costs:
+    """What instructions cost on one device, assuming nothing but their shapes."""
+
+    def __init__(self, computations: dict[str, Computation]) -> None:
+        self.computations = computations
+        self._flops: dict[str, float] = {}
+
+    def flops(self, own: Instruction, inside: Computation) -> float:
+        """Floating-point operations of the matrix products of an instruction, those in what it calls included. Others
+        are not counted: they are bound by memory."""
+        if own.opcode == "dot":
+            return _of_dot(own, inside)
+        if own.opcode == "custom-call":
+            return _of_custom_call(own, inside)
+        name = own.called()
+        if name is None or name not in self.computations:
+            return 0.0
+        if name not in self._flops:
+            body = self.computations[name]
+            self._flops[name] = sum(self.flops(each, body) for each in body.values())
+        return self._flops[name]
+
+    def bytes(self, own: Instruction, inside: Computation) -> float:
+        """Bytes read and written in memory. Of what a fusion only slices, or updates a slice of, the slice counts."""
+        body = self.computations.get(own.called() or "")
+        if own.opcode.removesuffix("-start") != "fusion" or body is None:
+            return nbytes(own.shape) + sum(nbytes(inside[each].shape) for each in own.operands if each in inside)
+        return _written(body) + sum(_read_of_parameters(body))
+
+
+def _written(body: Computation) -> int:
+    """By a fusion: its results, or the slices of them that it updates in place."""
+    root = list(body.values())[-1]
+    written = 0
+    for name in root.operands if root.opcode == "tuple" else (root.name,):
+        each = body[name]
+        while each.opcode in MOVES and each.operands:
+            each = body[each.operands[0]]
+        if each.opcode != UPDATE:
+            written += nbytes(body[name].shape)
+        while each.opcode == UPDATE:
+            written += nbytes(body[each.operands[1]].shape)
+            each = body[each.operands[0]]
+    return written
+
+
+def _read_of_parameters(body: Computation) -> Iterator[int]:
+    source: dict[str, str] = {}  # of an instruction that only moves another: that one
+    users: dict[str, list[Instruction]] = {}
+    for each in body.values():
+        if each.opcode in MOVES and each.operands:
+            source[each.name] = source.get(each.operands[0], each.operands[0])
+            continue
+        for operand in each.operands:
+            users.setdefault(source.get(operand, operand), []).append(each)
+    for each in body.values():
+        if each.opcode != "parameter":
+            continue
+        mine = users.get(each.name, [])
+        first = [user for user in mine if source.get(user.operands[0], user.operands[0]) == each.name]
+        whole = len(first) != len(mine) or not mine
+        if not whole and all(user.opcode in READS for user in first):
+            yield sum(nbytes(user.shape) for user in first)
+        elif not whole and all(user.opcode == UPDATE for user in first):
+            yield 0
+        else:
+            yield nbytes(each.shape)
+
+
+def _of_dot(own: Instruction, inside: Computation) -> float:
+    left = arrays(inside[own.operands[0]].shape)[0][1] if own.operands and own.operands[0] in inside else ()
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", own.rest)
+    contracted = [left[int(dim)] for dim in found[1].split(",") if dim] if found and left else []
+    return 2.0 * math.prod(arrays(own.shape)[0][1]) * math.prod(contracted)
+
+
+def _of_custom_call(own: Instruction, inside: Computation) -> float:
+    """Of cuDNN's attention and of cuBLAS's products."""
+    found = re.search(r'custom_call_target="([^"]+)"', own.rest)
+    target = found[1] if found else ""
+    shapes = [arrays(inside[each].shape)[0][1] for each in own.operands[:2] if each in inside]
+    if "fmha" in target:  # queries [B, S, heads, width]: two products forward, five backward; half, if causal
+        forward = 4.0 * math.prod(shapes[0]) * shapes[0][1] * (0.5 if "CAUSAL" in own.rest else 1.0)
+        return forward * (2.5 if "Backward" in target else 1.0)
+    if "gemm" in target or "matmul" in target:  # [m, k] x [k, n] -> [m, n]: the root of the product of sizes is m k n
+        return 2.0 * math.sqrt(math.prod(map(math.prod, shapes)) * math.prod(arrays(own.shape)[0][1]))
+    return 0.0

@@ -1,0 +1,261 @@
+"""How much of a compiled step's communication is hidden behind computation, read from its schedule alone.
+
+Nothing runs. The schedule is replayed on one compute stream and one communication stream, loops as often as they run,
+with assumed rates: a collective starts when both streams have come to it, and what comes after its done waits for its
+end. The communication time that nobody waits for is hidden. The share compares schedules; it says nothing about
+seconds: products are not tuned ahead of time, the network is taken as a straight line, and neither stream slows the
+other.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from jaxdist.plan.compiled.hlo import OPS, group_size
+from jaxdist.plan.compiled.instructions import FREE, Computation, Costs, Instruction, arrays, nbytes, parse
+from jaxdist.plan.traced.ledger import wire_bytes
+
+WORTH_FLOPS = 1e8  # a matrix product below this is none: sums and scales written as products
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+class Rates(NamedTuple):
+    """What is assumed of a device. flops: a second, of matrix products. memory: bytes a second read and written.
+    network: bytes a second that it sends in a collective. latency: seconds of every collective besides."""
+
+    flops: float
+    memory: float
+    network: float
+    latency: float = 0.0
+
+
+class Travel(NamedTuple):
+    """One collective of the program. wire_bytes: what one device sends in one call. calls: a step. loop: rounds of the
+    loops around it, the outermost first; () outside of loops. asynchronous: issued and awaited apart. needed, between,
+    stall: seconds by the rates, of one call on average: what it takes, the computation between its start and its done,
+    and how long the computation waits for it. products: matrix products in between, of one call. name: op_name."""
+
+    op: str
+    dtype: str
+    group_size: int
+    wire_bytes: float
+    calls: int
+    loop: tuple[int, ...]
+    asynchronous: bool
+    needed: float
+    between: float
+    stall: float
+    products: float
+    name: str
+
+
+class Overlap(NamedTuple):
+    """rates: what was assumed. communication, stall, compute: seconds of a step by these. unknown_loops: loops whose
+    length the program does not say; they count as one round."""
+
+    rates: Rates
+    travels: list[Travel]
+    communication: float
+    stall: float
+    compute: float
+    unknown_loops: int
+
+    @property
+    def hidden(self) -> float:
+        """Share of the communication time that no computation waits for; 1 where nothing is sent."""
+        return 1 - self.stall / self.communication if self.communication else 1.0
+
+    @property
+    def synchronous_in_loops(self) -> list[Travel]:
+        """Collectives in loops that everything waits for."""
+        return [each for each in self.travels if each.loop and not each.asynchronous]
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one device sends in a step."""
+        return sum(each.wire_bytes * each.calls for each in self.travels)
+
+
+def overlap(text: str, rates: Rates) -> Overlap:
+    """Replay `compiled.as_text()`, which must be scheduled, as it is for GPUs."""
+    computations, entry = parse(text)
+    replay = _Replay(computations, rates)
+    replay.run(entry, ())
+    replay.settle()
+    travels = [
+        Travel(
+            each.op, each.dtype, each.group_size, each.wire_bytes, round(total.calls), each.loop, each.asynchronous,
+            each.needed, total.between / total.calls, total.stall / total.calls, total.products / total.calls,
+            each.name,
+        )
+        for each, total in zip(replay.met.values(), replay.totals.values(), strict=True)
+    ]  # fmt: skip
+    communication = sum(each.needed * each.calls for each in travels)
+    stall = sum(each.stall * each.calls for each in travels)
+    return Overlap(rates, travels, communication, stall, replay.compute, len(replay.unknown))
+
+
+class _Met(NamedTuple):
+    """A collective instruction."""
+
+    op: str
+    dtype: str
+    group_size: int
+    wire_bytes: float
+    loop: tuple[int, ...]
+    asynchronous: bool
+    needed: float
+    name: str
+
+
+class _Total(NamedTuple):
+    """Sums over the calls of a collective."""
+
+    calls: float = 0.0
+    between: float = 0.0
+    stall: float = 0.0
+    products: float = 0.0
+
+    def plus(self, *more: float, times: float = 1) -> "_Total":
+        return _Total(*(mine + times * other for mine, other in zip(self, more, strict=True)))
+
+
+class _Replay:
+    """The two streams. now: time of the compute stream; free: when the communication stream has sent all it was given.
+    flying: end of each collective that is under way, by its start. weight: how often what runs now is counted."""
+
+    def __init__(self, computations: dict[str, Computation], rates: Rates) -> None:
+        self.computations, self.rates, self.costs = computations, rates, Costs(computations)
+        self.now = self.free = self.compute = 0.0
+        self.weight = 1
+        self.flying: dict[tuple[str, str], float] = {}
+        self.met: dict[tuple[str, str], _Met] = {}
+        self.totals: dict[tuple[str, str], _Total] = {}
+        self.unknown: set[str] = set()
+        self._cost: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def run(self, name: str, loop: tuple[int, ...]) -> None:
+        """One run of a computation, instruction after instruction."""
+        body = self.computations[name]
+        for own in body.values():
+            if own.opcode in FREE or own.opcode.endswith("-update"):
+                continue
+            if own.opcode == "while":
+                self._loop(own, loop)
+            elif own.opcode == "conditional":
+                self.run(max(branches_of(own), key=lambda branch: self._sent(branch)), loop)
+            elif own.opcode.endswith("-done"):
+                if own.operands and (name, own.operands[0]) in self.flying:
+                    self._await((name, own.operands[0]))
+            elif (real := self._collective(own, body)) is not None:
+                self._send((name, own.name), own, real, loop)
+            elif own.opcode == "call" and (called := own.called("to_apply")) is not None:
+                self.run(called, loop)
+            else:
+                self._work(name, own, body)
+
+    def settle(self) -> None:
+        """Wait for what has no done."""
+        for key in list(self.flying):
+            self._await(key)
+
+    def _loop(self, own: Instruction, loop: tuple[int, ...]) -> None:
+        """Round after round, until two in a row are alike: the others are as these."""
+        known = _TRIPS.search(own.rest)
+        trips = int(known[1]) if known else 1
+        if known is None:
+            self.unknown.add(own.name)
+        body, before = own.called("body"), None
+        assert body is not None
+        for i in range(trips):
+            start, lag, totals, compute = self.now, max(0.0, self.free - self.now), dict(self.totals), self.compute
+            self.run(body, (*loop, trips))
+            this = self.now - start, lag, max(0.0, self.free - self.now)
+            if before is not None and _alike(before, this) and (rest := trips - i - 1):
+                for key, total in self.totals.items():
+                    was = totals.get(key, _Total())
+                    self.totals[key] = total.plus(*(a - b for a, b in zip(total, was, strict=True)), times=rest)
+                self.compute += (self.compute - compute) * rest
+                self.now += this[0] * rest
+                self.free += this[0] * rest
+                return
+            before = this
+
+    def _work(self, name: str, own: Instruction, body: Computation) -> None:
+        if (name, own.name) not in self._cost:
+            flops = self.costs.flops(own, body)
+            seconds = max(flops / self.rates.flops, self.costs.bytes(own, body) / self.rates.memory)
+            self._cost[name, own.name] = flops, seconds
+        flops, seconds = self._cost[name, own.name]
+        self.now += seconds
+        self.compute += seconds
+        for key in self.flying:
+            self.totals[key] = self.totals[key].plus(0, seconds, 0, flops > WORTH_FLOPS)
+
+    def _send(self, key: tuple[str, str], own: Instruction, real: Instruction, loop: tuple[int, ...]) -> None:
+        if key not in self.met:
+            self.met[key], self.totals[key] = self._meet(key[0], own, real, loop), _Total()
+        needed = self.met[key].needed
+        self.free = max(self.now, self.free) + needed
+        self.totals[key] = self.totals[key].plus(1, 0, 0, 0)
+        self.flying[key] = self.free
+        if not self.met[key].asynchronous:
+            self._await(key)
+
+    def _await(self, key: tuple[str, str]) -> None:
+        stall = max(0.0, self.flying.pop(key) - self.now)
+        self.now += stall
+        self.totals[key] = self.totals[key].plus(0, 0, stall, 0)
+
+    def _collective(self, own: Instruction, body: Computation) -> Instruction | None:
+        """The collective that an instruction is, or wraps."""
+        if own.opcode.removesuffix("-start") in OPS:
+            return own
+        if own.opcode.removesuffix("-start") in ("async", "fusion", "call"):
+            inside = self.computations.get(own.called() or own.called("to_apply") or "", {})
+            return next((each for each in inside.values() if each.opcode in OPS), None)
+        return None
+
+    def _meet(self, where: str, own: Instruction, real: Instruction, loop: tuple[int, ...]) -> _Met:
+        body = self.computations[where]
+        op, n = OPS[real.opcode.removesuffix("-start")], group_size(real.rest)
+        shapes = [body[each].shape for each in own.operands if each in body]
+        sent = wire_bytes(op, sum(map(nbytes, shapes)), n)
+        largest = max((array for shape in shapes for array in arrays(shape)), key=lambda array: math.prod(array[1]))
+        apart = own.opcode.endswith("-start") and '"is_sync":true' not in own.rest
+        named = re.search(r'op_name="([^"]*)"', real.rest)
+        needed = sent / self.rates.network + self.rates.latency
+        return _Met(op, largest[0], n, sent, loop, apart, needed, named[1] if named else real.name)
+
+    def _sent(self, name: str) -> float:
+        """Bytes that a branch of a condition sends: the one that sends most is replayed."""
+        body, total = self.computations[name], 0.0
+        for own in body.values():
+            if (real := self._collective(own, body)) is not None:
+                total += self._meet(name, own, real, ()).wire_bytes
+            elif own.opcode in ("while", "call", "conditional"):
+                trips = _TRIPS.search(own.rest) if own.opcode == "while" else None
+                inside = branches_of(own) or [own.called("body") or own.called("to_apply") or name]
+                total += max(map(self._sent, inside)) * (int(trips[1]) if trips else 1)
+        return total
+
+
+def branches_of(own: Instruction) -> list[str]:
+    """The computations of a conditional."""
+    named = [each.strip(" %") for group in _BRANCHES.findall(own.rest) for each in group.split(",")]
+    return named or [each for key in ("true_computation", "false_computation") if (each := own.called(key))]
+
+
+def _alike(one: Iterable[float], other: Iterable[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(one, other, strict=True))
+
+
+def by_loop(found: Overlap, worth: Callable[[Travel], bool] = lambda _: True) -> dict[tuple[int, ...], list[Travel]]:
+    """The collectives by the loops around them, most stall first in each."""
+    loops: dict[tuple[int, ...], list[Travel]] = {}
+    for each in sorted(found.travels, key=lambda each: -each.stall * each.calls):
+        if worth(each):
+            loops.setdefault(each.loop, []).append(each)
+    return loops

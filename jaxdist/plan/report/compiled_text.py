@@ -1,0 +1,126 @@
+"""What was compiled ahead of time, as text and for programs."""
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+
+from jaxdist.config.schema import Config
+from jaxdist.plan.compiled.ahead_of_time import MOST, Planned, memory_fraction, verdict
+from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
+from jaxdist.plan.report.text import amount
+from jaxdist.plan.traced.sharding import aligned
+
+HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "products", "waits", "what")
+
+
+def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
+    """Memory with the verdict, collectives, overlap (the `rows` largest of each loop; 0: all). network: as given to
+    `with_network`."""
+    gpu, footprint = planned.gpu, planned.footprint
+    level = str(jax.config.values["jax_optimization_level"]).replace("UNKNOWN", "XLA's own")
+    head = (f"Compiled for {planned.devices} x {gpu.description}, which are not here: {planned.parameters:,}"
+            f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
+            f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s")  # fmt: skip
+    memory = [(f"  {name}", amount(size), f"{size:,}") for name, size in memory_of(planned).items()]
+    text = [head, "", "Memory of a device:", *aligned(memory, right=(1, 2)), verdict_text(planned)]
+    if footprint.host:
+        text.append(f"and {amount(footprint.host)} of host memory a device")
+    apart = planned.hosts > 1 and network is None
+    return "\n".join([*text, "", *_collectives(planned), "", *overlap_text(planned.overlap, rows=rows, apart=apart)])
+
+
+def memory_of(planned: Planned) -> dict[str, int]:
+    """Bytes of one device, by what they are for."""
+    each = planned.footprint
+    return {
+        "arguments (state, batch)": each.arguments, "temporary (gradients, copies, activations)": each.temporary,
+        "outputs (new state, metrics)": each.outputs, "outputs that take arguments' place": each.aliased,
+        "peak": each.peak, f"there is ({planned.gpu.description})": planned.gpu.memory,
+    }  # fmt: skip
+
+
+def verdict_text(planned: Planned) -> str:
+    """One line: fits or not, by how much."""
+    found = verdict(planned.footprint, planned.gpu)
+    basis = f"of the {MOST:.0%} of a GPU's memory that JAX is assumed to get at most"
+    if not found.fits:
+        return f"does not fit, by {amount(-found.spare)} {basis}"
+    enough = min(MOST, round(found.fraction + 0.02, 2))
+    more = f"; set XLA_PYTHON_CLIENT_MEM_FRACTION={enough:.2f} or more" if found.fraction > memory_fraction() else ""
+    return f"fits, with {amount(found.spare)} to spare {basis}{more}"
+
+
+def _collectives(planned: Planned) -> list[str]:
+    """By op, dtype and size of the group."""
+    totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0.0])
+    for each in planned.collectives:
+        if each.group_size > 1:
+            total = totals[each.op, each.dtype, each.group_size]
+            total[0] += each.calls
+            total[1] += each.wire_bytes
+    lines = [("op", "dtype", "n", "calls", "sent")]
+    lines += [(op, dtype, str(n), f"{calls:.0f}", amount(sent))
+              for (op, dtype, n), (calls, sent) in sorted(totals.items(), key=lambda item: -item[1][1])]  # fmt: skip
+    sent, ideal = sum(each[1] for each in totals.values()), 6 * planned.parameters
+    share = f", {sent / ideal:.3f} x 6 bytes a parameter" if sent else ""
+    return [f"A device sends {amount(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
+
+
+def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list[str]:
+    """The replay: what is assumed, the shares, and each collective by the loop that it is in. apart: the rate inside a
+    host is assumed between hosts, which nobody has said."""
+    rates, between = found.rates, ", between hosts too: give --network" if apart else ""
+    text = [
+        "Overlap, by a replay of the compiled schedule; assumed, not measured: "
+        f"{rates.flops / 1e12:.0f} TFLOP/s in products, {rates.memory / 1e12:.2f} TB/s of memory, "
+        f"{rates.network / 1e9:.0f} GB/s sent{between}, {rates.latency * 1e6:.0f} us latency, one stream for each",
+        f"{found.hidden:.1%} of the communication is hidden: {found.communication * 1e3:.2f} ms of it beside"
+        f" {found.compute * 1e3:.1f} ms of computation by these rates, {found.stall * 1e3:.2f} ms waited for;"
+        f" synchronous in loops: {len(found.synchronous_in_loops)}",
+    ]  # fmt: skip
+    if found.unknown_loops:
+        text.append(f"{found.unknown_loops} loops of unknown length count as one round")
+    for loop, travels in by_loop(found, lambda each: each.group_size > 1).items():
+        text.append(f"In {' x '.join(map(str, loop))} rounds:" if loop else "Outside of loops:")
+        shown = travels[: rows or None]
+        text += [f"  {line}" for line in aligned([HEADINGS, *map(_row, shown)], right=(2, 3, 4, 6, 7, 8, 9))]
+        if rest := travels[len(shown) :]:
+            waited = sum(each.stall * each.calls for each in rest)
+            text.append(f"  ... and {len(rest)} more, {waited * 1e6:.0f} us waited for")
+    return text
+
+
+def _row(each: Travel) -> tuple[str, ...]:
+    micro = [f"{value * 1e6:.0f} us" for value in (each.needed, each.between)]
+    what = "/".join(each.name.rstrip(")").split("/")[-3:])
+    return (each.op, each.dtype, str(each.group_size), amount(each.wire_bytes), str(each.calls),
+            "async" if each.asynchronous else "SYNC", *micro, f"{each.products:.0f}",
+            f"{each.stall * each.calls * 1e6:.0f} us", what[-70:])  # fmt: skip
+
+
+def to_json(planned: Planned, config: Config) -> dict[str, Any]:
+    """{"gpu", "devices", "memory", "fits", "spare_bytes", "collectives", "overlap", ...}. Everything in "overlap" that
+    is seconds rests on "assumed"."""
+    found, replay = verdict(planned.footprint, planned.gpu), planned.overlap
+    return {
+        "gpu": planned.gpu.description, "devices": planned.devices, "hosts": planned.hosts, "jax": jax.__version__,
+        "optimization_level": str(jax.config.values["jax_optimization_level"]), "attention": planned.attention,
+        "parameters": planned.parameters, "lower_s": planned.lower_s, "compile_s": planned.compile_s,
+        "memory": planned.footprint._asdict() | {"peak": planned.footprint.peak, "capacity": planned.gpu.memory},
+        "fits": found.fits, "spare_bytes": found.spare,
+        "collectives": [each._asdict() for each in planned.collectives if each.group_size > 1],
+        "overlap": {
+            "assumed": replay.rates._asdict(), "hidden": replay.hidden, "wire_bytes": replay.wire_bytes,
+            "communication_s": replay.communication, "stall_s": replay.stall, "compute_s": replay.compute,
+            "unknown_loops": replay.unknown_loops, "synchronous_in_loops": len(replay.synchronous_in_loops),
+            "synchronous": sum(not each.asynchronous for each in replay.travels),
+            "travels": [each._asdict() for each in replay.travels],
+        },
+        "batch": {"global": config.data.global_batch, "length": config.data.seq_len},
+    }  # fmt: skip
+
+
+def with_network(rates: Rates, network: float | None, latency: float) -> Rates:
+    """The rates, with what the user assumes: GB/s sent (None: the table's), microseconds."""
+    return rates._replace(network=network * 1e9 if network else rates.network, latency=latency * 1e-6)

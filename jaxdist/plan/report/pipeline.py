@@ -1,0 +1,59 @@
+"""The pipeline of a configuration, before it runs: its table, in words and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist import registry
+from jaxdist.config.rules.pipeline import uneven
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
+from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate, table_of
+from jaxdist.plan.report.timeline import draw, simulate, to_text
+
+WIDEST = 40  # ticks: more do not fit beside each other on a terminal
+
+
+def ticks_of(config: Config) -> Ticks:
+    """The table that a configuration runs, with a stage for each place on the mesh axis pipe. Raises `UserError` where
+    there is none, or none for these counts."""
+    parallel, stages = config.parallel, config.mesh.pipe
+    table = table_of(parallel.schedule)
+    if table is None:
+        known = ", ".join(name for name in registry.names(SCHEDULES) if table_of(name) is not None)
+        raise UserError(f"parallel.schedule: {parallel.schedule!r} is no pipeline and has no timeline; these have one:"
+                        f" {known}")  # fmt: skip
+    if stages < 2:
+        raise UserError(f"mesh.pipe: {stages} is one stage, whose timeline shows nothing; give it 2 or more, with"
+                        f" parallel.schedule {parallel.schedule}")  # fmt: skip
+    return table(stages, parallel.microbatches, parallel.chunks)
+
+
+def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
+    """The table in a few lines: ticks, bubble, what is kept, what is sent; drawn as text if it is narrow. name: of the
+    schedule. blocks: see `simulate`."""
+    line, split, done = simulate(ticks, blocks=blocks), ticks.weights.shape[2] > 0, ticks.microbatches * ticks.chunks
+    chunks, kept, times = "", "microbatches", "once"
+    if ticks.chunks > 1:
+        chunks, kept, times = f", {ticks.chunks} chunks a stage", "chunks of microbatches", f"{ticks.chunks} times"
+    speed, costs = "all stages are equally fast", "whatever F and B cost"
+    if blocks:
+        speed, costs = f"a stage takes the time of its blocks, {', '.join(map(str, blocks))}", "and B costs two F"
+    costs = "and F, B and W cost the same" if split else costs
+    most, first, last = int(line.most_live.max()), line.most_live[0], line.most_live[-1]
+    late = f"; and what up to {allocate(ticks).cotangents.size} B leave for W" if split else ""
+    text = [
+        f"Timeline of {name}: {ticks.stages} stages, {ticks.microbatches} microbatches{chunks}",
+        f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}",
+        f"bubble {100 * line.bubble:.1f} %, if {speed}, {costs}",
+        f"a stage keeps up to {most} {kept}, the first {first}, the last {last}{late}",
+        f"a microbatch crosses each boundary {times} forward and {times} back: {done} of the {ticks.length} sends each"
+        " way, one a tick; the others carry nothing",
+    ]
+    return "\n".join([*text, *(["", to_text(ticks)] if ticks.length <= WIDEST else [])])
+
+
+def show(config: Config, ticks: Ticks, path: Path) -> str:
+    """Draw the table of a configuration to `path`, PNG or SVG; returns it `described`."""
+    name, blocks = config.parallel.schedule, uneven(config.parallel.stages)
+    draw(ticks, path, name=name, blocks=blocks)
+    return described(ticks, name=name, blocks=blocks)

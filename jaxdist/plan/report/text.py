@@ -1,0 +1,179 @@
+"""An explanation as text and as a picture."""
+
+from collections import Counter
+from pathlib import Path
+
+from jaxdist.plan.explain import Explanation
+from jaxdist.plan.remedies import Table
+from jaxdist.plan.traced.ledger import SENDS, Collective
+from jaxdist.plan.traced.sharding import aligned, rows_as_text
+
+
+def amount(nbytes: float) -> str:
+    """ "1.50 GiB", "12.0 KiB", "17 B"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def pytorch_term(each: Collective) -> str:
+    """What this is called where the user comes from."""
+    if (each.phase, each.purpose) in SENDS.values():
+        return "point to point"
+    if "tensor" in each.axes:
+        return "Megatron tensor parallel"
+    if each.purpose == "loss_and_weight":
+        return "dist.all_reduce(loss)"
+    if each.op == "all_gather":
+        return "ZeRO broadcast, once a step" if each.phase == "once a step" else "FSDP unshard"
+    if each.op == "reduce_scatter":
+        return "ZeRO-1 reduce" if each.phase == "once a step" else "FSDP reduce-scatter"
+    summed = each.purpose.startswith("gradients") and "activations" not in each.purpose
+    return "DDP buckets, HSDP all-reduce" if summed else "point to point"
+
+
+def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False) -> str:
+    """The report: collectives (the `rows` largest; 0: all), totals by axes, memory of a device. parameters: also how
+    each rests. activations: also what is kept for the backward pass, the `rows` largest."""
+    collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
+    rows = rows or max(len(collectives), len(explanation.activations or ()))
+    lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
+    for each in collectives[:rows]:
+        what = each.purpose + ("" if each.used is None else f", {each.used} of {each.calls} used")
+        what += " (in a branch)" if each.conditional else _on_stages(each.stages)
+        lines.append((each.op, "+".join(each.axes), str(each.group_size), each.dtype, amount(each.bytes_per_call),
+                      str(each.calls), amount(each.wire_bytes), each.link, each.phase, what, pytorch_term(each),
+                      each.source))  # fmt: skip
+    text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
+    if rest := collectives[rows:]:
+        text.append(f"... and {len(rest)} more, {amount(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)")
+    total = explanation.ledger.wire_bytes
+    axes = [f"over {'+'.join(name)} {amount(sent)}" for name, sent in explanation.ledger.total("axes").items()]
+    links = [f"{name} {amount(sent)}" for name, sent in explanation.ledger.total("link").items()]
+    parts = f": {', '.join(axes)}; {', '.join(links)}" if total else ""
+    text += ["", f"A device sends {amount(total)} a step{parts}"]
+    if explanation.added is not None:
+        sent = sum(each.wire_bytes for each in explanation.added)
+        text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {amount(sent)}")
+    text += _compiled(explanation)
+    text += ["", *memory_text(explanation)]
+    if explanation.activations is None:
+        text.append("Activations are not told apart for pipelines yet: --compile gives the temporary memory.")
+    elif explanation.added is None:
+        text.append("What a block needs beside these while it runs is not in the program: --compile measures it.")
+    text += _activations(explanation, rows) if activations else []
+    text += ["", rows_as_text(explanation.parameters)] if parameters else []
+    return "\n".join(text)
+
+
+def _on_stages(calls: tuple[int, ...]) -> str:
+    """Which stages of a pipeline make a call, where not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
+    found = [stage for stage, count in enumerate(calls) if count]
+    if len(found) in (0, len(calls)):
+        return ""
+    together = len(found) > 2 and found[-1] - found[0] == len(found) - 1
+    numbers = f"{found[0]}-{found[-1]}" if together else ", ".join(map(str, found))
+    return f" ({'stage' if len(found) == 1 else 'stages'} {numbers})"
+def memory_text(explanation: Explanation) -> list[str]:
+    """The table of what a device holds, line by line."""
+    held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
+    text = ["Memory of a device:", *aligned(held, right=(1, 2))]
+    if explanation.empty_rows:
+        text.append(f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
+                    " they are zeros, and all figures count them.")  # fmt: skip
+    return text
+
+
+def remedies_text(table: Table) -> str:
+    """The table of `plan.remedies`: what each change saves on a device and costs, the best first."""
+    now = table.now
+    lines = [("remedy", "peak", "saves", "", "FLOPs", "sent")]
+    compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
+    for each, cost in compiled:
+        saved = table.saved(each)
+        lines.append((" ".join(each.overrides), amount(cost.memory.peak), signed(saved),
+                      f"{saved / now.memory.peak:.1%}", _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
+                      _more(cost.wire_bytes, now.wire_bytes, amount(cost.wire_bytes))))  # fmt: skip
+    text = [f"Remedies. As it is, a device needs {amount(now.memory.peak)} at the peak of a step (state, batch, and "
+            f"{amount(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and sends "
+            f"{amount(now.wire_bytes)}:", *aligned(lines, right=(1, 2, 3, 4, 5))]  # fmt: skip
+    for each, cost in compiled:
+        if moved := cost.memory.host - now.memory.host:
+            text.append(f"{' '.join(each.overrides)}: {amount(moved)} a device rests in host memory; each step fetches "
+                        "it and puts it back")  # fmt: skip
+    for each in table.remedies:
+        if each.refused:
+            text.append(f"left out: {' '.join(each.overrides) or each.name}: {each.refused}")
+    return "\n".join(text)
+
+
+def signed(nbytes: float) -> str:
+    """"1.50 GiB", "-12.00 KiB"."""
+    return "-" * (nbytes < 0) + amount(abs(nbytes))
+
+
+def _more(value: float, before: float, alone: str) -> str:
+    """By how much, in percent; where there was nothing, how much there is."""
+    return f"{value / before - 1:+.1%}" if before else alone
+
+
+def _compiled(explanation: Explanation) -> list[str]:
+    """The ledger beside what was compiled, by op; nothing where nothing was."""
+    if not explanation.compiled:
+        return []
+    lines = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
+    for op, each in explanation.compiled.items():
+        lines.append((op, f"{each.ledger_elements:,.0f}", f"{each.compiled_elements:,.0f}", f"{each.ledger_calls:,}",
+                      f"{each.compiled_calls:,}", "" if each.agrees else "differs"))  # fmt: skip
+    title = "Beside the ledger, what is compiled for simulated devices: elements that a device sends a step, and calls:"
+    text = ["", title, *aligned(lines, right=(1, 2, 3, 4))]
+    if differing := [op for op, each in explanation.compiled.items() if not each.agrees]:
+        text.append(f"differs: this compiler merged, dropped or repeated some of {', '.join(differing)}")
+    return text
+
+
+def _activations(explanation: Explanation, rows: int) -> list[str]:
+    """The largest arrays that autodiff keeps, equal ones in one line; nothing where they are not known."""
+    if explanation.activations is None:
+        return []
+    counted = Counter(explanation.activations)
+    kept = sorted(counted.items(), key=lambda item: -item[0].bytes_per_device * item[1])
+    lines = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
+    for each, count in kept[:rows]:
+        shape = "x".join(map(str, each.shape)) or "scalar"
+        size = amount(each.bytes_per_device * count)
+        lines.append((each.what, each.kind, shape, each.dtype, str(count), size, each.source))
+    text = ["", "Kept for the backward pass of one microbatch, on one device:", *aligned(lines, right=(4, 5))]
+    if rest := kept[rows:]:
+        text.append(f"... and {len(rest)} more, {amount(sum(each.bytes_per_device * count for each, count in rest))}")
+    return text
+
+
+def draw(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
+    """Bytes that a device sends in a step: one bar for each purpose, the largest first, coloured by axes; on the right
+    the memory of a device."""
+    from matplotlib.figure import Figure  # half a second, which those who want no picture need not wait
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    sent, memory = figure.subplots(1, 2, width_ratios=(3, 2))
+    totals = explanation.ledger.total("purpose")
+    names = list(totals)[:bars]
+    left = dict.fromkeys(names, 0.0)
+    for i, axes in enumerate(explanation.ledger.total("axes")):
+        values = [sum(each.wire_bytes for each in explanation.ledger.collectives
+                      if each.purpose == name and each.axes == axes) / 2**20 for name in names]  # fmt: skip
+        sent.barh(names, values, left=list(left.values()), color=f"C{i}", label="+".join(axes))
+        left = {name: left[name] + value for name, value in zip(names, values, strict=True)}
+    sent.invert_yaxis()
+    more = f", the {bars} largest of {len(totals)}" if len(totals) > bars else ""
+    sent.set(xlabel="MiB a step", title=f"sent by one device, by purpose{more}")
+    if names:
+        sent.legend(title="over", fontsize=8)
+    held = [(name, size / 2**20) for name, size in explanation.memory.items()]
+    memory.barh([name.replace(", ", ",\n") for name, _ in held], [size for _, size in held], color="0.5")
+    memory.invert_yaxis()
+    memory.set(xlabel="MiB", title="memory of one device")
+    for axes_ in (sent, memory):
+        axes_.tick_params(axis="y", labelsize=8)
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""Facts of traced programs: collectives, activations, FLOPs, rounds of messages, sharding."""

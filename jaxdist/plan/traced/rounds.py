@@ -1,0 +1,231 @@
+"""The messages of a traced program, in rounds: who sends how many bytes to whom, and what must wait for what.
+
+Nothing runs and no device is needed, so that 64 devices can be counted on a laptop. What is read is the jaxpr, the very
+program that is compiled. Its scans are unrolled, its calls are followed, and bytes are those of what travels (bf16 as
+uint16 bits, int8 with its scales).
+
+A message's round comes after the rounds of all messages that its data depend on. Messages that do not depend on each
+other share a round as far as devices have ports: with `ports` = 1, the usual model (Hockney 1994), a device sends at
+most one message and receives at most one in a round. More ports stand for more links a device.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.collectives.cost import Cost
+from jaxdist.collectives.group import Pairs
+from jaxdist.collectives.varying import to_varying
+from jaxdist.errors import UserError
+from jaxdist.jaxpr.axes import moving_axes
+
+LARGE_PART = 4  # exchanges between pairs count from one fourth of the bytes on
+
+
+class Message(NamedTuple):
+    """nbytes from rank to rank, counted over all mesh axes as one in mesh order. call: number of its ppermute."""
+
+    source: int
+    target: int
+    nbytes: int
+    call: int
+
+
+Round = tuple[Message, ...]
+
+
+def rounds_of(
+    function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct, mesh: Mapping[str, int], ports: int = 1
+) -> list[Round]:
+    """The rounds of a function of arrays, as it would be called inside `shard_map`.
+
+    shapes: of the arguments on one device, which are typed varying over all axes. mesh: {axis: size}, slowest first.
+    Raises `UserError` as `read_rounds` does.
+    """
+    axes = tuple(mesh)
+    abstract = AbstractMesh(tuple(mesh.values()), axes, axis_types=(AxisType.Auto,) * len(axes))
+    n = math.prod(mesh.values())
+
+    def region(*stacked: jax.Array) -> Any:
+        results = function(*[x[0] for x in stacked])
+        return jax.tree.map(lambda x: to_varying(x, axes)[None], results)
+
+    everywhere = [jax.ShapeDtypeStruct((n, *shape.shape), shape.dtype) for shape in shapes]
+    active = P(tuple(axis for axis in axes if mesh[axis] > 1) or None)
+    run = jax.shard_map(region, mesh=abstract, in_specs=active, out_specs=active)
+    return read_rounds(jax.make_jaxpr(run)(*everywhere), ports=ports)
+
+
+def read_rounds(jaxpr: Any, *, ports: int = 1) -> list[Round]:
+    """The rounds of a jaxpr with `shard_map` in it, as from `jax.make_jaxpr`.
+
+    Raises `UserError` where they cannot be known: a psum or its kin (the library chooses its messages), a loop whose
+    length is not in the program, a branch that communicates otherwise than its sibling.
+    """
+    reader = _Reader(ports)
+    reader.read(jaxpr, [0] * len(getattr(jaxpr, "jaxpr", jaxpr).invars), {})
+    return [tuple(messages) for messages in reader.rounds]
+
+
+def sent(rounds: Sequence[Round], n: int) -> list[int]:
+    """Bytes that each of n ranks sends in all."""
+    return _per_rank([(message.source, message.nbytes) for messages in rounds for message in messages], n)
+
+
+def received(rounds: Sequence[Round], n: int) -> list[int]:
+    """Bytes that each of n ranks receives in all."""
+    return _per_rank([(message.target, message.nbytes) for messages in rounds for message in messages], n)
+
+
+def has_swap(messages: Round) -> bool:
+    """Whether two ranks send to each other in one ppermute."""
+    ends = {(message.source, message.target, message.call) for message in messages}
+    return any((target, source, call) in ends for source, target, call in ends)
+
+
+def largest(messages: Round) -> int:
+    """Most bytes that one rank sends or receives in this round."""
+    ends = [(message.source, True, message.nbytes) for message in messages]
+    ends += [(message.target, False, message.nbytes) for message in messages]
+    load: Counter[tuple[int, bool]] = Counter()
+    for rank, outwards, nbytes in ends:
+        load[rank, outwards] += nbytes
+    return max(load.values(), default=0)
+
+
+def counted(rounds: Sequence[Round], n: int, *, inner: int | None = None) -> Cost:
+    """The counted counterpart of `Algorithm.cost(...)`, in bytes.
+
+    inner: ranks in a row that are a fast neighbourhood. Rounds that stay inside those then count as `inside`, and swap
+    is about the others.
+    """
+    near = [inner is not None and all(m.source // inner == m.target // inner for m in messages) for messages in rounds]
+    serial = [largest(messages) for messages in rounds]
+    far = [(messages, size) for messages, size, inside in zip(rounds, serial, near, strict=True) if not inside]
+    swapped = sum(size for messages, size in far if has_swap(messages))
+    return Cost(
+        rounds=len(rounds),
+        busiest=max(sent(rounds, n)),
+        total=sum(sent(rounds, n)),
+        serial=sum(serial),
+        swap=swapped > 0 and LARGE_PART * swapped >= sum(size for _, size in far),
+        inside_rounds=sum(near),
+        inside=sum(size for size, inside in zip(serial, near, strict=True) if inside),
+    )
+
+
+def _per_rank(loads: Sequence[tuple[int, int]], n: int) -> list[int]:
+    totals = [0] * n
+    for rank, nbytes in loads:
+        totals[rank] += nbytes
+    return totals
+
+
+def _everywhere(pairs: Pairs, over: Sequence[str], mesh: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Pairs of ranks along some axes -> pairs of ranks of the mesh, for all coordinates of the other axes."""
+    strides = {axis: math.prod(list(mesh.values())[i + 1 :]) for i, axis in enumerate(mesh)}
+
+    def place(rank: int) -> int:
+        total = 0
+        for axis in reversed(over):
+            total += rank % mesh[axis] * strides[axis]
+            rank //= mesh[axis]
+        return total
+
+    others = [range(0, mesh[axis] * strides[axis], strides[axis]) for axis in mesh if axis not in over]
+    offsets = [sum(offset) for offset in itertools.product(*others)]
+    return [(place(source) + offset, place(target) + offset) for offset in offsets for source, target in pairs]
+
+
+def _communicates(jaxpr: Any) -> bool:
+    equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(moving_axes(e) or any(_communicates(sub) for sub in jaxprs_in_params(e.params)) for e in equations)
+
+
+class _Reader:
+    """Walks jaxprs. Every value has a time: the number of rounds after which it is there."""
+
+    def __init__(self, ports: int) -> None:
+        self.ports = ports
+        self.rounds: list[list[Message]] = []
+        self.used: list[Counter[tuple[int, bool]]] = []  # of each round: messages by (rank, whether it sends)
+        self.calls = 0
+
+    def read(self, jaxpr: Any, times: Sequence[int], mesh: Mapping[str, int]) -> list[int]:
+        """Times of the arguments -> times of the results."""
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        known = dict(zip(jaxpr.invars, times, strict=True))
+
+        def time(value: Any) -> int:
+            return 0 if isinstance(value, Literal) else known.get(value, 0)
+
+        for equation in jaxpr.eqns:
+            results = self.equation(equation, [time(value) for value in equation.invars], mesh)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [time(value) for value in jaxpr.outvars]
+
+    def equation(self, equation: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
+        """Times of one equation's results."""
+        name, subs = equation.primitive.name, list(jaxprs_in_params(equation.params))
+        together = [max(times, default=0)] * len(equation.outvars)
+        if name == "ppermute":
+            pairs = _everywhere(equation.params["perm"], moving_axes(equation), mesh)
+            return [self.send(x.aval, pairs, time) for x, time in zip(equation.invars, times, strict=True)]
+        if moving_axes(equation):
+            raise UserError(f"{name}: its messages are the library's choice; choose an algorithm other than native")
+        if not any(map(_communicates, subs)):
+            return together
+        if name == "scan":
+            return self.scan(equation, subs[0], times, mesh)
+        if name == "cond":
+            return self.branches(subs, times, mesh)
+        if name == "while":
+            raise UserError("while: its number of rounds is not in the program; give fori_loop bounds that are")
+        if len(subs) != 1 or len(getattr(subs[0], "jaxpr", subs[0]).invars) != len(times):
+            raise UserError(f"{name}: communicates in a way that cannot be followed")
+        return self.read(subs[0], times, dict(equation.params["mesh"].shape) if name == "shard_map" else mesh)
+
+    def send(self, aval: Any, pairs: Pairs, time: int) -> int:
+        """One ppermute, in the first round from `time` on in which all its ends have a port left."""
+        ends = Counter((end, outwards) for pair in pairs for end, outwards in zip(pair, (True, False), strict=True))
+        while time < len(self.rounds) and any(self.used[time][end] + ends[end] > self.ports for end in ends):
+            time += 1
+        if time == len(self.rounds):
+            self.rounds.append([])
+            self.used.append(Counter())
+        nbytes = math.prod(aval.shape) * aval.dtype.itemsize
+        self.rounds[time] += [Message(source, target, nbytes, self.calls) for source, target in pairs]
+        self.used[time] += ends
+        self.calls += 1
+        return time + 1
+
+    def scan(self, equation: Any, body: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
+        """Arguments are (constants, carry, rows), results (carry, rows); rows have a dim more outside than inside."""
+        inner = getattr(body, "jaxpr", body)
+        rows = sum(a.aval.ndim != b.aval.ndim for a, b in zip(equation.invars, inner.invars, strict=True))
+        carried = sum(a.aval.ndim == b.aval.ndim for a, b in zip(equation.outvars, inner.outvars, strict=True))
+        constants = len(times) - rows - carried
+        fixed, carry, rest = times[:constants], times[constants : len(times) - rows], times[len(times) - rows :]
+        latest = [0] * (len(equation.outvars) - carried)
+        for _ in range(equation.params["length"]):
+            results = self.read(body, [*fixed, *carry, *rest], mesh)
+            carry, latest = results[:carried], list(map(max, latest, results[carried:]))
+        return [*carry, *latest]
+
+    def branches(self, subs: Sequence[Any], times: list[int], mesh: Mapping[str, int]) -> list[int]:
+        """Branches must send the same, as which one runs is not in the program."""
+        sent_by = []
+        for sub in subs:
+            alone = _Reader(self.ports)
+            alone.read(sub, [0] * (len(times) - 1), mesh)
+            sent_by.append(alone.rounds)
+        if any(rounds != sent_by[0] for rounds in sent_by):
+            raise UserError("cond: its branches communicate differently, and which one runs is not in the program")
+        return self.read(subs[0], [max(time, times[0]) for time in times[1:]], mesh)

@@ -1,0 +1,1 @@
+"""Number types: policies, casts operation by operation, loss scaling, rounding that repeats."""

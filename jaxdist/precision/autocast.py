@@ -1,0 +1,189 @@
+"""Mixed precision operation by operation, for any JAX function: what Apex calls O1 and PyTorch `torch.amp.autocast`.
+
+The function is traced to a jaxpr, in the dtypes that it was written for, and evaluated equation by equation. What an
+equation's operands are cast to goes by its primitive; docs/precision.md has the lists beside those of
+torch/aten/src/ATen/autocast_mode.h and apex/amp/lists:
+
+- matrix products and convolutions (`HALF`): to the half type, in which the result is too;
+- functions that leave its range or lose digits in it, and reductions (`FP32`): to fp32;
+- elementwise functions, and what moves values (`WIDEST`): to the widest type among the operands. Constants written in
+  the code take the type of the others, unless the half type cannot hold them;
+- everything else (custom_vjp, whose rule stays; sums over mesh axes; kernels): to the types that it was traced with.
+
+Loops, conditions and `jax.checkpoint` are entered; what a loop carries keeps its type. float64 is never cast.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from jaxdist.errors import UserError
+from jaxdist.jaxpr.evaluate import apply, evaluate, where_written
+
+PyTree = Any
+HALF = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+FP32 = frozenset({
+    "acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh", "tan",
+    "exp", "exp2", "expm1", "log", "log1p", "pow", "integer_pow", "square", "rsqrt",
+    "erf", "erfc", "erf_inv", "lgamma", "digamma",
+    "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_window_sum",
+    "cumsum", "cumprod", "cumlogsumexp", "logsumexp",
+})  # fmt: skip
+WIDEST = frozenset({
+    "add", "add_any", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "sqrt", "cbrt",
+    "sin", "cos", "atan", "atan2", "tanh", "logistic", "floor", "ceil", "round", "is_finite",
+    "eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "cummax", "cummin", "reduce_window_max",
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad", "copy", "copy_p",
+    "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "select_n", "split",
+    "stop_gradient", "optimization_barrier", "name", "convert_element_type", "reduce_precision",
+    "pvary", "pcast", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
+})  # fmt: skip
+CALLS = ("jit", "closed_call")
+LOOPS = ("scan", "while", "cond")
+REMAT = ("checkpoint", "remat2")
+
+
+def autocast(function: Callable[..., Any], half: Any = "float16") -> Callable[..., Any]:
+    """The function with its operations in `half` ("float16" or "bfloat16") or fp32, each by its kind: see the module.
+
+    It takes pytrees of arrays and returns what `function` returns, in the same dtypes. It can be differentiated, be
+    called under `jax.jit`, `jax.checkpoint` and `jax.shard_map`, and call itself any of them. Parameters stay what they
+    are: their gradients have their dtype. Raises `UserError` for another half type.
+    """
+    if half not in ("float16", "bfloat16") and half not in (jnp.float16, jnp.bfloat16):
+        raise UserError(f"autocast: half={half!r} is not known; allowed: float16, bfloat16")
+    dtype = np.dtype(jnp.dtype(half))
+
+    @functools.wraps(function)
+    def cast(*arguments: Any, **keywords: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **keywords)
+        results = _Autocast(dtype).as_traced(traced, jax.tree.leaves((arguments, keywords)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return cast
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(_dtype(x), jnp.floating))
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def _to(x: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(x, dtype) if _dtype(x) != dtype else x
+
+
+def _typed(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The values in the dtypes of the jaxpr's variables. What is no float has its own already."""
+    return [_to(x, atom.aval.dtype) if _is_float(x) else x for atom, x in zip(atoms, values, strict=True)]
+
+
+class _Autocast:
+    """One evaluation. constants: values that were made of constants in the code only, by id."""
+
+    def __init__(self, half: Any) -> None:
+        self._half, self._constants = half, dict[int, Any]()
+        self._ways = {
+            **dict.fromkeys(HALF, self._in_half), **dict.fromkeys(FP32, self._in_fp32),
+            **dict.fromkeys(WIDEST, self._in_widest), **dict.fromkeys(REMAT, self._checkpoint),
+            **dict.fromkeys(LOOPS, self._inside), "custom_jvp_call": self._custom_jvp,
+        }  # fmt: skip
+
+    def run(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr, closed or not, in the dtypes that come out."""
+        inner, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+        return evaluate(inner, constants, values, self._bind, calls=CALLS)
+
+    def as_traced(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+        """The same, in the dtypes that it was traced with."""
+        return _typed(getattr(jaxpr, "jaxpr", jaxpr).outvars, self.run(jaxpr, values))
+
+    def _bind(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        with where_written(equation):
+            way = self._ways.get(equation.primitive.name, self._in_traced)
+            settled = equation.params.get("out_dtype") is not None
+            if settled or any(_dtype(x) == jnp.float64 or jnp.iscomplexobj(x) for x in operands):
+                way = self._in_traced
+            return way(equation, operands)
+
+    def _in_traced(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        return apply(equation, _typed(equation.invars, operands))
+
+    def _in_half(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        if not all(_is_float(x) for x in (*operands, equation.outvars[0].aval)):
+            return self._in_traced(equation, operands)
+        changed = equation.replace(params=equation.params | {"preferred_element_type": self._half})
+        return apply(changed, [_to(x, self._half) for x in operands])
+
+    def _in_fp32(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        return apply(equation, [_to(x, np.dtype(np.float32)) if _is_float(x) else x for x in operands])
+
+    def _in_widest(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        name, floats = equation.primitive.name, [x for x in operands if _is_float(x)]
+        if name == "mul" and equation.invars[0] is equation.invars[1]:  # a square, written as most people write it
+            return self._in_fp32(equation, operands)
+        if all(self._weak(x) for x in floats or operands):
+            results = self._in_traced(equation, operands)
+            self._constants |= {id(result): result for result in results}
+            return results
+        if name == "convert_element_type" or not floats:  # to the type that is written there
+            return apply(equation, operands)
+        widest = self._widest(floats)
+        return apply(equation, [_to(x, widest) if _is_float(x) else x for x in operands])
+
+    def _widest(self, floats: Sequence[Any]) -> Any:
+        dtypes = {_dtype(x) for x in floats if not self._weak(x)}
+        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)  # float16 and bfloat16 too
+
+    def _weak(self, x: Any) -> bool:
+        """Whether x has no type of its own: a constant in the code, which the half type can hold, or made of such."""
+        if isinstance(x, jax.Array) or np.ndim(x):
+            return id(x) in self._constants
+        size, limits = abs(float(x)), jnp.finfo(self._half)
+        return size == 0 or not np.isfinite(size) or float(limits.tiny) <= size <= float(limits.max)
+
+    def _custom_jvp(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """As traced, for its rule; the result of an elementwise one (relu) is as wide as what it was given."""
+        results = self._in_traced(equation, operands)
+        floats = [x for x in operands if _is_float(x) and not self._weak(x)]
+        if not floats or not _names(equation) <= WIDEST | {*CALLS, "custom_jvp_call"}:
+            return results
+        widest = self._widest(floats)
+        return [_to(x, widest) if _is_float(x) else x for x in results]
+
+    def _checkpoint(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        if equation.params["differentiated"]:  # the gradient of one, inside the function: its dtypes are settled
+            return self._in_traced(equation, operands)
+        policy, prevent_cse = equation.params["policy"], equation.params["prevent_cse"]
+        run = lambda *values: self.run(equation.params["jaxpr"], values)  # noqa: E731
+        return list(jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*operands))
+
+    def _inside(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """A loop or a condition: what is in it is cast, what goes in and comes out is as traced."""
+        params = {name: self._rewritten(value) for name, value in equation.params.items()}
+        return apply(equation.replace(params=params), _typed(equation.invars, operands))
+
+    def _rewritten(self, value: Any) -> Any:
+        """A parameter of an equation; a jaxpr, or a tuple of them, with its operations cast."""
+        if isinstance(value, tuple) and all(hasattr(each, "eqns") for each in value):
+            return tuple(map(self._rewritten, value))
+        if not hasattr(value, "eqns"):
+            return value
+        return jax.make_jaxpr(lambda *values: self.as_traced(value, values))(*value.in_avals)
+
+
+def _names(equation: Any) -> set[str]:
+    """The primitives inside an equation."""
+    found: set[str] = set()
+    for inner in jaxprs_in_params(equation.params):
+        for each in getattr(inner, "jaxpr", inner).eqns:
+            found |= {each.primitive.name} | _names(each)
+    return found

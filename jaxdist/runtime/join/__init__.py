@@ -1,0 +1,1 @@
+"""Joining a job: its description in the environment, the roll call of its processes."""

@@ -1,0 +1,109 @@
+"""Joining a job of several processes: the roll call, then JAX's own service, on one address only."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` finds out by itself
+
+from jaxdist.errors import UserError
+from jaxdist.runtime.join import rendezvous_file
+from jaxdist.runtime.join.environment import FREE_PORT, JOB_ID, Job, split_address
+from jaxdist.runtime.join.roll_call import (
+    Meeting,
+    MissingPeers,
+    PortTaken,
+    address,
+    gather,
+    join_timeout,
+    listen,
+    report,
+)
+
+HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
+NAME_S = 30.0  # until process 0's own name must be known to it
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+
+
+def join(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
+    """`jax.distributed.initialize` for this job, once all its processes are there. Must run before JAX starts its
+    devices.
+
+    The service of process 0 has no authentication: it listens on the coordinator's address alone, or on
+    JAX_COORDINATOR_BIND_ADDRESS, also where JAX has to find out the job. Raises `MissingPeers`, naming the ranks, when
+    some do not come within JAXDIST_JOIN_TIMEOUT seconds, or when a launcher's choice of a port is taken, and
+    `UserError` for a port of the user's that is taken, a rank given twice, an address that is not this machine's.
+    heartbeat: seconds until JAX holds a silent process for dead.
+    """
+    seconds = join_timeout(os.environ)
+    options: dict[str, Any] = {
+        "initialization_timeout": max(1, round(seconds)), "heartbeat_timeout_seconds": heartbeat
+    }  # fmt: skip
+    if job.gpus is not None:
+        options["local_device_ids"] = list(job.gpus)  # an empty list is all; left out, SLURM gets one GPU a task
+    if job.detect:
+        job = _detect(job, seconds)
+    assert job.processes is not None and job.rank is not None
+    if job.rank == 0:
+        coordinator = options["coordinator_bind_address"] = _gather(job, job.processes, seconds)
+    else:
+        coordinator = _report(job, job.rank, job.processes, seconds)
+    jax.distributed.initialize(coordinator, job.processes, job.rank, **options)
+
+
+def _detect(job: Job, seconds: float) -> Job:
+    """The job with what JAX finds out about it. Raises `UserError`."""
+    known = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        coordinator, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            known, None, None, [], None, max(1, round(seconds))
+        )
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"the launcher of this job tells JAX too little ({error}); give --init-method") from error
+    if coordinator is None or processes is None or rank is None or not 0 <= rank < processes:
+        found = f"coordinator {coordinator}, {processes} processes, rank {rank}"
+        raise UserError(f"the launcher of this job tells JAX too little ({found}); give --init-method")
+    return job._replace(coordinator=coordinator, processes=processes, rank=rank, detect=False)
+
+
+def _gather(job: Job, processes: int, seconds: float) -> str:
+    """Process 0's part of the roll call: "address:port" that was listened on, and is free again."""
+    key = os.environ.get(JOB_ID, "")
+    if job.file is None:
+        assert job.coordinator is not None
+        host, port = split_address(os.environ.get(BIND) or job.coordinator)
+    else:
+        host, port = os.environ.get("MASTER_ADDR") or rendezvous_file.own_address(), 0
+    try:
+        server = listen(host, port, min(NAME_S, seconds))
+    except PortTaken as error:
+        if os.environ.get(FREE_PORT):  # the launcher's choice, taken since: it makes another one
+            raise MissingPeers(f"{error}") from error
+        raise
+    with server:
+        bound = address(*server.getsockname()[:2])
+        if job.file is None:
+            gather(server, processes=processes, key=key, seconds=seconds)
+            return bound
+        path = Path(job.file)
+        meeting = rendezvous_file.announce(path, server, key)
+        try:
+            gather(server, processes=processes, key=meeting.key, seconds=seconds)
+        finally:
+            rendezvous_file.remove(path, meeting)
+        return bound
+
+
+def _report(job: Job, rank: int, processes: int, seconds: float) -> str:
+    """Another process's part: "address:port" at which process 0's service is."""
+    key = os.environ.get(JOB_ID, "")
+
+    def find() -> Meeting | None:
+        if job.file is None:
+            assert job.coordinator is not None
+            return Meeting(*split_address(job.coordinator), key)
+        meeting = rendezvous_file.read(Path(job.file))
+        return meeting if meeting and meeting.key.rpartition("/")[0] == key else None
+
+    return address(*report(find, rank=rank, processes=processes, seconds=seconds))

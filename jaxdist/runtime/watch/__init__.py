@@ -1,0 +1,1 @@
+"""Watching a job: hangs, lost ranks, replicas that differ, signals."""

@@ -1,0 +1,339 @@
+"""The watch of a job: a thread in each process that ends all of them when one is lost, stuck or failed, and says which.
+
+JAX's collectives wait for a lost rank for minutes, for a stuck one for ever, and its service aborts without a name. The
+threads talk over connections of their own (`channel`): rank 0 hears from all and judges (`verdict`); the others judge
+rank 0. docs/watchdog.md says what is seen, after how long, and what is not.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import UserError
+from jaxdist.processes import Place, place
+from jaxdist.runtime.watch import blame as judge
+from jaxdist.runtime.watch.blame import Beat, Failure, Verdict, beat_of
+from jaxdist.runtime.watch.channel import CONNECT_S, Channel, Message
+from jaxdist.runtime.watch.progress import Breadcrumbs, Pace
+
+TURN_S = 0.2  # the thread looks around this often, and when something comes
+GATHER_S = 0.5  # one loss brings about others: wait for them, to name the first
+DOUBT_S = 2.0  # where a symptom is all there is, a rank that is behind or silent for this long is its cause
+LEAVE_S = 3.0  # rank 0 ends last, because JAX aborts the others when it ends; it waits for them for this long
+ANSWER_S = 6.0  # a failed rank waits this long to hear whether it is to blame
+FRAMES = 4  # of the main thread, on the console
+STACKS = "stacks"  # folder of the run directory
+
+
+class Watch:
+    """Of one process. Outside of a job of several it does nothing. set_s: `train.watchdog_s`."""
+
+    def __init__(self, set_s: float | None = None) -> None:
+        self.crumbs = Breadcrumbs(self._paced)
+        self.folder: Path | None = None  # the run directory, once it is known
+        self._set_s, self._here = set_s, Place(0, 1)
+        self._thread: threading.Thread | None = None
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._answer, self._agreed, self._left_alone = threading.Event(), threading.Event(), threading.Event()
+        self._difference: str | None = None
+        self._number = 0
+        self._beats: dict[int, tuple[Beat, float]] = {}  # and when it was heard
+        self._heard: dict[int, float] = {}
+        self._failures: dict[int, Failure] = {}
+        self._gone: list[tuple[int, float]] = []
+        self._bye: set[int] = set()
+        self._facts: dict[int, dict[int, Mapping[str, Any]]] = {}
+        self._paces: dict[int, dict[int, Pace]] = {}
+        self._verdict: Verdict | None = None
+        self._turned = self._said = self._begun = 0.0
+
+    @contextlib.contextmanager
+    def opened(self, facts: Mapping[str, Any]) -> Iterator[None]:
+        """Connect the ranks of the job that this process has joined, and go no further unless their facts agree.
+        Inside, an exception is told to the other ranks. Raises `UserError` where they do not agree."""
+        self._here = place()
+        if self._here.processes > 1:
+            self._channel = Channel(self._here)
+            self._turned = self._begun = time.monotonic()
+            self._heard = {} if self._here.rank == 0 else {0: self._begun}
+            self._catch_aborts()
+            self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self._thread.start()
+        with self.reporting():
+            self.agree(facts)
+            yield
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An exception inside is told to the other ranks, and raised again when they have heard it. Where it comes of
+        another rank's loss, the process ends here instead, with that told."""
+        try:
+            yield
+        except BaseException as error:
+            if self._thread is not None and self._difference is not None:
+                self.close()  # all ranks raise it
+            elif self._thread is not None:
+                first = (str(error).strip().splitlines() or [""])[0][:300]
+                self._fail(f"{type(error).__name__}: {first}", 2 if isinstance(error, UserError) else 1, error)
+            raise
+
+    def _fail(self, text: str, status: int, error: BaseException | None) -> None:
+        symptom = error is None or judge.is_symptom(error)
+        self._outbox.put({"failed": text, "status": status, "symptom": symptom})
+        self._answer.wait(ANSWER_S)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raise `UserError` on every rank unless all of them come with the same facts."""
+        if self._thread is None:
+            return
+        self._number += 1
+        self._agreed.clear()
+        self._outbox.put({"facts": dict(facts), "number": self._number})
+        self._agreed.wait()
+        if self._difference is not None:
+            raise UserError(self._difference)
+
+    def close(self) -> None:
+        """Nobody need watch any more: all is done."""
+        if self._thread is not None and self._thread.is_alive():
+            self._outbox.put({"bye": True})
+            self._thread.join(LEAVE_S)
+            if self._difference is None:
+                self._libc.signal(signal.SIGABRT, self._before)
+        self._thread = None
+
+    def _paced(self, pace: Pace) -> None:
+        if self._thread is not None:
+            self._outbox.put({"pace": pace.step, "seconds": pace.seconds})
+
+    def _catch_aborts(self) -> None:
+        """JAX aborts this process a tenth of a second after rank 0 is gone. The thread that aborts is held up until the
+        watch has named who is lost."""
+
+        def handler(_: int) -> None:
+            self._fail("the runtime aborted the process (SIGABRT)", 1, None)
+            time.sleep(DOUBT_S)  # if another thread is ending the process, let it
+
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)  # kept: the system calls it
+        self._libc = ctypes.CDLL(None)
+        self._libc.signal.restype, self._libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+        self._before = self._libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+
+    # What follows runs in the watching thread.
+
+    def _watch(self) -> None:
+        try:
+            while self._here.rank not in self._bye:
+                self._turn()
+            if self._difference is None:
+                self._channel.close()
+            else:  # they end by themselves, and their connections with them
+                self._wait_for_others(set())
+        except BaseException:  # without its watch a rank looks dead to the others: then it had better be
+            traceback.print_exc()
+            os._exit(1)
+
+    def _turn(self) -> None:
+        news = self._channel.poll(TURN_S)
+        now = time.monotonic()
+        if now - self._turned > DOUBT_S:  # this process was stopped: what the others said meanwhile is only read now
+            self._heard = dict.fromkeys(self._heard, now)
+        self._turned = now
+        for rank, message in news:
+            self._hear(rank, message, now)
+        for rank in self._channel.connected:
+            self._heard.setdefault(rank, now)
+        self._beats[self._here.rank] = (beat_of(self.crumbs.last, now), now)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tell(self._outbox.get_nowait(), now)
+        if now - self._said > min(1.0, self._silence / 10):
+            self._said = now
+            self._tell({"beat": list(self._beats[self._here.rank][0])}, now)
+        if self._verdict is None:
+            self._verdict = self._judge(now)
+            if self._verdict is not None:
+                self._end(self._verdict)
+
+    def _tell(self, message: Message, now: float) -> None:
+        """Rank 0, and on rank 0 nobody but for beats and farewells, which all of them hear."""
+        if self._here.rank != 0:
+            self._channel.send(0, message)
+            if "failed" in message:
+                self._hear(self._here.rank, message, now)
+        elif "beat" in message or "bye" in message:
+            self._channel.broadcast(message)
+        else:
+            self._hear(0, message, now)
+        if "bye" in message:
+            self._bye.add(self._here.rank)
+
+    def _hear(self, rank: int, message: Message | None, now: float) -> None:
+        self._heard[rank] = now
+        if message is None:
+            if rank not in self._bye:
+                self._gone.append((rank, now))
+        elif "beat" in message:
+            self._beats[rank] = (Beat(*message["beat"]), now)
+        elif "failed" in message:
+            self._failures[rank] = Failure(message["failed"], message["status"], message["symptom"], now)
+        elif "facts" in message:
+            self._compare(message["number"], rank, message["facts"])
+        elif "agreed" in message:
+            self._difference = message["agreed"]
+            self._agreed.set()
+        elif "pace" in message:
+            self._look_at_paces(message["pace"], rank, message["seconds"])
+        elif "verdict" in message and self._verdict is None:
+            kind, ranks, text, status = message["verdict"]
+            self._verdict = Verdict(kind, tuple(ranks), text, status)
+            self._end(self._verdict)
+        elif "bye" in message:
+            self._bye.add(rank)
+
+    def _compare(self, number: int, rank: int, facts: Mapping[str, Any]) -> None:
+        """Rank 0: when all have come, say how they differ."""
+        known = self._facts.setdefault(number, {})
+        known[rank] = facts
+        if len(known) == self._here.processes:
+            self._difference = judge.refused(self._facts.pop(number))
+            self._channel.broadcast({"agreed": self._difference})
+            self._agreed.set()
+
+    def _look_at_paces(self, step: int, rank: int, seconds: dict[str, float]) -> None:
+        """Rank 0: when all have come, say who is slow."""
+        known = self._paces.setdefault(step, {})
+        known[rank] = Pace(step, seconds)
+        if len(known) == self._here.processes:
+            line = judge.slow(self._paces.pop(step))
+            if line is not None:
+                say(line)
+
+    @property
+    def _silence(self) -> float:
+        """Seconds without a word after which a process is not running. Its thread speaks however long a step is."""
+        return judge.limit_of(self._set_s, 0.0)
+
+    def _judge(self, now: float) -> Verdict | None:
+        beats = {
+            rank: beat._replace(age=beat.age + now - at) for rank, (beat, at) in self._beats.items()
+            if rank not in self._bye
+        }  # fmt: skip
+        lost = self._judge_losses(beats, now)
+        if lost is not None:
+            return lost
+        for rank, at in self._heard.items():
+            if rank not in self._bye | {self._here.rank} and now - at > self._silence:
+                return judge.silent(beats, rank, now - at)
+        if self._here.rank != 0:
+            return None
+        missing = set(range(1, self._here.processes)) - self._channel.connected - self._bye
+        if missing and now - self._begun > CONNECT_S and not missing & set(self._heard):
+            text = f"has joined, but not connected to the watch of rank 0 in {CONNECT_S:.0f} s"
+            return Verdict("gone", (min(missing),), f"gone: rank {min(missing)} {text}", 75)
+        late = judge.behind(beats, judge.limit_of(self._set_s, self.crumbs.median_step)) if beats else ()
+        quiet = {rank: now - self._heard[rank] for rank in late if rank != 0}
+        mute = max(quiet, key=lambda rank: quiet[rank], default=0)
+        if quiet and quiet[mute] > DOUBT_S:  # a process that is stopped says nothing of being stuck
+            return judge.silent(beats, mute, quiet[mute])
+        return judge.stuck(beats, late) if late else None
+
+    def _judge_losses(self, beats: dict[int, Beat], now: float) -> Verdict | None:
+        """Of processes that ended, and exceptions. The cause is to be named, not what it brought about elsewhere."""
+        roots = {rank: each for rank, each in self._failures.items() if not each.symptom}
+        times = [each.at for each in self._failures.values()] + [at for _, at in self._gone]
+        if not times:
+            return None
+        waited, here = now - min(times), self._here.rank
+        everybody = len(self._failures) + len(self._gone) == self._here.processes
+        if here != 0:  # only of rank 0 does this process know
+            if self._gone:
+                return judge.gone(beats, [0])
+            quiet = now - self._heard[0]
+            return judge.silent(beats, 0, quiet) if quiet > DOUBT_S and not roots else None
+        if waited < GATHER_S and not everybody:
+            return None
+        if self._gone and all(self._gone[0][1] < each.at for each in roots.values()):
+            return judge.gone(beats, [rank for rank, _ in self._gone])
+        if roots:
+            return judge.failed(self._failures)
+        if waited < DOUBT_S and not everybody:
+            return None
+        for rank, at in self._heard.items():
+            if rank != here and rank not in self._bye and now - at > DOUBT_S:
+                return judge.silent(beats, rank, now - at)
+        late = judge.behind(beats, DOUBT_S)
+        if late and not set(late) & set(self._failures):
+            first = next(iter(self._failures))
+            return judge.stuck(beats, late, f"; rank {first} failed of it: {self._failures[first].text}")
+        return judge.failed(self._failures)
+
+    def _end(self, verdict: Verdict) -> None:
+        """Tell it to all, here on the console; then this process is over, but for its own exception to be raised."""
+        if self._here.rank == 0:
+            self._channel.broadcast({"verdict": list(verdict)})
+        else:
+            self._channel.send(0, {"verdict": list(verdict)})  # rank 0 may have been stopped and wake up
+        blamed = self._here.rank in verdict.ranks
+        if verdict.kind == "failed" and blamed:
+            self._wait_for_others(set())
+            self._answer.set()
+            return
+        # A file system or console that hangs must not keep the process.
+        threading.Thread(target=self._report, args=(verdict,), daemon=True).start()
+        self._left_alone.wait(LEAVE_S)
+        self._wait_for_others(set(verdict.ranks))
+        os._exit(verdict.status)
+
+    def _report(self, verdict: Verdict) -> None:
+        lines = [verdict.text]
+        if verdict.kind != "failed":
+            lines.append(f"  rank {self._here.rank} is at {top_of_main_thread()}")
+        say(*lines)
+        if verdict.kind != "failed" and self.folder is not None:
+            try:
+                path = write_stacks(self.folder, self._here.rank)
+                say(f"  stacks of rank {self._here.rank}: {path}")
+            except OSError as error:
+                say(f"  stacks not written: {error.strerror}")
+        self._left_alone.set()
+
+    def _wait_for_others(self, but: set[int]) -> None:
+        """Rank 0: until their connections have ended, or for `LEAVE_S`."""
+        deadline = time.monotonic() + LEAVE_S
+        while self._here.rank == 0 and self._channel.connected - but and time.monotonic() < deadline:
+            for rank, message in self._channel.poll(0.05):
+                if message is not None and "bye" in message:
+                    self._bye.add(rank)
+
+
+def say(*lines: str) -> None:
+    """To standard error in one piece, past Python's buffers: another thread may hold them."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        os.write(2, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
+
+
+def top_of_main_thread() -> str:
+    """Where the main thread is, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = traceback.extract_stack(frame)[: -FRAMES - 1 : -1] if frame is not None else []
+    return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames) or "its end"
+
+
+def write_stacks(folder: Path, rank: int) -> Path:
+    """All threads' Python stacks, into a file of the run directory. Returns its path."""
+    path = folder / STACKS / f"rank{rank}.txt"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    return path

@@ -1,0 +1,1 @@
+"""One training run: loop, evaluation, saving, resuming, and what it prints."""

@@ -1,0 +1,245 @@
+"""Where a step that is not finite went wrong: in which block, on which devices, in which microbatch, in the forward or
+in the backward pass.
+
+The failing step is run again, once, with probes in the model: parameters of zeros whose "gradients" are flags. A probe
+hands its value through; its backward rule puts a one where this device saw something that is not finite, at the place
+of this device, and the strategy's own sums bring the flags of all devices together. So the program that is looked at is
+the one that failed, in any layout, strategy and schedule; steps that go well are not slowed down.
+
+Legend: L blocks, N devices, C columns of a probe: two, (value, gradient), for the unit's output, and two for each
+parameter that it reads.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.collectives import rank, to_varying
+from jaxdist.mesh import AXES, batch_shards
+from jaxdist.nn import ModelDef
+from jaxdist.parallel.grad_sync import GradSync
+from jaxdist.precision.loss_scale import ScaleRule
+from jaxdist.precision.policy import make_precision
+from jaxdist.specs import STACKED, UNITS, batch_spec, path_name, without_idle
+from jaxdist.state import TrainState
+from jaxdist.step import make_train_step
+
+PyTree = Any
+PROBE = "probe"
+
+
+class Finding(NamedTuple):
+    """What was not finite first. kind: "weight" (of the batch), "parameter" (before the step), "activation", "loss" or
+    "gradient".
+    unit: "embed", "blocks" or "head". block: its number from 0, for blocks. parameter: path of the first parameter with
+    a gradient that is not finite, in that unit if there is one. devices: coordinates on the mesh, {axis: place}, of
+    those that saw it. microbatch: its number from 0; None if one alone does not show it."""
+
+    kind: str
+    unit: str
+    block: int | None
+    parameter: str | None
+    devices: tuple[dict[str, int], ...]
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        place = self.unit if self.block is None else f"block {self.block}"
+        what = {
+            "weight": "the sum of the batch's weights is not finite: the data's doing",
+            "parameter": f"parameter {self.parameter} was not finite before the step, in {place}",
+            "activation": f"activations overflowed first: the output of {place}",
+            "loss": "the loss overflowed first; all activations before it are finite",
+            "gradient": f"gradients overflowed first: in {place}, after a finite loss",
+        }[self.kind]
+        gradient = f"; first gradient: {self.parameter}" if self.parameter and self.kind != "parameter" else ""
+        where = ", ".join("(" + " ".join(f"{axis}={n}" for axis, n in each.items()) + ")" for each in self.devices[:4])
+        more = f" and {len(self.devices) - 4} more" if len(self.devices) > 4 else ""
+        on = f"; on {where}{more}" if any(self.devices) else ""
+        return what + gradient + on + ("" if self.microbatch is None else f"; microbatch {self.microbatch}")
+
+
+@jax.custom_vjp
+def _mark(x: jax.Array, probe: jax.Array) -> jax.Array:
+    return x
+
+
+def _mark_forward(x: jax.Array, probe: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x, (_bad(x), probe)
+
+
+def _mark_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    bad, probe = saved
+    flags = jnp.stack([to_varying(each, AXES) for each in (bad, _bad(grad))]).astype(probe.dtype)
+    return grad, jnp.zeros_like(probe).at[rank(AXES)].set(flags)
+
+
+_mark.defvjp(_mark_forward, _mark_backward)
+
+
+def _bad(x: jax.Array) -> jax.Array:
+    return (~jnp.isfinite(x)).any() if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros((), bool)
+
+
+def _watched(params: PyTree, read: PyTree = None) -> tuple[PyTree, PyTree, jax.Array]:
+    """(the unit's own parameters, what it reads of the embedding, the columns of the unit's output)."""
+    probe = to_varying(params[PROBE], AXES)  # its own "gradient" is a flag on each device
+    leaves, treedef = jax.tree.flatten((_own(params), None if read is None else _own(read)))
+    marked = [_mark(leaf, probe[:, 2 * i + 2 : 2 * i + 4]) for i, leaf in enumerate(leaves)]
+    return *jax.tree.unflatten(treedef, marked), probe[:, :2]
+
+
+def _own(unit: PyTree) -> PyTree:
+    return {name: leaf for name, leaf in unit.items() if name != PROBE}
+
+
+def probed(model: ModelDef, devices: int) -> ModelDef:
+    """The model with a probe in each unit, a parameter [N, C], for a mesh of N devices. It computes the same, but not
+    column by column: an embedding's probe flags the device whose samples these are."""
+    shapes, specs = dict(model.shapes), dict(model.specs)
+    for name, unit in model.shapes.items():
+        leaf = jax.tree.leaves(unit)[0]
+        rows, columns = leaf.shape[:1] if name == STACKED else (), 2 + 2 * len(_read(model, name))
+        shapes[name] = {**unit, PROBE: jax.ShapeDtypeStruct((*rows, devices, columns), leaf.dtype)}
+        specs[name] = {**model.specs[name], PROBE: P("pipe") if name == STACKED else P()}
+
+    def embed(params: PyTree, batch: PyTree, keys: jax.Array) -> jax.Array:
+        own, _, output = _watched(params)
+        return _mark(model.embed(own, batch, keys), output)
+
+    def block(params: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
+        own, _, output = _watched(params)
+        return _mark(model.block(own, h, keys), output)
+
+    def head(params: PyTree, tied: PyTree | None, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        own, table, output = _watched(params, tied)
+        loss, weight = model.head(own, table, h, batch)
+        return _mark(loss, output), weight
+
+    return model._replace(shapes=shapes, specs=specs, embed=embed, block=block, head=head, columns=False)
+
+
+def make_diagnosis(
+    model: ModelDef, mesh: Mesh, *, microbatches: int = 1, numbers: Sequence[int] | None = None, **options: Any
+) -> Callable[[TrainState, PyTree], Finding | None]:
+    """(state, batch) -> what was not finite first in the step that `state` has just skipped, run again with the same
+    batch; None if all is finite. Consumes the state, of which it needs the parameters. Compiles when first called.
+
+    microbatches, options: as given to `make_train_step`. numbers: the block that each row of the stack is, -1 for none,
+    where blocks are arranged for a pipeline (`order_of_blocks`).
+    """
+    watched, numbers = probed(model, mesh.size), numbers or range(model.layers)
+    precision = options.get("precision", "fp32")
+    rule = (make_precision(precision) if isinstance(precision, str) else precision).scale_rule
+    fixed = {"grad_sync": GradSync(), "freeze": (), "max_skips": 2**30, "return_grads": True}
+    make = functools.partial(make_train_step, watched, optax.set_to_zero(), mesh, **{**options, **fixed})
+    # Alone each microbatch is the whole batch, as often as a pipeline with chunks needs it.
+    times = mesh.shape["pipe"] if model.chunks > 1 else 1
+    whole, alone = make(microbatches=microbatches), make(microbatches=times)
+
+    def diagnose(state: TrainState, batch: PyTree) -> Finding | None:
+        state, weight, flags = _flags(whole, _before(state, watched, mesh, rule), batch)
+        if not math.isfinite(weight):  # by which flags were divided, like gradients
+            return Finding("weight", "head", None, None, (), None)
+        found = _first(flags, model, numbers, mesh)
+        if found is None or found.kind == "parameter":
+            return found
+        for number in range(microbatches) if microbatches > 1 else ():
+            part = _microbatch(batch, mesh, number=number, of=microbatches, times=times)
+            state, _, flags = _flags(alone, state, part)
+            if _first(flags, model, numbers, mesh) is not None:
+                return found._replace(microbatch=number)
+        return found if microbatches > 1 else found._replace(microbatch=0)
+
+    return diagnose
+
+
+def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: ScaleRule | None) -> TrainState:
+    """The state as the failing step got it, with probes."""
+    params = dict(state.params)
+    for name in UNITS:
+        shape, spec = watched.shapes[name][PROBE], without_idle(watched.specs[name][PROBE], mesh)
+        zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
+        params[name] = {**params[name], PROBE: jax.jit(zeros, out_shardings=NamedSharding(mesh, spec))()}
+    step, scale = jax.device_get((state.step, state.guard.scale))
+    guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.backoff_factor), mesh))
+    return TrainState(_put(step - 1, mesh), params, optax.EmptyState(), (), guard)
+
+
+def _put(number: Any, mesh: Mesh) -> jax.Array:
+    return jax.device_put(number, NamedSharding(mesh, P()))
+
+
+def _flags(
+    step: Callable[..., Any], state: TrainState, batch: PyTree
+) -> tuple[TrainState, float, dict[str, np.ndarray]]:
+    """(the state, ready for the same step again; the batch's weight; by unit what its probe saw, [L, N, C / 2, 2])."""
+    number = jax.device_get(state.step)
+    state, metrics = step(state, batch)
+    probes = {name: metrics["grads"][name][PROBE] for name in UNITS}
+    whole = multihost_utils.process_allgather(probes, tiled=True) if jax.process_count() > 1 else probes
+    seen = {name: np.asarray(each) != 0 for name, each in whole.items()}
+    rows = {name: each.reshape(-1, each.shape[-2], each.shape[-1] // 2, 2) for name, each in seen.items()}
+    state = state._replace(step=_put(number, state.step.sharding.mesh))
+    return state, float(jax.device_get(metrics["weight"])), rows
+
+
+def _microbatch(batch: PyTree, mesh: Mesh, *, number: int, of: int, times: int) -> PyTree:
+    """The rows of one microbatch on every device, `times` times."""
+    shards = batch_shards(mesh)
+
+    def cut(x: jax.Array) -> jax.Array:
+        parts = x.reshape(shards, of, -1, *x.shape[1:])[:, number]
+        return jnp.concatenate([parts] * times, axis=1).reshape(-1, *x.shape[1:])
+
+    return jax.jit(lambda batch: jax.tree.map(cut, batch), out_shardings=NamedSharding(mesh, batch_spec(mesh)))(batch)
+
+
+def _first(flags: dict[str, np.ndarray], model: ModelDef, numbers: Sequence[int], mesh: Mesh) -> Finding | None:
+    """The first that is not finite: parameters, then activations in order, then gradients in the order of the backward
+    pass. microbatch is left out."""
+    row_of = {block: row for row, block in enumerate(numbers) if block >= 0}
+    order = [("embed", 0, None), *((STACKED, row_of[block], block) for block in sorted(row_of)), ("head", 0, None)]
+
+    def finding(kind: str, place: int, seen_N: Any) -> Finding:
+        unit, row, block = order[place]
+        column = 0 if kind == "parameter" else 1
+        bad = flags[unit][row, :, 1:, column].any(axis=0)
+        name = _read(model, unit)[int(np.argmax(bad))] if bad.any() else None
+        return Finding(kind, unit, block, name, _devices(seen_N, mesh), None)
+
+    for place, (unit, row, _) in enumerate(order):
+        if (seen_NC := flags[unit][row, :, 1:, 0]).any():
+            return finding("parameter", place, seen_NC.any(axis=1))
+    for place, (unit, row, _) in enumerate(order):
+        if (seen_N := flags[unit][row, :, 0, 0]).any():
+            return finding("loss" if unit == "head" else "activation", place, seen_N)
+    for place in reversed(range(len(order))):
+        unit, row, _ = order[place]
+        if (seen_N := flags[unit][row, :, 0, 1]).any():  # it came from the unit behind, which had a finite one
+            return finding("gradient", min(place + 1, len(order) - 1), seen_N)
+        if (seen_NC := flags[unit][row, :, 1:, 1]).any():
+            return finding("gradient", place, seen_NC.any(axis=1))
+    return None
+
+
+def _read(model: ModelDef, unit: str) -> list[str]:
+    """Paths of the parameters that a unit reads, in the order of its probe's columns."""
+    units = (unit, "embed") if model.tied and unit == "head" else (unit,)
+    found = [jax.tree_util.tree_leaves_with_path({name: model.shapes[name]}) for name in units]
+    return [path_name(path) for leaves in found for path, _ in leaves]
+
+
+def _devices(seen_N: Any, mesh: Mesh) -> tuple[dict[str, int], ...]:
+    """Coordinates, on axes that are not off, of the devices that saw it."""
+    sizes = [mesh.shape[axis] for axis in AXES]
+    places = [zip(AXES, np.unravel_index(int(n), sizes), strict=True) for n in np.flatnonzero(seen_N)]
+    return tuple({axis: int(n) for axis, n in place if mesh.shape[axis] > 1} for place in places)

@@ -1,0 +1,60 @@
+"""What every rank of a job must have alike, as facts that are compared before the first collective.
+
+Ranks that differ do not fail: on some links they compute wrong numbers in silence, on others they wait for ever.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from jaxdist.build import Parts
+from jaxdist.config.fields import show
+from jaxdist.config.schema import Config
+from jaxdist.data import Source
+from jaxdist.mesh import sizes_of
+from jaxdist.plan.compiled.memory import batch_of
+
+Facts = dict[str, str]
+
+# Where a host keeps its files is its own affair: their content is compared.
+OF_A_HOST = ("data.path", "data.val_path", "devices.compilation_cache")
+
+
+def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
+    """Known before JAX has devices: versions, flags of the compiler, every key of the configuration."""
+    facts = {f"version of {name}": version or "none" for name, version in versions.items()}
+    flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
+    facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
+    return facts | {key: text for key, text in _keys(asdict(config), "") if key not in OF_A_HOST}
+
+
+def _keys(section: Mapping[str, Any], before: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in section.items():
+        key = f"{before}{name}"
+        found += _keys(value, f"{key}.") if isinstance(value, dict) else [(key, show(value))]
+    return found
+
+
+def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
+    """Known before the first step: data, mesh, batch, and the program of a step.
+
+    Lowers the step, for the layout in which it will be called: JAX keeps what it has lowered, and compiles that.
+    """
+    batch = batch_of(config, mesh, source)
+    devices = " ".join(f"{device.process_index}/{device.id}" for device in mesh.devices.flat)
+    lowered = parts.step.lower(parts.target, batch)
+    return {
+        "data (SHA-256)": source.info["sha256"],
+        "mesh": " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items()),
+        "devices of the mesh": hashed(devices),
+        "batch": ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items()),
+        "program of a step (SHA-256)": hashed(lowered.as_text()),  # without source locations
+    }
+
+
+def hashed(text: str) -> str:
+    """The first 16 digits of its SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,113 @@
+"""The header on the console: what runs."""
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxdist.build import attention_of, prefetches_on
+from jaxdist.config.resolve import resolve_model
+from jaxdist.config.schema import GradSyncConfig
+from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
+from jaxdist.parallel.grad_sync import GradSync, order_of_work
+from jaxdist.plan.compiled.memory import held
+from jaxdist.runtime.cache import cache_row
+from jaxdist.runtime.join.roll_call import ranks
+from jaxdist.trainer.run import Run
+
+
+def plural(word: str, count: int) -> str:
+    """The English plural of a noun in -s, -h or anything else: processes, microbatches, devices."""
+    return word if count == 1 else word + ("es" if word.endswith(("s", "h")) else "s")
+
+
+def describe_sync(sync: GradSyncConfig) -> str:
+    """Such as "ring" or "ring (int8)" or "ordered (8 virtual shards)"."""
+    if sync.deterministic:
+        return f"ordered ({sync.virtual_shards} virtual shards)"
+    return sync.algorithm + (f" ({sync.wire_dtype})" if sync.wire_dtype else "")
+
+
+def counted(number: int | None) -> str:
+    """ "10,855,127"; of a stream without an end that is known, "?"."""
+    return "?" if number is None else f"{number:,}"
+
+
+def process_hosts() -> list[str]:
+    """The host name of every process. Every process must call it."""
+    own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64, b"\0"), np.uint8)
+    names = np.asarray(multihost_utils.process_allgather(own))
+    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]
+
+
+def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
+    """Ranks, hosts, devices and how the mesh lies on them: "4 ranks on 2 hosts (0-1 on a; 2-3 on b), 2 devices each;
+    mesh: fsdp between hosts; data between processes of a host"."""
+    places = [f"{ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
+    shown = "; ".join(places[:4]) + (f"; and {len(places) - 4} more" if len(places) > 4 else "")
+    process = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
+    each = f"{counts[0]} {plural('device', counts[0])}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
+    host = np.unique(np.array(hosts), return_inverse=True)[1][process]
+    crossing = [[axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
+                for place in (host, process)]  # fmt: skip
+    crossing[1] = [axis for axis in crossing[1] if axis not in crossing[0]]
+    links = [f"{', '.join(axes)} between {between}" for axes, between in zip(crossing, ("hosts", "processes of a host"),
+             strict=True) if axes]  # fmt: skip
+    number = len(places)
+    return f"{len(hosts)} ranks on {number} {plural('host', number)} ({shown}), {each} each; mesh: " + (
+        "; ".join(links) or "no axis between processes")
+
+
+def by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
+    """Host names with their ranks, in the order of these."""
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(hosts):
+        found.setdefault(name, []).append(rank)
+    return found
+
+
+def describe(run: Run) -> dict[str, str]:
+    """The header on the console: what runs."""
+    config, info = run.config, run.source.info
+    model, parallel = resolve_model(config.model), config.parallel
+    sync = GradSync(**asdict(parallel.grad_sync))
+    schedule, microbatches = order_of_work(sync, run.mesh, parallel.schedule, parallel.microbatches)
+    sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
+    kind = "simulated CPU" if on_cpu(run.mesh) else run.mesh.devices.flat[0].device_kind
+    near, far = held(run.target) / 2**20, held(run.target, on_host=True) / 2**20
+    rows = {
+        "run": str(run.folder),
+        "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "
+        f"{run.model.parameters:,} parameters",
+        "data": f"{info['name']}: {counted(info['train'])} {info['unit']} to train on in {info['files']} files, "
+        f"{counted(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
+        "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "
+        f"{jax.process_count()} {plural('process', jax.process_count())})",
+        "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
+        f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
+        + (", prefetching" if prefetches_on(config, run.mesh) else ""),
+        "state": f"{near:.2f} MiB a device (parameters and optimizer)"
+        + (f", {far:.2f} MiB a device in host memory" if far else ""),
+    }
+    if "." not in model.name:
+        kernel, why = attention_of(config, run.precision, run.mesh)
+        rows["attention"] = kernel + (f", because {why}" if why else "")
+    if config.memory.offload.optimizer and (on_cpu(run.mesh) or not has_host_memory(run.mesh)):
+        rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
+    if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
+        rows["cache"] = cache
+    if jax.process_count() > 1:
+        rows["job"] = describe_job(run.mesh, process_hosts())
+    if run.baselines:
+        marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
+        rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"
+    if run.first_step:
+        new = [f"\n{key} {json.dumps(now)} (was {json.dumps(before)})" for key, (before, now) in run.changed.items()]
+        rows["resumed"] = f"after step {run.first_step}{', with' if new else ''}{''.join(new)}"
+    return rows

@@ -1,0 +1,1 @@
+"""One training step of a GPT, measured beside those of other libraries: `scripts/bench/train.py`."""

@@ -1,0 +1,35 @@
+"""Print docs/config.md from the dataclasses: `python scripts/docs/config_reference.py > docs/config.md`."""
+
+from jaxdist.config.fields import is_list, show
+from jaxdist.config.reader import all_keys, keys
+from jaxdist.config.schema import Config
+
+HEAD = """# Configuration reference
+
+Made by `scripts/docs/config_reference.py` from `jaxdist/config/schema.py`; change the dataclasses, not this page.
+
+A configuration is a YAML file of sections. Every key has a default, so a file holds only what differs; on the command
+line, `section.key=value` goes on top of the file. Numbers are written plainly (`3e-3`), without quotes. `null` stands
+for "not set". Anchors, tags, `${...}` and a second document are refused, and so are files of more than 64 KiB.
+"""
+
+
+def reference() -> str:
+    """The page as Markdown, one table a section."""
+    lines = [HEAD]
+    for name, section in keys(Config).items():
+        lines += [f"## {name}", "", (section.kind.__doc__ or "").strip(), ""]
+        lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+        for dotted, key in all_keys(section.kind, f"{name}."):
+            if not key.nested:
+                kind = "list" if is_list(key.kind) else key.kind.__name__
+                kind += " or list" if key.rule.listed else " or bool" if key.rule.switch else ""
+                kind += " or null" if key.optional else ""
+                allowed = key.rule.allowed(key.kind, key.optional)
+                lines.append(f"| `{dotted}` | {kind} | `{show(key.default)}` | {allowed} | {key.rule.doc} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,138 @@
+"""Saves of two processes, one of which cannot: both are told, go on, and the next save lands."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from levels import levels
+
+from jaxdist.runtime import spawn
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def broken(how: str, rank: int, folder: Path) -> Iterator[None]:
+    """Where this process cannot write its arrays (rank 1), merge them, write checksums or make a folder (rank 0)."""
+    from jaxdist.checkpoint import barrier, checksums
+
+    with pytest.MonkeyPatch.context() as patch:
+        if (how, rank) == ("arrays", 1):
+            told, future = barrier._Told, SimpleNamespace(result=fail)
+            patch.setattr(barrier, "_Told", lambda _, saves: told(future, saves))
+        if (how, rank) == ("merging", 0):
+            patch.setattr(Merging, "fails", True)
+        if (how, rank) == ("metadata", 0):
+            from orbax.checkpoint._src.metadata.checkpoint import _MetadataStoreImpl
+
+            patch.setattr(_MetadataStoreImpl, "write", fail)
+        if (how, rank) == ("checksums", 0):
+            patch.setattr(checksums, "seal", fail)
+        if (how, rank) == ("folder", 0):
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+        try:
+            yield
+        finally:
+            if (how, rank) == ("folder", 0):
+                folder.unlink()
+
+
+class Merging:
+    """Orbax's, of what the processes have written."""
+
+    fails = False
+
+    @classmethod
+    def plant(cls) -> None:
+        """Let it fail on demand; before there are handlers."""
+        import orbax.checkpoint as ocp
+
+        merge = ocp.PyTreeCheckpointHandler.finalize
+        ocp.PyTreeCheckpointHandler.finalize = lambda *arguments: fail() if cls.fails else merge(*arguments)
+
+
+def joined() -> Any:
+    """A function of a step to its state, split over the devices of the job, which this process joins."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    jax.config.update("jax_platforms", "cpu")
+    from jaxdist.runtime.join.environment import describe_job
+    from jaxdist.runtime.join.join import join
+    from jaxdist.state import TrainState
+
+    job = describe_job(os.environ)
+    assert job is not None
+    join(job)
+    mesh, rows = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), jax.device_count()
+    layout = TrainState(NamedSharding(mesh, P()), {"w": NamedSharding(mesh, P("data"))}, ())  # type: ignore[arg-type]
+    make = jax.jit(lambda step: TrainState(step, {"w": jnp.full((rows, 10), step)}, ()), out_shardings=layout)
+    return lambda step: make(jnp.int32(step))
+
+
+def save_in_two_places(rank: int, place: str) -> None:
+    """At the same time, the same steps."""
+    make = joined()
+    from jaxdist.checkpoint import Checkpoints
+
+    first, second = (Checkpoints(Path(place, name), keep=8) for name in "ab")
+    with first, second:
+        for step in range(1, 9):
+            first.save(step, make(step), {})
+            second.save(step, make(step), {})
+            first.wait()
+            second.wait()
+        intact = [each.newest_intact(lambda line: pytest.fail(line)) for each in (first, second)]
+    Path(place, str(rank)).write_text(json.dumps(intact))
+
+
+def save_three_times(rank: int, place: str, how: str) -> None:
+    make = joined()
+    from jaxdist.checkpoint import Checkpoints, SaveFailed
+
+    Merging.plant()
+    folder = Path(place, "checkpoints")
+    said = []
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            try:
+                with broken(how if step == 2 else "", rank, folder):
+                    checkpoints.save(step, make(step), {})
+                    checkpoints.wait()
+                said.append("saved")
+            except SaveFailed as error:
+                said.append(error.why)
+        intact = checkpoints.newest_intact(said.append)
+    Path(place, str(rank)).write_text(json.dumps([*said, intact]))
+
+
+@pytest.mark.parametrize(("how", "why"), levels([
+    ("arrays", ["another process could not", "No space left on device"]),
+    ("merging", ["No space left on device", "another process could not"]),
+    ("checksums", ["No space left on device", "another process could not"]),
+    ("metadata", ["No space left on device", "another process could not"]),
+    ("folder", ["Not a directory", "another process could not"]),
+], everyday=2))  # fmt: skip
+def test_a_save_that_one_process_cannot_write(how: str, why: list[str], tmp_path: Path) -> None:
+    spawn(save_three_times, 2, args=(str(tmp_path), how))
+    for rank in (0, 1):
+        assert json.loads((tmp_path / str(rank)).read_text()) == ["saved", why[rank], "saved", 3]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == (["3"] if how == "folder" else ["1", "3"])
+
+
+def test_saves_in_two_places_at_once(tmp_path: Path) -> None:
+    spawn(save_in_two_places, 2, args=(str(tmp_path),))
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[8, 8], [8, 8]]

@@ -1,0 +1,273 @@
+"""Checkpoints: every layout into every other bit for bit, the newest kept, what is refused, kills and full disks."""
+
+import itertools
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import child
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from levels import levels
+
+from jaxdist.checkpoint import Checkpoints, SaveFailed, manager
+from jaxdist.config.resolve import resolve_model
+from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.errors import UserError
+from jaxdist.init import init_state, state_target
+from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.optim import make_optimizer
+from jaxdist.precision.loss_scale import fresh_guard
+from jaxdist.state import TrainState
+
+pytestmark = pytest.mark.xdist_group("checkpoint")  # runs and commands are shared by the tests of this file
+
+META = {"model": {"width": 16}, "data": {"sha256": "ab" * 32}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"strategy": "ddp"},
+    "ddp": {"strategy": "ddp", "data": 4, "tensor": 2},
+    "zero3": {"strategy": "zero3", "data": 2, "fsdp": 2, "tensor": 2},
+    "zero3-wide": {"strategy": "zero3", "fsdp": 8},
+}
+
+
+def parts(*, width: int = 16, optimizer: str = "adamw", dtype: Any = jnp.float32) -> tuple[Any, Any]:
+    config = resolve_model(ModelConfig(layers=2, width=width, heads=2, vocab=64))
+    return gpt(config, max_length=8, param_dtype=dtype), make_optimizer(OptimizerConfig(name=optimizer), steps=9)
+
+
+def target(layout: str, **options: Any) -> TrainState:
+    sizes = dict(LAYOUTS[layout])
+    strategy = sizes.pop("strategy")
+    return state_target(*parts(**options), make_mesh(**sizes), strategy=strategy)
+
+
+def state_of(layout: str) -> TrainState:
+    """A state with no two leaves alike: moments and counts are not zero."""
+    sizes = dict(LAYOUTS[layout])
+    strategy = sizes.pop("strategy")
+    state = init_state(*parts(), make_mesh(**sizes), strategy=strategy, seed=1)
+    leaves, tree = jax.tree.flatten(state)
+    random = np.random.default_rng(0)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        whole = leaf.dtype == jnp.int32
+        values = random.integers(1, 99, leaf.shape) if whole else random.standard_normal(leaf.shape)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.unflatten(tree, [fill(leaf) for leaf in leaves])
+
+
+def assert_same(got: TrainState, want: TrainState) -> None:
+    def check(a: jax.Array, b: jax.Array) -> None:
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+    jax.tree.map(check, got, want)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of step 3 from two layouts, from the second as large arrays are saved: in parts."""
+    folders = {}
+    for layout, smallest in (("one", manager.MIN_PART), ("zero3", 1)):
+        folders[layout] = tmp_path_factory.mktemp("saved") / layout
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manager, "MIN_PART", smallest)
+            with Checkpoints(folders[layout], keep=1) as checkpoints:
+                checkpoints.save(3, state_of(layout), META)
+    return folders
+
+
+@pytest.mark.parametrize(("source", "into"), levels(itertools.product(("one", "zero3"), LAYOUTS), everyday=3))
+def test_any_layout_into_any_other(saved: dict[str, Path], source: str, into: str) -> None:
+    with Checkpoints(saved[source], keep=1) as checkpoints:
+        assert checkpoints.latest() == 3
+        assert checkpoints.meta(3) == META
+        asked = target(into)
+        restored = checkpoints.restore(3, asked)
+    assert_same(restored, state_of("one"))
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(asked), strict=True):
+        assert leaf.sharding == wanted.sharding
+    if into != "one":
+        sharded = [leaf for leaf in jax.tree.leaves(restored) if leaf.addressable_shards[0].data.size < leaf.size]
+        assert len(sharded) > 8
+
+
+@pytest.mark.parametrize(
+    ("options", "leaf"),
+    [
+        ({"width": 32}, r"params\.\S+ is float32\[.*16.*\], this configuration makes it float32\[.*32.*\]"),
+        ({"optimizer": "sgd"}, r"opt_state\.\S+ is only in (the checkpoint|this configuration)"),
+        ({"dtype": jnp.bfloat16}, r"params\.\S+ is float32\[.*\], this configuration makes it bfloat16\["),
+    ],
+)
+def test_other_model_optimizer_or_dtype_is_refused(saved: dict[str, Path], options: dict[str, Any], leaf: str) -> None:
+    raises = pytest.raises(UserError, match="^checkpoint of step 3: " + leaf)
+    with Checkpoints(saved["zero3"], keep=1) as checkpoints, raises as error:
+        checkpoints.restore(3, target("one", **options))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("smallest", "length"), [(manager.MIN_PART, 24), (8, 48)])
+def test_copies_share_the_writing_of_large_arrays_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smallest: int, length: int
+) -> None:
+    """JAX compiles a program for each part. length: its own in each case, so that none is compiled already."""
+    monkeypatch.setattr(manager, "MIN_PART", smallest)
+    whole = NamedSharding(make_mesh(data=8), P())
+    state = TrainState(jnp.int32(3), {"w": jax.device_put(np.arange(length, dtype=np.float32), whole)}, ())
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            checkpoints.save(3, state, META)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+        checkpoints.wait()
+        restored = checkpoints.restore(3, state)
+    np.testing.assert_array_equal(restored.params["w"], state.params["w"])
+    assert len(compiled) == (1 if smallest > length else 1 + 8), "the check that all is finite, and a slice a device"
+
+
+def test_newest_are_kept(tmp_path: Path) -> None:
+    state = state_of("one")
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() is None
+        for step in (2, 4, 6, 8):
+            checkpoints.save(step, state._replace(step=jnp.int32(step)), META)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 8
+        assert int(checkpoints.restore(8, target("one")).step) == 8
+
+
+def test_buffers_may_be_donated_at_once(tmp_path: Path) -> None:
+    """`save` returns before the files are written; the next step overwrites the buffers by then."""
+    before = state_of("zero3")
+    overwrite = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, before, META)
+        overwrite(before)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert_same(checkpoints.restore(1, target("zero3")), state_of("zero3"))
+
+
+def test_a_state_saved_before_there_was_a_guard(tmp_path: Path) -> None:
+    state = TrainState(jnp.int32(3), {"w": jnp.ones(8)}, (), guard=fresh_guard()._replace(skipped=jnp.int32(2)))
+    asked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state._replace(guard=()), META)
+        checkpoints.save(2, state, META)
+        old, new = (checkpoints.restore(step, asked) for step in (1, 2))
+    assert (int(old.step), int(old.guard.skipped), int(new.guard.skipped)) == (3, 0, 2)
+    assert jax.tree.structure(old) == jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for bad in (TrainState(jnp.int32(1), {"w": jnp.full(8, jnp.nan)}, ()),
+                    TrainState(jnp.int32(1), {"w": jnp.ones(8)}, {"mu": jnp.full(8, jnp.inf)})):  # fmt: skip
+            with pytest.raises(FloatingPointError, match="the state after step 1 is not finite"):
+                checkpoints.save(1, bad, META)
+        assert checkpoints.latest() is None
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+import jax.numpy as jnp
+from jaxdist.checkpoint import Checkpoints, SaveFailed
+from jaxdist.state import TrainState
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+for step in range(1, 10_000):
+    params = {f"w{i}": jnp.full((128, 128), step, jnp.float32) for i in range(40)}
+    checkpoints.save(step, TrainState(jnp.int32(step), params, ()), {"step": step})
+"""
+
+
+def test_kill_while_saving(tmp_path: Path) -> None:
+    """kill -9 in the middle of a save: what was there before is whole, and the half is cleared away."""
+    environ = child.environment() | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], env=environ, stderr=subprocess.PIPE, text=True
+    )
+
+    def names() -> list[str]:
+        return [path.name for path in tmp_path.iterdir()]
+
+    try:
+        deadline = time.monotonic() + 60
+        while not ({"2"} & set(names()) and any("tmp" in name for name in names())):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, names()
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    whole = sorted(int(name) for name in names() if name.isdigit())
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        step = checkpoints.latest()
+        assert step == whole[-1]
+        asked = TrainState(jnp.int32(0), {f"w{i}": jnp.zeros((128, 128), jnp.float32) for i in range(40)}, ())
+        asked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), asked)
+        restored = checkpoints.restore(step, asked)
+        assert checkpoints.meta(step) == {"step": step}
+    assert int(restored.step) == step
+    assert all((np.asarray(leaf) == step).all() for leaf in restored.params.values())
+    assert all(name.isdigit() for name in names()), "the half-written folder is gone"
+
+
+@contextmanager
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 4 kB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# Writes still under way when orbax gives up report to an event loop that is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seen_by", ["the next save", "close"])
+def test_failed_save_is_not_silent(seen_by: str, tmp_path: Path) -> None:
+    state = TrainState(jnp.int32(1), {"w": jax.random.normal(jax.random.key(0), (300, 300))}, ())
+    asked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, META)
+    with pytest.raises(SaveFailed, match=r"^checkpoint of step 2 was not saved: File too large$"), checkpoints:
+        checkpoints.wait()
+        with small_disk():
+            checkpoints.save(2, state, META)
+            if seen_by == "the next save":
+                checkpoints.save(3, state, META)
+            checkpoints.close()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 1
+        assert_same(checkpoints.restore(1, asked), state)
+        checkpoints.save(2, state, META)  # there is room again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"checkpoints' is a file"):
+        Checkpoints(tmp_path / "checkpoints", keep=1)

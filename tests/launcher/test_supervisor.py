@@ -1,0 +1,615 @@
+"""The launcher: what it starts, shows and logs, how it ends and restarts a job; and whole jobs under it."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import child
+import pytest
+
+from jaxdist.errors import UserError
+from jaxdist.launcher import hosts as agents
+from jaxdist.launcher.ranks import Outcome, share_of_cpus
+from jaxdist.launcher.supervisor import make_plan
+from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
+from jaxdist.trainer.train import run_directory
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+Environ = dict[str, str]
+
+
+class Launcher:
+    """A launcher that runs in a folder, and what it has printed."""
+
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], environ: Environ, before: Sequence[str] = ()
+    ) -> None:
+        self.folder = folder
+        clean = {name: text for name, text in child.environment().items() if name not in ("RANK", "WORLD_SIZE")}
+        with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
+            self.process = subprocess.Popen(
+                [*before, *LAUNCH, *arguments], cwd=folder, env=clean | environ, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def wait(self, seconds: float = 30) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"not ended after {seconds} s\n{self.out()}\n{self.err()}")
+
+    def until(self, path: str, text: str = "", seconds: float = 30) -> str:
+        """Wait until a file in the folder holds a text, and give what it holds."""
+        deadline, file = time.monotonic() + seconds, self.folder / path
+        while not (file.exists() and text in file.read_text() and file.read_text()):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                pytest.fail(f"{text!r} is not in {path}: {self.process.poll()}\n{self.out()}\n{self.err()}")
+            time.sleep(0.02)
+        return file.read_text()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    """Launchers in one folder, of a shell script that every rank runs; none outlives the test."""
+    started: list[Launcher] = []
+
+    def begin(script: str, *options: str, environ: Environ | None = None, before: Sequence[str] = ()) -> Launcher:
+        command = ["sh", "-c", script] if isinstance(script, str) else script
+        started.append(Launcher(tmp_path, [*options, "--", *command, "--run-dir", "run"], environ or {}, before))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(pids: Sequence[int], seconds: float = 10) -> bool:
+    """Whether all have ended within a time."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+ABOUT = "env | grep -E '^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCH.*|JAX_.*)=' | sort"
+
+
+def test_environment_and_logs_of_the_ranks(launch: Callable[..., Launcher]) -> None:
+    """What an outer launcher has set is not passed on."""
+    outer = {"TORCHELASTIC_RUN_ID": "x", "JAX_PROCESS_ID": "7", "RANK": "9", "MASTER_PORT": "1"}
+    job = launch(f"{ABOUT}; echo oops >&2", "-n", "2", environ=outer)
+    assert job.wait() == 0, job.err()
+    port = re.search(r"MASTER_PORT=(\d+)", job.out())
+    assert port is not None and int(port[1]) > 1
+    for rank in range(2):
+        wanted = [f"LOCAL_RANK={rank}", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port[0], f"RANK={rank}",
+                  "WORLD_SIZE=2"]  # fmt: skip
+        shown = [line.removeprefix(f"[{rank}] ") for line in job.out().splitlines() if line.startswith(f"[{rank}] ")]
+        assert shown == wanted
+        log = (job.folder / "run" / "logs" / f"rank{rank}.log").read_text().splitlines()
+        assert log[0].startswith("=== attempt 1, ") and sorted(log[1:]) == sorted([*wanted, "oops"])
+    assert sorted(job.err().splitlines()) == ["[0] oops", "[1] oops"]
+
+
+LINES = """
+import os, sys
+for i in range(300):
+    sys.stdout.write(f"{i} ")
+    sys.stdout.flush()
+    sys.stdout.write("x" * 200 + "\\n")
+os.write(1, b"y" * 70000 + b"\\nend")
+"""
+
+
+def test_lines_are_not_torn(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    job = launch([sys.executable, "-c", LINES], "-n", "4")
+    assert job.wait() == 0, job.err()
+    lines = [re.fullmatch(r"\[(\d)\] (.*)", line) for line in job.out().splitlines()]
+    for rank in "0123":
+        found = [line[2] for line in lines if line is not None and line[1] == rank]
+        assert found == [*(f"{i} {'x' * 200}" for i in range(300)), "y" * 65536, "y" * (70000 - 65536), "end"]
+    assert len(lines) == 4 * 303
+
+
+def test_started_without_jax_and_at_once() -> None:
+    code = "import sys, jaxdist.launcher.supervisor as _; print(sorted({'jax', 'numpy', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], env=child.environment(), capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+SLEEP = "sh -c 'trap \"\" TERM; sleep 300 & echo $! >grandchild$RANK; wait' & echo $! >child$RANK; echo $$ >rank$RANK"
+
+
+def pids(job: Launcher, ranks: Sequence[int] = (0, 1)) -> list[int]:
+    names = [f"{kind}{rank}" for kind in ("rank", "child", "grandchild") for rank in ranks]
+    return [int(job.until(name, "\n")) for name in names]
+
+
+def test_a_lost_rank_ends_the_whole_tree(launch: Callable[..., Launcher]) -> None:
+    """Rank 1 is killed; the other does not notice. Without restarts the job is resumable."""
+    job = launch(f"{SLEEP}; wait", "-n", "2", "--max-restarts", "0", "--grace", "0.3")
+    started = pids(job)
+    os.kill(started[1], signal.SIGKILL)
+    assert job.wait() == 75, job.err()
+    assert gone(started, 0.5)
+    assert "[launch] rank 1 failed first (SIGKILL); rank 0: SIGKILL (ended)" in job.err()
+
+
+def test_a_killed_launcher_takes_all_with_it(launch: Callable[..., Launcher]) -> None:
+    job = launch(f"{SLEEP}; wait", "-n", "2")
+    started = pids(job)
+    job.process.kill()
+    assert gone(started)
+
+
+def test_nothing_is_left_by_a_job_that_ends_well(launch: Callable[..., Launcher]) -> None:
+    job = launch("sleep 300 & echo $! >child$RANK; sleep 0.1", "-n", "2")
+    assert job.wait() == 0
+    assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 0.5)
+
+
+STOPS = 'trap "echo $RANK stops; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_the_ranks_together(number: signal.Signals, launch: Callable[..., Launcher]) -> None:
+    job = launch(STOPS, "-n", "2")
+    for rank in range(2):
+        job.until(f"ready{rank}")
+    job.process.send_signal(number)
+    assert job.wait() == 75, job.err()
+    assert sorted(job.out().splitlines()) == ["[0] 0 stops", "[1] 1 stops"]
+    assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
+
+
+def test_a_second_signal_kills(launch: Callable[..., Launcher]) -> None:
+    job = launch(f'trap "" TERM; {SLEEP}; wait; sleep 300', "-n", "2")
+    started = pids(job)
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 1
+    assert gone(started, 0.5)
+    assert "not all ranks with a checkpoint" in job.err()
+
+
+def test_a_signal_that_comes_twice_is_one(launch: Callable[..., Launcher]) -> None:
+    """As from `timeout`, which signals a process and its group, or from a terminal that closes."""
+    slow = 'trap "sleep 0.6; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
+    job = launch(slow, "-n", "2")
+    for rank in range(2):
+        job.until(f"ready{rank}")
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+        job.process.send_signal(number)
+        time.sleep(0.1)
+    assert job.wait() == 75, job.err()
+    assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
+
+
+def test_ranks_without_a_handler_yet_are_stopped(launch: Callable[..., Launcher]) -> None:
+    """They are importing JAX: there is nothing to save."""
+    job = launch("echo ready >ready$RANK; sleep 300", "-n", "2")
+    for rank in range(2):
+        job.until(f"ready{rank}")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 75, job.err()
+    # By somebody else: a lost rank.
+    job = launch("[ $RANK = 0 ] && kill -TERM $$; sleep 300", "-n", "2", "--max-restarts", "1", "--grace", "0.1")
+    assert job.wait() == 1
+    assert "rank 0 failed first (SIGTERM)" in job.err() and "given up after 1 restarts" in job.err()
+
+
+def test_nohup_and_the_background(launch: Callable[..., Launcher]) -> None:
+    """SIGHUP and SIGINT that the launcher was started to ignore stay ignored."""
+    before = ["sh", "-c", 'trap "" HUP INT; exec "$@"', "sh"]
+    job = launch("echo >ready$RANK; while [ ! -e done ]; do sleep 0.05; done", "-n", "1", before=before)
+    job.until("ready0")
+    for number in (signal.SIGHUP, signal.SIGINT):
+        job.process.send_signal(number)
+    time.sleep(0.3)
+    (job.folder / "done").touch()
+    assert job.wait() == 0, job.err()
+
+
+NOTE = '[ $RANK = 0 ] && : >"$JAXDIST_STOP_NOTE" && exit 75; trap "exit 75" TERM; while :; do sleep 0.02; done'
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(launch: Callable[..., Launcher]) -> None:
+    """Rank 0 says so, as at the end of train.max_hours; the other hears of it from the launcher. A note that a launcher
+    outside has asked for is none of this one's."""
+    outer = {"JAXDIST_STOP_NOTE": "outer", "JAXDIST_FREE_PORT": "1"}
+    job = launch(NOTE, "-n", "2", "--grace", "0.2", environ=outer)
+    assert job.wait() == 75, job.err()
+    assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on" and "restart" not in job.err()
+    assert not (job.folder / "outer").exists()
+    assert sorted(path.name for path in (job.folder / "run" / "logs").iterdir()) == [
+        "launch.log", "rank0.log", "rank1.log"
+    ]  # fmt: skip
+
+
+def test_status_75_alone_is_a_lost_rank(launch: Callable[..., Launcher]) -> None:
+    job = launch("exit 75", "-n", "2", "--max-restarts", "1", "--backoff", "0")
+    assert job.wait() == 1
+    assert "given up after 1 restarts" in job.err()
+
+
+def test_a_note_that_cannot_be_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_stop_note({})
+    leave_stop_note({"JAXDIST_STOP_NOTE": str(tmp_path / "note")})
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+    leave_stop_note({"JAXDIST_STOP_NOTE": str(tmp_path / "no" / "note")})
+    assert "No such file or directory; the launcher may start this run again" in capsys.readouterr().err
+
+
+# Rank 0 finds its port taken in the first attempt.
+TAKEN = """
+import os, socket, sys
+from jaxdist.errors import UserError
+from jaxdist.runtime import join, job, rollcall
+described = job.describe_job(os.environ)
+taken = None
+if os.environ["JAXDIST_ATTEMPT"] == "1":
+    taken = socket.create_server(job.split_address(described.coordinator))
+try:
+    join._gather(described._replace(processes=1), 1, 5.0)
+except rollcall.MissingPeers as error:
+    sys.exit(print(f"error: {error}") or 75)
+except UserError as error:
+    sys.exit(print(f"error: {error}") or 2)
+"""
+
+
+@pytest.mark.parametrize("chosen", ["launcher", "user"])
+def test_a_lost_race_for_the_port(chosen: str, launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    """The launcher makes another choice; it does not overrule the user."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        own = ("--coordinator", f"127.0.0.1:{probe.getsockname()[1]}")
+    script = f'[ $RANK = 1 ] && exit 0; exec "{sys.executable}" taken.py'
+    (tmp_path / "taken.py").write_text(TAKEN)
+    job = launch(script, "-n", "2", "--backoff", "0", *(own if chosen == "user" else ()))
+    assert job.wait() == (2 if chosen == "user" else 0), job.out() + job.err()
+    assert job.out().count("Address already in use") == 1
+
+
+def test_a_wrong_configuration_is_not_tried_again(launch: Callable[..., Launcher]) -> None:
+    job = launch("echo x >>starts; [ $RANK = 1 ] && exit 2; sleep 300", "-n", "2", "--grace", "0.2")
+    assert job.wait() == 2
+    assert (job.folder / "starts").read_text() == "x\n" * 2
+    assert "rank 1 failed first (exit 2); rank 0: SIGKILL (ended); not started again" in job.err()
+
+
+# Each attempt gets one step further, as long as there are steps in the file `steps`.
+PROGRESS = """
+[ $RANK = 0 ] || sleep 300
+echo $MASTER_PORT $JAXDIST_JOB_ID $JAXDIST_ATTEMPT >>attempts
+n=$(wc -l <attempts)
+[ $n -le $(cat steps) ] && mkdir -p run/checkpoints/$n
+exit 1
+"""
+
+
+def test_restarts_count_from_the_last_progress(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    """Two restarts without progress are allowed: after three attempts with a checkpoint each, two more follow."""
+    (tmp_path / "steps").write_text("3")
+    job = launch(PROGRESS, "-n", "2", "--max-restarts", "2", "--grace", "0", "--backoff", "0.1")
+    assert job.wait() == 1
+    attempts = [line.split() for line in (tmp_path / "attempts").read_text().splitlines()]
+    assert [each[2] for each in attempts] == ["1", "2", "3", "4", "5"]
+    assert len({each[1] for each in attempts}) == 5
+    assert latest_step(tmp_path / "run") == 3
+    told = re.findall(r"restart (\d) of 2 without a newer checkpoint than (.*)", job.err())
+    assert told == [("1", "step 1"), ("1", "step 2"), ("1", "step 3"), ("2", "step 3")]
+    assert "given up after 2 restarts without a newer checkpoint" in job.err()
+
+
+def test_back_off_doubles(launch: Callable[..., Launcher]) -> None:
+    job = launch("date +%s.%N >>times; exit 1", "-n", "1", "--backoff", "0.25")
+    assert job.wait() == 1
+    times = [float(line) for line in (job.folder / "times").read_text().split()]
+    waits = [after - before for before, after in itertools.pairwise(times)]
+    assert len(waits) == 3
+    for wait, least in zip(waits, (0.25, 0.5, 1.0), strict=True):
+        assert least < wait < least + 2
+
+
+def test_a_signal_ends_the_back_off(launch: Callable[..., Launcher]) -> None:
+    job = launch("exit 1", "-n", "1", "--backoff", "60")
+    job.until("err", "restart 1 of 3")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(5) == 75
+
+
+def test_fewer_processes(launch: Callable[..., Launcher]) -> None:
+    """Local rank 3 never comes up, and 3 processes do not divide the batch: 2 remain."""
+    script = "echo $RANK $WORLD_SIZE >>starts; [ $RANK = 3 ] && exit 1; [ $WORLD_SIZE = 3 ] && exit 2;" \
+             " [ $WORLD_SIZE = 4 ] && sleep 300; exit 0"  # fmt: skip
+    job = launch(script, "-n", "4", "--min-procs", "2", "--max-restarts", "1", "--grace", "0.2", "--backoff", "0")
+    assert job.wait() == 0, job.err()
+    starts = sorted((job.folder / "starts").read_text().split("\n")[:-1], key=lambda line: line[::-1])
+    assert [line[2] for line in starts].count("2") == 2 and [line[2] for line in starts].count("4") == 8
+    assert "going on with 3 of 4 processes" in job.err() and "going on with 2 of 4 processes" in job.err()
+
+
+def test_whoever_reads_has_gone(tmp_path: Path) -> None:
+    """As in `... | head`: the ranks are told to stop."""
+    command = [*LAUNCH, "-n", "2", "--", "sh", "-c", 'trap "exit 75" TERM; while :; do echo x; sleep 0.01; done']
+    job = subprocess.Popen(command, cwd=tmp_path, env=child.environment(), stdout=subprocess.PIPE)
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(20) == 75
+
+
+def test_cpus_are_shared_out() -> None:
+    assert [share_of_cpus([0, 4, 1, 5, 2], i, 2) for i in range(2)] == [[0, 4], [1, 5, 2]]
+    assert share_of_cpus([0, 1], 0, 3) == []
+    shares = [share_of_cpus(range(13), i, 5) for i in range(5)]
+    assert [cpu for share in shares for cpu in share] == list(range(13))
+
+
+@pytest.mark.parametrize("bind", [True, False])
+def test_binding(bind: bool, launch: Callable[..., Launcher]) -> None:
+    script = "import os; print(sorted(os.sched_getaffinity(0)))"
+    job = launch([sys.executable, "-c", script], "-n", "2", *([] if bind else ["--no-bind"]))
+    assert job.wait() == 0
+    found = sorted(json.loads(line[4:]) for line in job.out().splitlines())
+    own = sorted(os.sched_getaffinity(0))
+    if bind and len(own) > 1:
+        assert sorted(found[0] + found[1]) == own
+    else:
+        assert found == [own, own]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    """Launchers of several hosts, each in a folder of its own, with one run directory; none outlives the test."""
+    started: list[Launcher] = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1] % 30000 + 2000  # and the next one: below those that the kernel gives out
+
+    def begin(node: int, script: str, *options: str, nnodes: int = 2, procs: int = 2, seconds: float = 20) -> Launcher:
+        folder = tmp_path / f"host{node}"
+        folder.mkdir(exist_ok=True)
+        place = ["--nnodes", str(nnodes), "--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"]
+        command = ["-n", str(procs), *place, "--grace", "0.3", *options, "--", "sh", "-c", script]
+        started.append(Launcher(folder, [*command, "--run-dir", "../run"], {"JAXDIST_JOIN_TIMEOUT": str(seconds)}))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+SAY = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $NODE_RANK $JAXDIST_JOB_ID $JAXDIST_ATTEMPT >>said$RANK"
+
+
+def test_two_hosts_are_one_job(hosts: Callable[..., Launcher]) -> None:
+    """Of two and of three processes; the second launcher comes first."""
+    second = hosts(1, SAY, procs=3)
+    time.sleep(0.3)
+    first = hosts(0, SAY)
+    assert [first.wait(), second.wait()] == [0, 0], first.err() + second.err()
+    said = [(job.folder / f"said{rank}").read_text().split() for job, rank in
+            [(first, 0), (first, 1), (second, 2), (second, 3), (second, 4)]]  # fmt: skip
+    assert [each[:3] for each in said] == [
+        ["0/5", "0/2", "0"], ["1/5", "1/2", "0"], ["2/5", "0/3", "1"], ["3/5", "1/3", "1"], ["4/5", "2/3", "1"]
+    ]
+    assert len({each[3] for each in said}) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_lost_rank_of_another_host_restarts_both(rank: int, hosts: Callable[..., Launcher]) -> None:
+    """In the first attempt a rank fails, and only its own host can see that; in the second all end well."""
+    script = f"{SAY}; [ $JAXDIST_ATTEMPT = 2 ] && exit 0; [ $RANK = {rank} ] && kill -9 $$; sleep 300"
+    jobs = [hosts(node, script, "--backoff", "0") for node in range(2)]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].err() + jobs[1].err()
+    assert f"rank {rank} failed first (SIGKILL)" in jobs[0].err() and "restart 1 of 3" in jobs[0].err()
+    said = [(jobs[each // 2].folder / f"said{each}").read_text().split() for each in range(4)]
+    assert [each[4::5] for each in said] == [["1", "2"]] * 4
+    assert len({job for each in said for job in each[3::5]}) == 2
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit 2", 2), ("exit 1", 1)])
+def test_hosts_end_with_one_status(end: str, status: int, hosts: Callable[..., Launcher]) -> None:
+    jobs = [hosts(node, f"[ $RANK = 2 ] && {end}; sleep 300", "--max-restarts", "1", "--backoff", "0")
+            for node in range(2)]  # fmt: skip
+    assert [job.wait() for job in jobs] == [status, status], jobs[0].err() + jobs[1].err()
+    assert f"host 0 says exit {status}" in jobs[1].err()
+
+
+def test_a_signal_to_one_host_stops_both(hosts: Callable[..., Launcher]) -> None:
+    """The ranks of a job stop together, as JAX's service agrees; here a file stands for it."""
+    script = 'trap "touch ../stop" TERM; echo >ready$RANK; while [ ! -e ../stop ]; do sleep 0.05; done; exit 75'
+    jobs = [hosts(node, script) for node in range(2)]
+    for rank in range(4):
+        jobs[rank // 2].until(f"ready{rank}")
+    jobs[1].process.send_signal(signal.SIGTERM)
+    assert [job.wait() for job in jobs] == [75, 75], jobs[0].err() + jobs[1].err()
+    assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..., Launcher]) -> None:
+    """One rank says so, to the launcher of its own host."""
+    script = f'[ $RANK = {rank} ] && : >"$JAXDIST_STOP_NOTE"; exit 75'
+    jobs = [hosts(node, script, "--backoff", "0") for node in range(2)]
+    assert [job.wait() for job in jobs] == [75, 75], jobs[0].err() + jobs[1].err()
+    assert "restart" not in jobs[0].err() and "attempt 2" not in jobs[0].err()
+    assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
+
+
+def test_hosts_that_do_not_come(hosts: Callable[..., Launcher]) -> None:
+    """Three hosts: without --min-nodes the missing one is named."""
+    jobs = [hosts(node, "true", nnodes=3, seconds=1.5) for node in (0, 2)]
+    assert [job.wait() for job in jobs] == [75, 75]
+    assert re.search(r"error: host 1 of 3 did not come to 127\.0\.0\.1:\d+ in 1\.5 s", jobs[0].err())
+
+
+def test_a_lost_host_is_done_without_and_taken_in_again(hosts: Callable[..., Launcher]) -> None:
+    """Host 1 is killed as a whole: the job goes on with host 0 alone, then with both."""
+    script = f"{SAY}; [ -e ../done ] && exit 0; while [ ! -e ../next$JAXDIST_ATTEMPT ]; do sleep 0.05; done; exit 1"
+    options = ("--min-nodes", "1", "--backoff", "0")
+    first, second = (hosts(node, script, *options, seconds=2.5) for node in range(2))
+    second.until("said3", "\n")
+    second.process.kill()
+    first.until("said0", "\n0/2 ")
+    assert "attempt 2, from step 0: 2 processes on 1 of 2 hosts" in first.err()
+    again = hosts(1, script, *options, seconds=10)
+    time.sleep(0.5)
+    (first.folder.parent / "done").touch()
+    (first.folder.parent / "next2").touch()
+    assert [first.wait(), again.wait()] == [0, 0], first.err() + again.err()
+    assert "attempt 3, from step 0: 4 processes on 2 of 2 hosts" in first.err()
+
+
+def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not close its connection: the next attempt does without it, and another launcher takes its place. Where
+    it lives, the same launcher may take it back at once."""
+    monkeypatch.setattr(hosts, "SETTLE_S", 0.1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = probe.getsockname()
+    first = agents.First(where, nnodes=2, min_nodes=1, seconds=0.6, grace=0.1)
+    failed, begun = Outcome({0: 1}, 0, frozenset()), time.monotonic()
+
+    def host(launcher: str) -> agents.Line:
+        line = agents.Line(socket.create_connection(where))
+        line.send(status="hello", node=1, nnodes=2, procs=1, launcher=launcher)
+        return line
+
+    silent = host("a")
+    assert first.meet(1, 1, []).nodes == 2
+    assert first.settle(failed, []).told
+    assert first.meet(1, 2, []).nodes == 1
+    replacement = host("b")
+    assert first.meet(1, 3, []).nodes == 2
+    twin, again = host("c"), host("b")  # one that is given the same --node-rank; the same one, on a new connection
+    assert first.meet(1, 4, []).nodes == 2 and first.ready()[1].launcher == "b"
+    assert [said["status"] for said in twin.messages()] == ["refused"]
+    assert [said["status"] for said in again.messages()] == ["start"]
+    assert time.monotonic() - begun < 10
+    for each in (first, silent, replacement, twin, again):
+        each.close()
+
+
+def test_a_line_to_a_host_that_is_silent_ends() -> None:
+    """After half a minute: the kernel asks, on both sides."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = agents.Line(socket.create_connection(server.getsockname()))
+        get = line.connection.getsockopt
+        assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, every, count, limit = (get(socket.IPPROTO_TCP, option) for option in (
+            socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT))  # fmt: skip
+        assert idle + every * count <= 30 and limit == 30_000
+        line.close()
+
+
+def test_hosts_of_different_jobs(hosts: Callable[..., Launcher]) -> None:
+    """Another number of hosts; a host's rank given twice. The job itself goes on waiting, then begins."""
+    first = hosts(0, "sleep 1", nnodes=2)
+    wrong = hosts(2, "true", nnodes=3)
+    assert wrong.wait() == 2 and "host 0 was started for 2 hosts" in wrong.err()
+    second = hosts(1, "sleep 1")
+    assert [first.wait(), second.wait()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2"], "^command: none given"),
+        (["--", "true"], "-n"),
+        (["-n", "two", "--", "true"], "invalid int value: 'two'"),
+        (["-n", "0", "--", "true"], "^-n: 0; allowed: 1 or more"),
+        (["-n", "2", "--min-procs", "3", "--", "true"], "^--min-procs: 3; allowed: 1 to 2"),
+        (["-n", "2", "--nnodes", "2", "--", "true"], "^--coordinator: not given"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "2", "--", "true"], "^--node-rank: 2 of 2"),
+        (["-n", "2", "--nnodes", "2", "--coordinator", "a:1", "--", "x"], "^--run-dir: not given"),
+        (["-n", "2", "--coordinator", "host", "--", "true"], "^coordinator: 'host'"),
+        (["-n", "2", "--max-restarts", "-1", "--", "true"], "^--max-restarts: -1"),
+        (["-n", "2", "--grace", "nan", "--", "true"], "^--grace: nan"),
+        (["-n", "2", "--nnodes", "2", "--min-procs", "1", "--coordinator", "a:1", "--", "x"], "^--min-procs: is for"),
+    ],
+)
+def test_command_line_that_makes_no_sense(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        make_plan(arguments, {})
+    assert "\n" not in str(error.value)
+
+
+def test_a_mistake_is_one_line(launch: Callable[..., Launcher]) -> None:
+    job = launch("true", "-n", "0")
+    assert job.wait() == 2
+    assert job.err() == "error: -n: 0; allowed: 1 or more\n"
+    job = launch(["no-such-program"], "-n", "1")
+    assert job.wait() == 2
+    assert "[0] error: 'no-such-program' cannot be run: No such file or directory" in job.err()
+
+
+def test_run_directory_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_directory_of(["x", "--run-dir", "a", "--run-dir=b"], {}) == Path("b")
+    assert run_directory_of(["x"], {"JAXDIST_RUN_DIR": "c"}) == Path("c")
+    found = run_directory_of(["x", "--config", "configs/quick.yaml"], {})
+    assert re.fullmatch(r"runs/quick-\d{8}-\d{6}", str(found))
+    monkeypatch.setenv("JAXDIST_RUN_DIR", str(found))
+    assert run_directory(None, "configs/quick.yaml") == found
+    assert run_directory("own", "configs/quick.yaml") == Path("own")
+
+
+@pytest.mark.parametrize("name", [
+    "..", "...", "a/../../b", "\n", "\x1b[31mred", "-rf", "~", "$(touch x)", "a\0b", "é" * 300, "CON ", ".hidden", "",
+])  # fmt: skip
+def test_names_stay_inside_their_folder(name: str) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", safe_name(name))
+    found = run_directory_of(["train", "--config", f"/etc/{name}.yaml"], {})
+    assert found.parts[0] == "runs" and len(found.parts) == 2 and re.fullmatch(r"[\w.-]+", found.parts[1])
+
+
+def test_logs_do_not_follow_links(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    """Whoever may write into the run directory cannot lead the logs elsewhere."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").symlink_to(outside)
+    job = launch("echo x", "-n", "1")
+    assert job.wait() == 2 and "'run/logs' is a symbolic link" in job.err()
+    (tmp_path / "run" / "logs").unlink()
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "rank0.log").symlink_to(outside / "precious")
+    job = launch("echo x", "-n", "1")
+    assert job.wait() == 2 and "it is a symbolic link" in job.err()
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"precious": "kept"}
+    (tmp_path / "file").write_text("kept")
+    job = launch("echo x", "-n", "1", "--log-dir", "file")
+    assert job.wait() == 2 and "--log-dir: 'file' cannot be made: File exists" in job.err()

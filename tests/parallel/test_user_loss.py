@@ -1,0 +1,191 @@
+"""A user's own loss under every strategy: exact against one device, and what it may not contain is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+from jaxdist import init_state, make_mesh, make_train_step, registry
+from jaxdist.errors import UserError
+from jaxdist.parallel.grad_sync import GradSync
+
+STRATEGIES = registry.names("jaxdist.parallel.strategies")
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_model.py"
+
+
+def rnn_loss(params: Any, batch: Any, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ordinary code that the check would not pass: a scan from zeros. Ragged: rows count as their weights say."""
+    start = jnp.zeros((batch["x"].shape[0], 16), batch["x"].dtype)
+
+    def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ params["w"] + x[:, None] * params["v"]), None
+
+    h, _ = lax.scan(cell, start, batch["x"].T)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (16,), h.dtype))(keys)
+    return (((h + 0.1 * noise).sum(-1) - batch["y"]) ** 2 * batch["w"]).sum(), batch["w"].sum()
+
+
+def make_params() -> Any:
+    rng = np.random.default_rng(0)
+    return {"w": jnp.asarray(rng.normal(size=(16, 16)) * 0.2), "v": jnp.asarray(rng.normal(size=(1, 16)))}
+
+
+def make_batch(step: int) -> Any:
+    rng = np.random.default_rng(step)
+    return {"x": rng.normal(size=(32, 5)), "y": rng.normal(size=32), "w": rng.random(32) ** 4}
+
+
+def train(loss: Any, params: Any, **options: Any) -> tuple[list[float], Any, Any]:
+    sizes = options.pop("sizes", {})
+    mesh, tx = jaxdist.make_mesh(**sizes), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-6))
+    state = jaxdist.init_state(params, tx, mesh, strategy=options.get("strategy", "ddp"))
+    step = jaxdist.make_train_step(loss, tx, mesh, precision="fp64", return_grads=True, **options)
+    losses, grads = [], None
+    for i in range(3):
+        state, metrics = step(state, make_batch(i))
+        losses.append(float(metrics["loss"]))
+        grads = metrics["grads"] if grads is None else grads
+    return losses, jax.device_get(grads), jax.device_get(state.params)
+
+
+SIZES = ({"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 8})
+WORK = ((1, "native"), (4, "native"), (4, "ring"))
+
+
+def every_pair() -> list[Any]:
+    """All of them; but for exhaustive runs a Latin square, so that each pair of choices occurs."""
+    marks = {0: [], 1: pytest.mark.exhaustive, 2: pytest.mark.exhaustive}
+    return [
+        pytest.param(strategy, sizes, *work, marks=marks[(i + j + k) % 3] or ([pytest.mark.slow] if i % 2 else []))
+        for i, strategy in enumerate(STRATEGIES) for j, sizes in enumerate(SIZES) for k, work in enumerate(WORK)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "microbatches", "algorithm"), every_pair(), ids=str)
+def test_foreign_loss_equals_one_device(strategy: str, sizes: Any, microbatches: int, algorithm: str) -> None:
+    with jax.enable_x64(True):
+        want = train(rnn_loss, make_params())
+        got = train(
+            rnn_loss, make_params(), sizes=sizes, strategy=strategy, microbatches=microbatches,
+            grad_sync=GradSync(algorithm),
+        )
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-12)
+        assert oracle.error(got[1], want[1]) < 1e-10
+        assert oracle.error(got[2], want[2]) < 1e-10
+
+
+def test_one_device_equals_plain_jax() -> None:
+    with jax.enable_x64(True):
+        batch, params = make_batch(0), make_params()
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(jax.random.key(0), 0), jnp.arange(32))
+        mean = lambda params: (lambda total, weight: total / weight)(*rnn_loss(params, batch, keys))  # noqa: E731
+        loss, grads = jax.value_and_grad(mean)(params)
+        losses, got, _ = train(rnn_loss, params)
+        assert losses[0] == pytest.approx(float(loss), rel=1e-12)
+        assert oracle.error(got, grads) < 1e-12
+
+
+def psum_loss(params: Any, batch: Any, keys: Any) -> Any:
+    return lax.psum((params["v"] ** 2).sum(), "data"), jnp.ones(())
+
+
+def index_loss(params: Any, batch: Any, keys: Any) -> Any:
+    scale = lax.axis_index("fsdp").astype(jnp.float64)
+    return lax.cond(True, lambda: (params["v"] ** 2).sum() * scale, lambda: 0.0 * scale), jnp.ones(())
+
+
+@pytest.mark.parametrize(("loss", "what"), [(psum_loss, "psum.*over data"), (index_loss, "axis_index over fsdp")])
+def test_collectives_in_a_foreign_loss_are_refused(loss: Any, what: str) -> None:
+    with jax.enable_x64(True), pytest.raises(UserError, match=f"loss_fn: contains {what}"):
+        train(loss, make_params(), sizes={"data": 2, "fsdp": 2})
+
+
+def test_axes_that_a_foreign_loss_cannot_use_are_refused() -> None:
+    with jax.enable_x64(True), pytest.raises(UserError, match="mesh.tensor=2"):
+        train(rnn_loss, make_params(), sizes={"tensor": 2})
+
+
+def test_a_batch_that_does_not_divide_is_named() -> None:
+    with jax.enable_x64(True), pytest.raises(UserError, match=r"\(32,\).*parts it is cut into, 24"):
+        train(rnn_loss, make_params(), sizes={"data": 8}, microbatches=3)
+
+
+def test_an_empty_batch_changes_nothing_into_nan() -> None:
+    def weightless(params: Any, batch: Any, keys: Any) -> Any:
+        return (params["v"] * 0).sum(), jnp.zeros(())
+
+    with jax.enable_x64(True):
+        _, grads, params = train(weightless, make_params(), sizes={"data": 2})
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, params)))
+
+
+def test_the_example_of_thirty_lines_runs() -> None:
+    code = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
+    assert len(code) <= 30
+    assert EXAMPLE.read_text() in (EXAMPLE.parents[2] / "README.md").read_text()  # what is shown is what runs
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in out] == ["nnx_loss", "plain_loss"]
+    assert all("fsdp" in line for line in out)
+    assert float(out[0].split()[1]) < 1.0  # from about log 4
+
+
+def test_rules_say_where_parameters_rest() -> None:
+    params = {"w": jnp.ones((8, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(16), "c": jnp.ones(8)}
+    mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
+    rules = [("w", P("fsdp", None)), ("b", P()), ("?", P(None, "fsdp"))]
+    with pytest.raises(UserError, match="c: spec .* has more entries than the shape"):
+        init_state(params, tx, mesh, strategy="zero3", rules=rules)
+    state = init_state(params, tx, mesh, strategy="zero3", rules=[*rules[:2], ("v", P(None, "fsdp"))])
+    found = {name: leaf.sharding.spec for name, leaf in state.params.items()}
+    assert found == {"w": P("fsdp", None), "b": P(), "v": P(None, "fsdp"), "c": P("fsdp")}  # c: from its shape
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        rows = batch.shape[0]
+        total = ((batch @ params["w"] @ params["v"] + params["c"]) ** 2).sum() + rows * params["b"].sum()
+        return total, jnp.float32(rows)
+
+    data, want = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32), None
+    cases = ((make_mesh(), "ddp", ()), (mesh, "zero3", rules[:2]), (mesh, "zero2", rules[:1]))
+    for mesh, strategy, chosen in cases:
+        state = init_state(params, tx, mesh, strategy=strategy, rules=chosen)
+        state, _ = make_train_step(loss, tx, mesh, strategy=strategy)(state, data)
+        want = want or jax.device_get(state.params)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jax.device_get(state.params), want)
+
+
+@pytest.mark.parametrize(("rules", "message"), [
+    ([("w", P("data"))], "rules: 'w': .*allowed: one dim over fsdp"),
+    ([("*", P()), ("w", P("fsdp"))], "rules: 'w' is reached by no parameter"),
+    ([("w", P(None, "fsdp"))], "w: dim 1 of .* not divisible by fsdp=4"),
+])  # fmt: skip
+def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        init_state({"w": jnp.ones((8, 6)), "b": jnp.ones(8)}, optax.sgd(0.1), make_mesh(fsdp=4), strategy="zero3",
+                   rules=rules)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
+    params = {"embed": jnp.ones((8, 8)), "blocks": [{"w": jnp.ones((8, 8))}], "head": jnp.ones((8, 8))}
+    mesh, tx = make_mesh(data=2, fsdp=2), optax.sgd(0.1)
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        return (batch @ params["embed"] @ params["blocks"][0]["w"] @ params["head"]).sum(), jnp.float32(8)
+
+    state = init_state(params, tx, mesh, strategy=strategy)
+    state, metrics = make_train_step(loss, tx, mesh, strategy=strategy)(state, np.ones((8, 8), np.float32))
+    assert np.isfinite(metrics["loss"])

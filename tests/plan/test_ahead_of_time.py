@@ -1,0 +1,181 @@
+"""Steps compiled for GPUs that are not there: what is said where something is missing; and, where the extra `aot` is
+installed, a small model compiled for 8 H200."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.config.load import load_config
+from jaxdist.errors import UserError
+from jaxdist.plan.compiled import ahead_of_time
+from jaxdist.plan.compiled.hardware import GPUS, get_gpu
+from jaxdist.plan.compiled.memory import Footprint
+from jaxdist.plan.compiled.replay import Overlap
+from jaxdist.plan.report import compiled_text
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "model.layers=8", "model.width=1024", "model.heads=8", "model.vocab=8192", "model.attention=xla",
+    "data.seq_len=512", "data.global_batch=32", "mesh.data=1", "mesh.tensor=1", "mesh.fsdp=8", "precision.policy=bf16",
+    "precision.reduce_dtype=bfloat16", "memory.remat=full", "optimizer.name=adamw",
+)  # fmt: skip
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled ahead of time here."""
+    try:
+        ahead_of_time.target_config(get_gpu("h200"), ahead_of_time.plugin_library())
+        ahead_of_time.check_toolkit(load_config(ROOT / "configs" / "quickstart.yaml", planned=True), "xla")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def script(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "plan.py", "--compile", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ))
+
+
+def test_a_mistake_is_one_line_and_status_2() -> None:
+    found = script("--config", ROOT / "configs" / "quickstart.yaml", "--gpu", "h999")
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and not found.stdout
+    assert "'h999' is not known; allowed: a100-40, a100-80, h100, h200, b200, gb200" in found.stderr
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
+    monkeypatch.setattr(ahead_of_time, "PLUGINS", ("jax_plugins.of_nobody",))
+    with pytest.raises(UserError, match=r"CUDA plugin is not installed; .*: python -m pip install 'jaxdist\[aot\]'"):
+        ahead_of_time.plugin_library()
+    monkeypatch.setattr(ahead_of_time.shutil, "which", lambda _: None)
+    monkeypatch.setattr(ahead_of_time, "TOOLKIT", ("of-nobody",))
+    with pytest.raises(UserError, match=r"of-nobody not installed, and no CUDA toolkit; install: .*\[aot\]"):
+        ahead_of_time.check_toolkit(config, "xla")
+    monkeypatch.setattr(ahead_of_time, "TOOLKIT", ())
+    monkeypatch.setattr(ahead_of_time, "CUDNN", ("nor-this",))
+    ahead_of_time.check_toolkit(config, "xla")
+    with pytest.raises(UserError, match="cuDNN's, and nor-this not installed; .*model.attention=xla"):
+        ahead_of_time.check_toolkit(config, "cudnn")
+    library = tmp_path / "xla_cuda_plugin.so"
+    library.write_bytes(b'\0gpu_device_info {\n device_description_str: "A"\n}\0more\0gpu_device_info {\n b: 1\n'
+                        b'}\ndevice_description_str: "NVIDIA B200"\n\0rest')  # fmt: skip
+    assert ahead_of_time.target_config(get_gpu("b200"), library) == (
+        'gpu_device_info {\n b: 1\n}\ndevice_description_str: "NVIDIA B200"\n'
+    )
+    with pytest.raises(UserError, match="has no description of NVIDIA GB200; take Python 3.12 with jax 0.12"):
+        ahead_of_time.target_config(get_gpu("gb200"), library)
+
+
+def test_the_table_of_gpus() -> None:
+    assert list(GPUS) == ["a100-40", "a100-80", "h100", "h200", "b200", "gb200"]
+    for gpu in GPUS.values():
+        assert gpu.source and gpu.fp8 in (0.0, pytest.approx(2 * gpu.bf16, rel=1e-3))
+        assert gpu.rates.flops < gpu.bf16 and gpu.rates.network < gpu.nvlink and gpu.rates.memory == gpu.bandwidth
+    assert get_gpu("h200").rates[:3] == pytest.approx((800e12, 4.8e12, 400e9), rel=1e-3)
+
+
+def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = get_gpu("h100")
+
+    def of(peak: float) -> tuple[ahead_of_time.Verdict, str]:
+        footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=int(peak), host=0)
+        planned = ahead_of_time.Planned(gpu, 8, 1, "xla", 1, footprint, [], None, "", 0.0, 0.0)  # type: ignore[arg-type]
+        return ahead_of_time.verdict(footprint, gpu), compiled_text.verdict_text(planned)
+
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    found, text = of(0.5 * gpu.memory)
+    assert found.fits and text.startswith("fits, with 35.60 GiB to spare of the 95% of") and "FRACTION" not in text
+    found, text = of(0.85 * gpu.memory)
+    assert found.fits and text.endswith("; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.87 or more")
+    found, text = of(0.96 * gpu.memory)
+    assert not found.fits and text.startswith("does not fit, by 810.08 MiB of the 95% of")
+
+
+def test_what_is_assumed_between_hosts_is_said() -> None:
+    gpu = get_gpu("h200")
+
+    def said(hosts: int, network: float | None) -> bool:
+        rates = compiled_text.with_network(gpu.rates, network, 0.0)
+        replay = Overlap(rates, [], 0.0, 0.0, 0.0, 0)
+        footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=0, host=0)
+        planned = ahead_of_time.Planned(gpu, 8, hosts, "xla", 1, footprint, [], replay, "", 0.0, 0.0)
+        text = compiled_text.to_text(planned, network=network)
+        assert f" {network or 400:.0f} GB/s sent" in text
+        return f" {network or 400:.0f} GB/s sent, between hosts too: give --network, 0 us latency" in text
+
+    assert said(2, None) and not said(1, None) and not said(2, 50.0) and not said(2, 400.0)
+
+
+COMPILES = pytest.mark.skipif(why_not() is not None, reason=f"nothing is compiled for GPUs here: {why_not()}")
+
+
+@pytest.mark.slow
+@COMPILES
+def test_optimizer_state_in_host_memory(tmp_path: Path) -> None:
+    out, config = tmp_path / "plan.json", ROOT / "configs" / "quickstart.yaml"
+    found = script("--json", out, "--config", config, *SMALL, "memory.offload.optimizer=true")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(out.read_text())
+    moments = 8 * told["parameters"] / 8  # small leaves are not split
+    assert moments < told["memory"]["host"] < 1.02 * moments
+    assert moments / 2 < told["memory"]["aliased"] < 1.02 * moments / 2
+    assert f"and {told['memory']['host'] / 2**20:.2f} MiB of host memory a device" in found.stdout
+
+
+@pytest.mark.slow
+@COMPILES
+def test_a_small_model_for_8_gpus(tmp_path: Path) -> None:
+    out, hlo = tmp_path / "plan.json", tmp_path / "step.hlo"
+    common = ("--config", ROOT / "configs" / "quickstart.yaml", "--gpu", "h200", *SMALL)
+    found = script("--hosts", 2, "--gpus-per-host", 4, "--json", out, "--hlo", hlo, *common)
+    assert found.returncode == 0, found.stderr
+    assert " 400 GB/s sent, between hosts too: give --network, 0 us" in found.stdout
+    for text in ("fits, with ", "assumed, not measured", "of the communication is hidden", "Outside of loops:", "In "):
+        assert text in found.stdout, found.stdout
+    told = json.loads(out.read_text())
+    state = 12 * told["parameters"] / 8  # fp32 parameters and two moments; small leaves are not split
+    assert state < told["memory"]["aliased"] < 1.02 * state
+    assert told["devices"] == 8 and told["overlap"]["unknown_loops"] == 0
+    sent = sum(each["wire_bytes"] for each in told["collectives"])
+    assert sent == pytest.approx(told["overlap"]["wire_bytes"], rel=1e-6)
+    assert 0.5 < told["overlap"]["hidden"] <= 1 and "is_scheduled=true" in hlo.read_text()[:2000]
+    off = "devices.xla.flags=[--xla_gpu_enable_latency_hiding_scheduler=false]"
+    control = script("--json", out, *common, "devices.xla.preset=plain", off)
+    assert control.returncode == 0, control.stderr
+    assert json.loads(out.read_text())["overlap"]["hidden"] < 0.05
+    plain = script("--json", out, "--by-compiler", *common, "model.style=gpt2")
+    assert plain.returncode == 0, plain.stderr
+    told = json.loads(out.read_text())
+    assert told["memory"]["aliased"] > state and {"all_gather", "reduce_scatter"} <= {
+        each["op"] for each in told["collectives"]
+    }
+    llama = script("--by-compiler", *common, "model.style=llama")
+    assert llama.returncode == 2 and "--by-compiler: plain_jax has the model of GPT-2" in llama.stderr
+    wrong = script("--hosts", 3, "--gpus-per-host", 8, *common)
+    assert wrong.returncode == 2 and "takes 8 GPUs; --hosts 3 --gpus-per-host 8 are 24" in wrong.stderr
+
+
+@pytest.mark.slow
+@COMPILES
+def test_pieces_of_a_collective_matmul_travel_beside_products(tmp_path: Path) -> None:
+    """XLA would merge the products of pieces into one, and send before and after it: see `nn.collective_matmul`."""
+    out, layout = tmp_path / "plan.json", ("mesh.fsdp=1", "mesh.tensor=8", "data.seq_len=4096", "data.global_batch=4")
+    both = ("parallel.sequence_parallel=true", "parallel.collective_matmul=true")
+    found = script("--config", ROOT / "configs" / "quickstart.yaml", "--json", out, *SMALL, *layout, *both)
+    assert found.returncode == 0, found.stderr
+    pieces = [each for each in json.loads(out.read_text())["overlap"]["travels"] if each["op"] == "ppermute"]
+    asked = 8 * 11 * 7  # layers, rings of a block with remat full, rounds
+    assert 0.95 * asked < sum(each["calls"] for each in pieces) <= asked
+    beside = [each for each in pieces if each["asynchronous"] and each["products"] >= 1]
+    assert sum(each["calls"] for each in beside) > 0.95 * asked
+
+
+def test_the_mesh_takes_all_gpus() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
+    with pytest.raises(UserError, match="data=2 fsdp=2 tensor=2 takes 8 GPUs; --hosts 3 --gpus-per-host 4 are 12"):
+        ahead_of_time.mesh_of(config, "", hosts=3, gpus_per_host=4)

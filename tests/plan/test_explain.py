@@ -1,0 +1,334 @@
+"""What `scripts/explain.py` says before a launch: budgets, memory of a device, the ledger beside what is compiled."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from levels import levels
+
+from jaxdist import make_train_step, registry, state_target
+from jaxdist.build import assemble
+from jaxdist.collectives import psum
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config
+from jaxdist.data import batch_shapes
+from jaxdist.errors import UserError
+from jaxdist.mesh import abstract_mesh
+from jaxdist.nn.mlp import MLP
+from jaxdist.plan.budget import over_budget, read_budget
+from jaxdist.plan.compiled.hlo import Compiled, compare, compiled_collectives
+from jaxdist.plan.explain import explain, to_json
+from jaxdist.plan.report.text import to_text
+from jaxdist.plan.traced.activations import KINDS, Kept, kept_activations
+from jaxdist.plan.traced.ledger import INSIDE, Collective, Ledger
+
+ROOT = Path(__file__).parents[2]
+NAMES = registry.names("jaxdist.parallel.strategies")
+
+
+def test_a_hand_made_psum_is_over_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
+    allowed = read_budget(ROOT / "configs" / "budgets" / "quickstart.json")
+    assert over_budget(explain(config).ledger, allowed) == []
+    plain = MLP.__call__
+
+    def patched(self: Any, x: Any) -> Any:
+        return plain(self, x) + 0 * psum(x, ("data", "fsdp"))
+
+    monkeypatch.setattr(MLP, "__call__", patched)
+    lines = over_budget(explain(config).ledger, allowed)
+    rows, nbytes = 32 // 4, 32 // 4 * 128 * 128 * 4 * 4  # of one device; four blocks
+    assert rows == 8 and len(lines) >= 1
+    texts = "test_explain.py:", f"{nbytes:,} bytes a step, not in the budget", "activations of blocks.mlp (forward)"
+    assert any(all(text in line for text in texts) for line in lines), lines
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(UserError, match="not a budget"):
+        read_budget(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "configs").glob("*.yaml")])
+def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
+    found = explain(load_config(ROOT / "configs" / f"{name}.yaml", planned=True)).ledger
+    allowed = read_budget(ROOT / "configs" / "budgets" / f"{name}.json")
+    assert over_budget(found, allowed) == [], f"scripts/explain.py --config configs/{name}.yaml --write-budget ..."
+
+
+def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "explain.py"), "--config", "configs/llama_8b_fsdp.yaml"]
+    done = subprocess.run([*command, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--parameters",
+                           "--activations"], cwd=ROOT, capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert set(found["collectives"][0]) >= {
+        "op", "axes", "group_size", "dtype", "bytes_per_call", "calls", "wire_bytes", "source",
+    }  # fmt: skip
+    assert {each["op"] for each in found["collectives"]} == {
+        "psum", "all_gather", "reduce_scatter", "all_to_all",
+    }  # fmt: skip
+    assert found["mesh"]["data"] * found["mesh"]["fsdp"] == 1024
+    assert sum(each["bytes_per_device"] for each in found["parameters"]) == found["memory"]["parameters"]
+    kept = [each for each in found["activations"] if each["kind"] == "activations"]
+    assert sum(each["bytes_per_device"] for each in kept) == found["memory"]["activations, kept for backward"]
+    looked_up = 16 * 8192 * (256 * 1 + 4)  # of all 16 devices' tokens: which are there, and their ids
+    assert sum(each["bytes_per_device"] for each in kept if each["what"] != "head") == 32 * 8192 * 4096 * 2 + looked_up
+    copies = [each for each in found["activations"] if each["kind"] == "copies of parameters"]
+    block = 4096 * (6144 + 4096 + 3 * 14336 + 2) * 2  # the last two stay gathered
+    assert sum(each["bytes_per_device"] for each in copies if each["what"].startswith("blocks")) == 2 * block
+    gradients = 128256 * 4096 * 2 + 8192 * 4096 * 2  # of the head's table and input, computed beside the loss
+    normed = 2 * 8192 * 4096 * 4 + 2 * 8192 * 4  # of the norm, wide
+    assert sum(each["bytes_per_device"] for each in kept if each["what"] == "head") == gradients + normed
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    for text in ("A device sends", "Memory of a device", "bytes a device", "Kept for the backward pass"):
+        assert text in done.stdout
+
+
+def test_readme_shows_what_is_printed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme[readme.index("$ python scripts/explain.py") :].partition("```")[0].splitlines()
+    command = shown[0].removeprefix("$ python ").split()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = re.compile(r":\d+$")  # they move with every edit
+    assert [lines.sub("", text) for text in done.stdout.splitlines()] == [lines.sub("", text) for text in shown[1:]]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["mesh.data=-1"], "mesh.data: -1, but nothing says how many devices"),
+    (["mesh.dta=2"], "mesh.dta: unknown key"),
+    (["--budget", "nowhere.json"], "--budget nowhere.json: not a budget"),
+    (["--timeline", "nowhere.png"], "parallel.schedule: 'accumulate' is no pipeline and has no timeline; these have"),
+])  # fmt: skip
+def test_explain_refuses_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "scripts/explain.py", "--config", "configs/quickstart.yaml", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_memory_of_a_step_is_that_of_the_strategy() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ["mesh.tensor=1", "mesh.data=1", "mesh.fsdp=4"],
+                         planned=True)  # fmt: skip
+    def memory(strategy: str) -> dict[str, int]:
+        parallel = replace(config.parallel, strategy=strategy, min_shard_bytes=0)
+        return to_json(explain(replace(config, parallel=parallel)))["memory"]
+
+    whole = memory("ddp")["parameters"]
+    assert [memory(name)["gradients"] for name in NAMES] == [whole, whole, whole // 4, whole // 4]
+    assert [memory(name)["gathered copies, the whole step"] for name in NAMES] == [0, whole, whole, 0]
+    only_head = replace(config, optimizer=replace(config.optimizer, freeze=("embed.*", "blocks.*")))
+    assert explain(only_head).memory["gradients"] == 2 * 128 * 4  # of a norm that is too small to shard
+
+
+def test_gradients_of_prefetched_blocks_are_as_wide_as_they_are_reduced() -> None:
+    def found(*overrides: str) -> int:
+        overrides = (*LLAMA, "parallel.strategy=zero3", "precision.policy=bf16", "parallel.prefetch=1", *overrides)
+        return explain(configured(*overrides)).memory["gradients"]
+
+    frozen, half = 'optimizer.freeze=["embed.*","head.*"]', "precision.reduce_dtype=bfloat16"
+    blocks = found(frozen)
+    assert found(frozen, half) * 2 == blocks and found(half) == found() - blocks // 2
+    assert found(half, "parallel.microbatches=2") == found(half, "parallel.prefetch=0") == found()
+
+
+LLAMA = ("model.style=llama", "model.layers=3", "model.width=64", "model.vocab=512", "data.seq_len=32", "mesh.data=2",
+         "mesh.fsdp=4", "mesh.tensor=1", "optimizer.name=sgd", "parallel.min_shard_bytes=0")  # fmt: skip
+ROWS = 32 // 8  # of the quickstart's batch, on one of eight devices
+INPUT = ROWS * 32 * 64  # elements of a block's input there
+
+
+def configured(*overrides: str) -> Config:
+    return load_config(ROOT / "configs" / "quickstart.yaml", overrides, planned=True)
+
+
+def everything_kept(*overrides: str) -> list[Kept]:
+    """By `LLAMA` with these overrides."""
+    config = configured(*LLAMA, *overrides)
+    parts = assemble(config, abstract_mesh(**vars(config.mesh)))
+    return kept_activations(parts.step, parts.target, batch_shapes(config.data.global_batch, config.data.seq_len))
+
+
+def kept(*overrides: str, head: bool = True) -> dict[str, int]:
+    """The same in bytes, by kind. head: whether with the head's, which no mode of remat makes less."""
+    totals = Counter[str]()
+    for each in everything_kept(*overrides):
+        if head or not each.what.startswith("head"):
+            totals[each.kind] += each.bytes_per_device
+    return dict(totals)
+
+
+@pytest.mark.parametrize("strategy", levels(NAMES, everyday=3))
+def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
+    """And the last one its output, in fp32: in bf16 the head keeps a wide one. The embedding nothing. To the byte,
+    whatever the number of blocks."""
+    for layers, precision, size in ((3, "fp32", 4), (5, "fp32", 4), (3, "bf16", 2)):
+        found = kept(f"parallel.strategy={strategy}", f"model.layers={layers}", f"precision={precision}",
+                     "memory.remat=full", head=False)  # fmt: skip
+        assert found == {"activations": (layers + (precision == "fp32")) * INPUT * size}
+
+
+@pytest.mark.parametrize(("option", "want"), [
+    ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
+    ("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}),
+    ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
+    ("optimizer.freeze=[embed.*,blocks.*]", {}),
+])  # fmt: skip
+def test_with_full_remat_inputs_are_those_of_a_microbatch(option: str, want: dict[str, int]) -> None:
+    assert kept("memory.remat=full", option, head=False) == want
+
+
+def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
+    """It is made again: from a key for each row and block, 8 bytes."""
+    more = sum(kept("memory.remat=full", "model.dropout=0.1", head=False).values()) - 4 * INPUT * 4
+    assert more <= 3 * ROWS * 8
+    more = kept("model.dropout=0.1")["activations"] - kept()["activations"]
+    assert more >= 3 * ROWS * 4 * 32 * 32  # a mask of the scores of 4 heads: of the step, not of the batch
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_without_remat_everything_is_kept_of_one_microbatch(strategy: str) -> None:
+    found = [kept(f"parallel.strategy={strategy}", f"parallel.microbatches={count}")["activations"] for count in (1, 2)]
+    assert found[0] == 2 * found[1] > 20 * 4 * INPUT * 4
+    assert found[0] == 2 * kept(f"parallel.strategy={strategy}", "mesh.data=4")["activations"]
+
+
+def test_copies_of_parameters_are_told_apart() -> None:
+    """In bf16, which no parameter rests in: a matrix product keeps its matrix, a norm its scale in fp32; a look-up
+    keeps no table."""
+    width, hidden, vocab, layers = 64, 192, 512, 3
+    kernels = layers * (width * 3 * width + width * width + 3 * width * hidden) + vocab * width
+    whole = 2 * kernels + 4 * (2 * layers + 1) * width
+    assert configured(*LLAMA).model.mlp_width is None  # 192 is what Llama takes for a width of 64
+    assert kept("precision=bf16", "parallel.strategy=ddp")["copies of parameters"] == whole
+    held = kept("precision=bf16", "parallel.reshard_after_forward=false")
+    assert held["copies of parameters"] == whole  # gathered once a microbatch
+    shards = [each for each in everything_kept() if each.kind == "copies of parameters"]  # zero3 gathers again
+    assert {each.what.removeprefix("blocks.") for each in shards} == {
+        "norm1.scale", "attention.qkv.linear.kernel", "attention.out.kernel", "norm2.scale", "mlp.up.kernel",
+        "mlp.down.kernel", "head", "head.projection.table",  # the head's from its forward pass to its backward pass
+    }  # fmt: skip
+
+
+def kept_of_loss(loss: Any, *, remat: str = "none") -> list[Kept]:
+    """Of a user's own loss on params w [8, 16] and rows x [8, 8] of one of two microbatches on one of four devices."""
+    mesh, tx, batch = abstract_mesh(fsdp=4), optax.sgd(0.1), {"x": jax.ShapeDtypeStruct((64, 8), jnp.float32)}
+    state = state_target(lambda key: {"w": jnp.zeros((8, 16))}, tx, mesh)
+    step = make_train_step(loss, tx, mesh, microbatches=2, remat=remat)
+    return kept_activations(step, state, batch)
+
+
+def test_what_is_kept_has_a_line() -> None:
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        return hidden.sum(), jnp.float32(8)
+
+    line = loss.__code__.co_firstlineno + 1
+    hidden = Kept("activations", "the loss", (8, 16), "float32", 8 * 16 * 4, f"test_explain.py:{line}")
+    assert set(kept_of_loss(loss)) == {hidden}
+    assert kept_of_loss(loss, remat="full") == []
+
+
+def test_a_function_of_jax_has_the_line_of_its_call() -> None:
+    """It is traced at the first of two calls with the same shapes, and found again at the second."""
+
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+        hidden = jax.nn.silu(batch["x"] @ params["w"])
+        hidden = jax.nn.silu(hidden)
+        return hidden.sum(), jnp.float32(8)
+
+    line = loss.__code__.co_firstlineno + 1
+    assert {each.source for each in kept_of_loss(loss)} == {f"test_explain.py:{line}", f"test_explain.py:{line + 1}"}
+
+
+def test_a_carry_comes_from_all_that_goes_into_it() -> None:
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+        total, _ = jax.lax.scan(lambda total, row: (total * (row @ params["w"]), None), jnp.ones(16), batch["x"])
+        return total.sum(), jnp.float32(8)
+
+    found = kept_of_loss(loss)  # the first carry is a constant
+    assert {(each.kind, each.what, each.shape) for each in found} == {
+        ("activations", "carry of a loop", (8, 16)), ("activations", "the loss", (8, 16)),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
+    """Compiled: what is kept, and gradients, to the byte: no residual is shared or dropped."""
+    sizes = []
+    for layers in (4, 8):
+        found = explain(configured(*LLAMA, f"parallel.strategy={strategy}", f"model.layers={layers}"), compiled=True)
+        [temporary] = [size for name, size in found.memory.items() if name.startswith("temporary")]
+        sizes.append((temporary, found.memory["gradients"] + sum(each.bytes_per_device for each in found.activations)))
+    assert sizes[1][0] - sizes[0][0] == sizes[1][1] - sizes[0][1]
+
+
+def collective(op: str, **fields: Any) -> Collective:
+    calls = fields.pop("calls", 3)
+    usual = Collective(op, ("data",), 8, "bfloat16", 80, 40, calls, 0.0, INSIDE, "", "forward", "", (calls,), calls)
+    return usual._replace(**fields)
+
+
+def compiled(op: str, **fields: Any) -> Compiled:
+    return Compiled(op, 8, "f32", 160, 40, 3, 0.0, added=False, name="shard_map")._replace(**fields)
+
+
+def test_the_ledger_beside_what_is_compiled() -> None:
+    planned = Ledger((collective("psum"), collective("all_gather", calls=1), collective("reduce_scatter")), {"data": 8})
+    found = compare(planned, [
+        compiled("psum", calls=1, elements_per_call=120),  # merged: as much is sent
+        compiled("all_gather"),  # back into the loop
+        compiled("reduce_scatter", group_size=4),
+        compiled("psum", added=True), compiled("all_gather", group_size=1, elements_per_call=7),
+        compiled("ppermute"),
+    ])  # fmt: skip
+    assert {op: each.agrees for op, each in found.items()} == {
+        "psum": True, "all_gather": False, "reduce_scatter": False, "ppermute": False,
+    }  # fmt: skip
+    assert found["psum"][:2] == pytest.approx((210, 210)) and found["psum"][2:] == (3, 1)  # 2 * 7/8 * 120
+    assert found["all_gather"] == (7 * 40, 7 * 120, 1, 3)
+    assert found["reduce_scatter"] == (7 / 8 * 120, 3 / 4 * 120, 3, 3)
+    assert found["ppermute"] == (0, 120, 0, 3)
+    text = to_text(explain(configured(*LLAMA))._replace(added=[], compiled=found))
+    assert re.search(r"all_gather +280 +840 +1 +3  differs\n", text) and re.search(r"psum +210 +210 +3 +1\n", text)
+    assert "merged, dropped or repeated some of all_gather, reduce_scatter, ppermute" in text
+
+
+def test_a_compiled_bf16_program_sends_as_many_elements() -> None:
+    """XLA:CPU widens bf16, so that bytes would not agree."""
+    config = configured(*LLAMA, "parallel.strategy=zero2", "precision=bf16", "model.layers=2")
+    found = explain(config, compiled=True)
+    by_kind = {f"{kind}, kept for backward": sum(each.bytes_per_device for each in found.activations
+                                                 if each.kind == kind) for kind in KINDS}  # fmt: skip
+    assert all(by_kind.values()) and by_kind.items() <= found.memory.items()
+    report, text = to_json(found)["compiled"], to_text(found)
+    assert set(report) == {"psum", "all_gather", "reduce_scatter"} and all(each["agrees"] for each in report.values())
+    assert report["all_gather"]["ledger_elements"] == report["all_gather"]["compiled_elements"] > 0
+    gathered = sum(each.wire_bytes for each in found.ledger.collectives if each.op == "all_gather")
+    assert gathered == 2 * report["all_gather"]["ledger_elements"]
+    assert "compiled for simulated devices" in text and "differs" not in text and "--compile" not in text
+
+
+def test_of_two_branches_the_one_that_sends_most_counts() -> None:
+    text = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  ROOT %c = f32[8] conditional(%i, %a, %b), branch_computations={%little, %much}
+}
+%little (p: f32[8]) -> f32[8] {
+  ROOT %r = f32[8] all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+%much (p: f32[8]) -> f32[8] {
+  %g = f32[16] all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+  ROOT %r = f32[8] all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    found = compiled_collectives(text)
+    assert [(each.op, each.elements_per_call, each.bytes_per_call) for each in found] == [
+        ("all_gather", 8, 32), ("psum", 8, 32),
+    ]  # fmt: skip

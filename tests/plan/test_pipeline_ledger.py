@@ -1,0 +1,255 @@
+"""What the ledger and `scripts/explain.py` say of pipelines: sends to the byte, and what they are for."""
+
+import importlib
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from levels import levels
+
+from jaxdist import make_mesh, make_train_step, registry, state_target
+from jaxdist.collectives import psum, to_varying
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.mesh import abstract_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.parallel.pipeline.stages import arrange
+from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks
+from jaxdist.plan.compiled.hlo import compare, compiled_collectives
+from jaxdist.plan.explain import explain, to_json
+from jaxdist.plan.report.pipeline import described, show, ticks_of
+from jaxdist.plan.report.text import pytorch_term, to_text
+from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, Ledger, collectives_of, hosts_of, ledger
+from jaxdist.specs import BATCH_SPEC
+
+ROOT = Path(__file__).parents[2]
+MODULES = {name: importlib.import_module(f"{SCHEDULES}.{name}") for name in registry.names(SCHEDULES)}
+NAMES = [name for name, module in MODULES.items() if hasattr(module, "table") and hasattr(module, name)]
+LAYERS, WIDTH, VOCAB, LENGTH, ROWS = 4, 32, 64, 8, 96
+LOSS = 2 * 4  # bytes: loss and weight, together
+TO_NEXT, TO_BEFORE = ("forward", "activations to the next stage"), ("backward", "gradients to the stage before")
+
+
+def model(*, tied: bool = False, layers: int = LAYERS) -> Any:
+    config = ModelConfig(style="llama", layers=layers, width=WIDTH, heads=4, vocab=VOCAB, mlp_width=64, tied=tied)
+    return gpt(config, max_length=LENGTH)
+
+
+def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
+    grid = (rows, LENGTH)
+    return {"inputs": jax.ShapeDtypeStruct(grid, np.int32), "targets": jax.ShapeDtypeStruct(grid, np.int32),
+            "weights": jax.ShapeDtypeStruct(grid, np.float32)}  # fmt: skip
+
+
+def ledger_of(schedule: str, *, strategy: str = "ddp", tied: bool = False, microbatches: int, precision: str = "fp32",
+              **sizes: int) -> Ledger:  # fmt: skip
+    """On a mesh of these sizes, without devices."""
+    mesh, tx, definition = abstract_mesh(**sizes), optax.adamw(1e-3), model(tied=tied)
+    step = make_train_step(definition, tx, mesh, strategy=strategy, schedule=schedule, microbatches=microbatches,
+                           precision=precision)  # fmt: skip
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), batch())
+
+
+def table(schedule: str, stages: int, microbatches: int) -> Ticks:
+    made: Ticks = MODULES[schedule].table(stages, microbatches)
+    return made
+
+
+def unit_bytes(definition: Any, *names: str) -> int:
+    """Bytes of these units in fp32."""
+    return sum(4 * math.prod(leaf.shape) for name in names for leaf in jax.tree.leaves(definition.shapes[name]))
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "tied"), levels(
+    ((name, *sizes, tied) for name in NAMES for sizes in ((2, 1), (2, 6), (4, 2), (4, 8)) for tied in (False, True)),
+    everyday=5,
+))  # fmt: skip
+def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:
+    """But for the last stage, which sends nothing on, and the first, which sends nothing back. And once a step
+    embedding and head are gathered from the stages and their gradients scattered, and the loss is summed; nothing else.
+    """
+    found = ledger_of(schedule, pipe=stages, microbatches=microbatches, tied=tied)
+    ticks = table(schedule, stages, microbatches).length
+    h = ROWS // microbatches * LENGTH * WIDTH * 4
+    sends = [each for each in found.collectives if each.op == "ppermute"]
+    assert [(each.phase, each.purpose) for each in sends] == [TO_NEXT, TO_BEFORE]
+    for each in sends:
+        assert (each.axes, each.group_size, each.conditional) == (("pipe",), stages, False)
+        assert (each.bytes_per_call, each.calls, each.wire_bytes) == (h, ticks, ticks * h)
+        some = (ticks,) * (stages - 1)
+        assert each.stages == ((*some, 0) if each.phase == "forward" else (0, *some))
+        assert each.used == microbatches
+        assert each.source.startswith("jaxdist/parallel/pipeline/run.py:") and pytorch_term(each) == "point to point"
+    others, spread = (stages - 1) / stages, unit_bytes(model(tied=tied), "embed", "head")
+    assert found.total("op") == pytest.approx({
+        "ppermute": (1 if stages == 2 else 2) * ticks * h, "all_gather": others * spread,
+        "reduce_scatter": others * spread, "psum": 2 * others * LOSS,
+    }, rel=1e-12)  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> None:
+    found = ledger_of(schedule, strategy="zero3", pipe=2, data=2, fsdp=4, tensor=2, microbatches=3, precision="bf16")
+    sends = [each for each in found.collectives if each.op == "ppermute"]
+    h = ROWS // (2 * 4 * 3) * LENGTH * WIDTH * 2  # whole over tensor
+    assert [(each.bytes_per_call, each.dtype) for each in sends] == [(h, "bfloat16")] * 2
+    assert [each.calls for each in sends] == [table(schedule, 2, 3).length] * 2
+    # 32 devices, 8 on a host: 16 on a stage.
+    assert {each.axes: each.link for each in found.collectives if len(each.axes) == 1} == {
+        ("pipe",): BETWEEN, ("data",): BETWEEN, ("fsdp",): INSIDE, ("tensor",): INSIDE,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
+    found = ledger_of(schedule, strategy="zero3", tied=True, pipe=2, fsdp=2, tensor=2, microbatches=4)
+    once = [each for each in found.collectives if each.phase == "once a step"]
+    spread = {"embed.tokens.table", "head.norm.scale"}
+    assert {each.purpose for each in once} == spread | {f"gradient of {name}" for name in spread} | {"loss_and_weight"}
+    assert {each.stages for each in once} == {(1, 1)}
+    ticks = table(schedule, 2, 4).length
+    assert all(each.at_most % ticks == 0 for each in found.collectives if each.phase != "once a step")
+    purposes = {(each.phase, each.purpose) for each in found.collectives}
+    assert {("forward", "activations of embed"), ("recompute", "activations of embed"),
+            ("forward", "activations of blocks.mlp"), ("forward", "blocks.mlp.up.kernel"),
+            ("recompute", "blocks.mlp.up.kernel"), ("backward", "gradient of blocks.mlp.up.kernel"),
+            ("backward", "gradients of activations of blocks.mlp")} <= purposes  # fmt: skip
+    assert not any("pipeline" in each.purpose for each in found.collectives)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "chunks"),
+                         [(name, 4, 6, 1) for name in NAMES] + [("interleaved", 2, 4, 2)])  # fmt: skip
+def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
+    schedule: str, stages: int, microbatches: int, chunks: int
+) -> None:
+    """Collectives of a block: once a microbatch and block on every stage; of embedding and head on one stage."""
+    sizes = {"pipe": stages, "fsdp": 2, "tensor": 2}
+    mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
+    definition = arrange(model(layers=8), stages=stages, chunks=chunks)
+    step = make_train_step(definition, tx, mesh, strategy="zero3", schedule=schedule, microbatches=microbatches)
+    rows = batch(microbatches * 2)
+    found = ledger(step, state_target(definition, tx, mesh, strategy="zero3"), rows)
+    inside = [each for each in found.collectives if each.phase != "once a step" and each.op != "ppermute"]
+    assert len(inside) > 20 and not any(each.conditional for each in inside)
+    for each in inside:
+        unit = each.purpose.rpartition(" ")[2].partition(".")[0]
+        if unit == "blocks":
+            assert each.stages == (8 // stages * microbatches,) * stages, each
+        else:
+            first, last = (microbatches * (unit == wanted) for wanted in ("embed", "head"))
+            assert each.stages == (first, *[0] * (stages - 2), last), each
+        assert each.calls == max(each.stages) < each.at_most
+
+
+def test_what_depends_on_data_counts_as_the_branch_that_sends_most() -> None:
+    mesh = make_mesh(data=2)
+
+    def summed(x: jax.Array, times: int) -> jax.Array:
+        for _ in range(times):
+            x = to_varying(psum(x, "data"), ("data",))
+        return x
+
+    def body(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0] > 0, lambda: summed(x, 1), lambda: summed(x, 2))
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    [each] = collectives_of(jax.make_jaxpr(f)(np.zeros(8, np.float32)), mesh, hosts_of(mesh, 8), set())
+    assert (each.calls, each.stages, each.at_most, each.conditional) == (2, (2,), 2, True)
+
+
+@pytest.mark.parametrize("schedule", levels(reversed(NAMES), everyday=4))
+def test_the_compiled_program_sends_as_much(schedule: str) -> None:
+    mesh, tx, definition = make_mesh(pipe=4, data=2), optax.sgd(1e-3), model()
+    step = make_train_step(definition, tx, mesh, schedule=schedule, microbatches=4)
+    data = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+            for name, leaf in batch().items()}  # fmt: skip
+    state = state_target(definition, tx, mesh)
+    compiled = compiled_collectives(step.lower(state, data).compile().as_text())
+    found = compare(ledger(step, state, data), compiled)
+    assert found.keys() == {"ppermute", "psum", "all_gather", "reduce_scatter"}
+    assert all(each.agrees for each in found.values())
+    assert found["ppermute"].compiled_calls == 2 * table(schedule, 4, 4).length
+
+
+def configured(*overrides: str) -> Config:
+    """The quickstart on a pipeline of 4 stages and 8 microbatches, unless overridden."""
+    usual = ("mesh.pipe=4", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "parallel.microbatches=8")
+    return load_config(ROOT / "configs" / "quickstart.yaml", [*usual, *overrides], planned=True)
+
+
+def test_activations_of_a_pipeline_are_not_given_as_none() -> None:
+    found = explain(configured("parallel.schedule=gpipe"))
+    assert found.activations is None and to_json(found)["activations"] is None
+    assert not [name for name in found.memory if "kept for backward" in name]
+    text = to_text(found, rows=0, activations=True)
+    assert "Activations are not told apart for pipelines yet: --compile gives" in text and "Kept for" not in text
+    alone = explain(configured("parallel.schedule=gpipe", "mesh.pipe=1"))  # a pipeline of one stage
+    assert alone.activations is None and not [each for each in alone.ledger.collectives if each.op == "ppermute"]
+
+
+def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
+    config = configured("parallel.schedule=one_f_one_b")
+    ticks = ticks_of(config)
+    assert (ticks.stages, ticks.microbatches, ticks.chunks, ticks.length) == (4, 8, 1, 14)
+    text = show(config, ticks, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    for part in ("one_f_one_b: 4 stages, 8 microbatches\n14 ticks", "bubble 27.3 %", "stage 3  F ", "one a tick",
+                 "up to 7 microbatches, the first 7, the last 1", "once forward and once back: 8 of the"):  # fmt: skip
+        assert part in text
+    large = replace(config, mesh=replace(config.mesh, pipe=512))  # no device is needed
+    assert ticks_of(large).length == 8 + 2 * 512 - 2 and "stage 3" not in described(ticks_of(large), name="a")
+
+
+def test_a_microbatch_goes_round_once_a_chunk() -> None:
+    config = configured("parallel.schedule=interleaved", "parallel.chunks=2", "mesh.pipe=2")
+    ticks = ticks_of(config)
+    assert (ticks.chunks, ticks.length) == (2, 8 * 2 + 2 * 2 + 2 - 2)
+    sends = [each for each in explain(config).ledger.collectives if each.op == "ppermute"]
+    assert [(each.purpose, each.calls, each.used) for each in sends] == [(TO_NEXT[1], 20, 16), (TO_BEFORE[1], 20, 16)]
+    assert "activations to the next stage, 16 of 20 used" in to_text(explain(config))
+
+
+def test_chunks_and_split_backward_passes_are_described() -> None:
+    text = described(MODULES["interleaved"].table(4, 8, 2), name="interleaved")
+    for part in ("8 microbatches, 2 chunks a stage", "F in 16 of them and B in 16", "bubble 15.8 %, if all stages are",
+                 "up to 11 chunks of microbatches", "2 times forward and 2 times back: 16 of the 26"):  # fmt: skip
+        assert part in text
+    text = described(MODULES["zero_bubble"].table(4, 8), name="zero_bubble")
+    assert "bubble 11.1 %" in text and "F, B and W cost the same" in text and "what up to 6 B leave for W" in text
+
+
+def test_uneven_stages_are_described(tmp_path: Path) -> None:
+    """The state to the byte, with the rows that hold no block; equal sizes as without."""
+    uneven = configured("parallel.schedule=gpipe", "model.layers=6", "parallel.stages=[1,2,2,1]")
+    text = show(uneven, ticks_of(uneven), tmp_path / "a.svg")
+    assert "if a stage takes the time of its blocks, 1, 2, 2, 1, and B costs two F" in text
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "stages 4 (1 + 2 + 2 + 1 blocks)" in drawn
+    found, full = explain(uneven), explain(configured("parallel.schedule=gpipe", "model.layers=8"))
+    assert found.memory == full.memory and (found.empty_rows, full.empty_rows) == (2, 0)
+    note = "parallel.stages: 2 rows of every parameter of the blocks hold no block"
+    assert note in to_text(found) and note not in to_text(full)
+    equal = configured("parallel.schedule=gpipe", "parallel.stages=[1,1,1,1]")
+    assert "if all stages are equally fast" in show(equal, ticks_of(equal), tmp_path / "b.svg")
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["mesh.pipe=1"], "parallel.schedule: 'accumulate' is no pipeline.*: gpipe, interleaved, one_f_one_b, zero_bubble"),
+    (["mesh.pipe=1", "parallel.schedule=gpipe"], "mesh.pipe: 1 is one stage"),
+    (["mesh.pipe=1", "parallel.schedule=jaxdist.parallel.schedules.accumulate.accumulate"], "is no pipeline"),
+])  # fmt: skip
+def test_what_has_no_timeline_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        ticks_of(configured(*overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_of_somebody_elses_may_have_a_table() -> None:
+    assert ticks_of(configured("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe")).length == 22

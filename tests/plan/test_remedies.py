@@ -1,0 +1,211 @@
+"""What `scripts/explain.py --remedies` promises is what the changed configuration then takes; and when a run is short
+of out_of_memory, it says so."""
+
+import json
+import re
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxdist.cli import explain as command
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
+from jaxdist.plan import remedies as plan
+from jaxdist.plan.compiled.memory import Footprint
+from jaxdist.plan.explain import explain
+from jaxdist.plan.remedies import REMEDIES, Cost, Table, changed, cost_of, remedies, to_json, typed
+from jaxdist.plan.report.text import remedies_text
+from jaxdist.step import TrainStep
+from jaxdist.trainer.failures import out_of_memory
+from jaxdist.trainer.train import train
+
+ROOT = Path(__file__).parents[2]
+TINY = ("model.layers=2", "model.width=16", "model.heads=2", "data.seq_len=16", "data.global_batch=8", "mesh.data=1",
+        "mesh.fsdp=2", "mesh.tensor=1", "optimizer.name=sgd", "parallel.min_shard_bytes=0")  # fmt: skip
+PEAK = "peak, compiled (state, batch and temporary)"
+NOW = Cost(Footprint(arguments=900, outputs=900, aliased=900, temporary=100, host=0), flops=100.0, wire_bytes=0.0)
+OOM = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nmore lines"
+
+
+def configured(*overrides: str) -> Config:
+    return load_config(ROOT / "configs" / "quickstart.yaml", [*TINY, *overrides], planned=True)
+
+
+def fake_cost(config: Config) -> Cost:
+    """Full remat halves temporary out_of_memory, microbatches double it, host memory takes the moments."""
+    temporary = 100 // (2 if config.memory.remat == "full" else 1) * config.parallel.microbatches
+    host = 600 * config.memory.offload.optimizer
+    return Cost(Footprint(900 - host, 900 - host, 900 - host, temporary, host),
+                flops=100.0 + 33 * (config.memory.remat == "full"), wire_bytes=NOW.wire_bytes)  # fmt: skip
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "cost_of", fake_cost)
+
+
+def offered(*overrides: str) -> dict[str, str]:
+    """Overrides by the name of the remedy, before they are checked."""
+    config = configured(*overrides)
+    found = {}
+    for name, change in REMEDIES:
+        values = change(config)
+        if changed(config, values) != config:
+            found[name] = " ".join(typed(key, value) for key, value in values.items())
+    return found
+
+
+@pytest.mark.slow
+def test_the_table_is_what_explain_then_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte: both come from compiling. Remedies are applied as one would type them."""
+    chosen = ("remat full", "optimizer state in host memory")
+    monkeypatch.setattr(plan, "REMEDIES", [each for each in REMEDIES if each[0] in chosen])
+    table = remedies(configured(), progress=lambda text: None)
+    assert {each.name for each in table.remedies} == {*chosen} and not any(each.refused for each in table.remedies)
+    for each in table.remedies:
+        found = explain(configured(*each.overrides), compiled=True)
+        assert each.cost is not None
+        assert (found.memory[PEAK], found.ledger.wire_bytes) == (each.cost.memory.peak, each.cost.wire_bytes)
+    by_name = {each.name: each for each in table.remedies}
+    peaks = [each.cost.memory.peak for each in table.remedies if each.cost]
+    assert peaks == sorted(peaks) and table.now.memory.peak > peaks[0]
+    remat, host = by_name["remat full"].cost, by_name["optimizer state in host memory"].cost
+    assert remat is not None and host is not None
+    assert 0.1 < remat.flops / table.now.flops - 1 < 0.34  # the forward pass of the blocks, a third of the whole
+    assert remat.wire_bytes >= table.now.wire_bytes > 0 and host[1:] == table.now[1:]
+    # Nothing but the momentum, which is as large as the parameters, has left the device.
+    moved = table.now.memory.arguments - host.memory.arguments
+    assert moved == host.memory.host == explain(configured()).memory["parameters"]
+
+
+def test_what_is_offered() -> None:
+    found = offered()
+    assert found["twice the microbatches"] == "parallel.microbatches=2"
+    assert found["remat full"] == "memory.remat=full" and "remat none" not in found
+    assert found["optimizer state in host memory"] == "memory.offload.optimizer=true"
+    assert found["twice the tensor axis"] == "mesh.fsdp=1 mesh.tensor=2"
+    assert not {"the next ZeRO stage", "shards instead of replicas"} & found.keys()  # zero3, no replicas
+    assert offered("mesh.data=2")["shards instead of replicas"] == "mesh.data=1 mesh.fsdp=4"
+    assert offered("mesh.data=2")["twice the tensor axis"] == "mesh.data=1 mesh.tensor=2"
+    assert offered("parallel.strategy=zero1")["the next ZeRO stage"] == "parallel.strategy=zero2"
+    alone = ("parallel.strategy=ddp", "mesh.data=2", "mesh.fsdp=1")
+    assert offered(*alone)["the next ZeRO stage"] == "parallel.strategy=zero1 mesh.data=1 mesh.fsdp=2"
+    found = offered("memory.remat=full", "memory.offload.optimizer=true", "data.seq_len=512")
+    assert not {"remat full", "optimizer state in host memory"} & found.keys()
+    assert found["logits in chunks"] == "model.loss_chunk=256"
+    for overrides in ((), alone):  # whatever is offered can be typed
+        for text in offered(*overrides).values():
+            configured(*overrides, *text.split())
+
+
+@pytest.mark.usefixtures("faked")
+def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured("data.global_batch=2")
+    arguments = {"timeline": None, "compile": False, "devices_per_host": 8, "rows": 1, "parameters": False,
+                 "activations": False, "remedies": True, "json": tmp_path / "out.json", "plot": None,
+                 "write_budget": None, "budget": None}  # fmt: skip
+    assert command.run(config, Namespace(**arguments)) == []
+    shown, progress = capsys.readouterr()
+    assert re.match(r"compiling 1/\d: as it is\ncompiling 2/", progress) and ": memory.remat=full\n" in progress
+    rows = [line.split() for line in shown[shown.index("remedy ") :].splitlines()]
+    assert rows[1] == ["memory.offload.optimizer=true", "400", "B", "600", "B", "60.0%", "+0.0%", "0", "B"]
+    assert rows[2] == ["memory.remat=full", "950", "B", "50", "B", "5.0%", "+33.0%", "0", "B"]
+    assert "memory.offload.optimizer=true: 600 B a device rests in host memory" in shown
+    left_out = "left out: parallel.microbatches=2: data.global_batch: 2 does not divide by 4"
+    assert left_out in shown and "left out: memory.remat=offload: simulated devices have no host memory" in shown
+    found = json.loads((tmp_path / "out.json").read_text())["remedies"]
+    assert found["now"]["peak"] == 1000 and found["now"]["wire_bytes"] == 0
+    first, last = found["remedies"][0], found["remedies"][-1]
+    assert (first["overrides"], first["saves"]) == (["memory.offload.optimizer=true"], 600)
+    assert first["cost"]["host"] == 600 and first["cost"]["temporary"] == 100
+    assert last["refused"] and last["cost"] is None and last["saves"] is None
+
+
+def test_what_costs_memory_is_shown_as_that() -> None:
+    worse = plan.Remedy("worse", ("a=1",), NOW._replace(memory=NOW.memory._replace(temporary=1100), wire_bytes=2048.0))
+    text = remedies_text(Table(NOW, [worse]))
+    assert ["a=1", "1.95", "KiB", "-1000", "B", "-100.0%", "+0.0%", "2.00", "KiB"] in map(str.split, text.splitlines())
+    assert to_json(Table(NOW, [worse]))["remedies"][0]["saves"] == -1000
+
+
+def test_no_half_to_give_to_tensor() -> None:
+    with pytest.raises(UserError, match="neither mesh.data 1 nor mesh.fsdp 3 is even"):
+        dict(REMEDIES)["twice the tensor axis"](replace(configured(), mesh=replace(configured().mesh, fsdp=3)))
+
+
+YAML = """
+model: {{layers: 2, width: 16, heads: 2}}
+data: {{path: {path}, seq_len: 16, global_batch: 8}}
+mesh: {{fsdp: 2}}
+parallel: {{strategy: zero3, min_shard_bytes: 0}}
+train: {{steps: 2, eval_every: 0, sample_tokens: 0}}
+devices: {{platform: cpu}}
+observe: {{console: plain, report: false}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "data").mkdir()
+    for i in range(3):
+        (tmp_path / "data" / f"{i}.py").write_text("x = 1 + 1\n" * 500)
+    (tmp_path / "tiny.yaml").write_text(YAML.format(path=tmp_path / "data"))
+    return load_config(tmp_path / "tiny.yaml")
+
+
+def fails(text: str) -> Any:
+    def call(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError(text)
+
+    return call
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_run_without_memory_says_what_would_help(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(TrainStep, "__call__", fails(OOM))
+    assert train(config, tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("out of memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184")
+    for text in ("Memory of a device:", "optimizer state", "compiling 1/", "memory.remat=full", "microbatches=2"):
+        assert text in said
+    assert "Traceback" not in said and "more lines" not in said
+
+
+def test_where_nothing_compiles_the_command_is_said(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jaxdist.trainer.run.init_state", fails(OOM))  # before the run directory has a configuration
+    monkeypatch.setattr(plan, "cost_of", fails("RESOURCE_EXHAUSTED: again\nand again"))
+    assert train(config, tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    file = tmp_path / "run" / "config.yaml"
+    assert "the remedies cannot be compiled here: RESOURCE_EXHAUSTED: again\n" in said and "Memory of a device:" in said
+    assert said.endswith(f"and how much: python scripts/explain.py --config {file} --remedies\n")
+    assert load_config(file, planned=True) == config
+    monkeypatch.setattr("jaxdist.trainer.run.init_state", fails("INTERNAL: something else"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train(config, tmp_path / "other")
+
+
+def test_what_is_out_of_memory() -> None:
+    assert out_of_memory.is_out_of_memory(jax.errors.JaxRuntimeError(OOM))
+    assert not out_of_memory.is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no"))
+    assert not out_of_memory.is_out_of_memory(ValueError(OOM))
+
+
+@pytest.mark.slow
+def test_every_remedy_of_the_quickstart() -> None:
+    """Each that is offered compiles, and the figures of the first are those of a configuration compiled by itself."""
+    config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
+    table = remedies(config, progress=lambda text: None)
+    compiled = [each for each in table.remedies if each.cost is not None]
+    assert len(compiled) >= 5
+    best = load_config(ROOT / "configs" / "quickstart.yaml", compiled[0].overrides, planned=True)
+    assert cost_of(best) == compiled[0].cost

@@ -1,0 +1,204 @@
+"""The replay of a scheduled program, on programs short enough to be replayed by hand. The assumed rates make every
+collective take 1 ms and every matrix product 0.6 ms."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxdist.plan.compiled import replay as replays
+from jaxdist.plan.compiled.hlo import compiled_collectives, group_size
+from jaxdist.plan.compiled.instructions import Costs, nbytes, parse
+from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
+
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+SHARD, WHOLE = "f32[128,1024]{1,0}", "f32[1024,1024]{1,0}"
+SENT = 128 * 1024 * 4 * 7
+RATES = Rates(flops=2 * 1024**3 / 0.6e-3, memory=math.inf, network=SENT / 1e-3)
+HEAD = "HloModule test, is_scheduled=true, num_partitions=8\n"
+
+
+def computation(name: str, *lines: str, entry: bool = False) -> str:
+    first = ("%p = (s32[], f32[128,1024]{1,0}, f32[1024,1024]{1,0}) parameter(0)",
+             f"%w = {SHARD} get-tuple-element(%p), index=1",
+             f"%x = {WHOLE} get-tuple-element(%p), index=2")  # fmt: skip
+    body = "\n".join(f"  {line}" for line in (*first, *lines))
+    return f"{'ENTRY ' * entry}%{name} (p: (s32[], f32[], f32[])) -> f32[1024,1024] {{\n{body}\n}}\n\n"
+
+
+def start(name: str, more: str = "") -> str:
+    return f"%{name} = ({SHARD}, {WHOLE}) all-gather-start(%w), channel_id=1, {GROUPS}, dimensions={{0}}{more}"
+
+
+def done(name: str) -> str:
+    return f"%{name}.done = {WHOLE} all-gather-done(%{name})"
+
+
+def dot(name: str) -> str:
+    return f"%{name} = {WHOLE} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+
+
+def loop(name: str, body: str, trips: int | None) -> str:
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips is not None else ""
+    return f"%{name} = (s32[], {SHARD}, {WHOLE}) while(%p), condition=%c, body=%{body}{known}"
+
+
+def check(found: Overlap, *, communication: float, stall: float, compute: float) -> None:
+    """In milliseconds."""
+    seconds = (found.communication, found.stall, found.compute)
+    assert [1e3 * each for each in seconds] == pytest.approx([communication, stall, compute])
+
+
+def test_a_collective_hides_behind_what_stands_between_start_and_done() -> None:
+    body = computation("body", start("a"), dot("m"), done("a"))
+    found = overlap(HEAD + body + computation("main", loop("l", "body", 10), entry=True), RATES)
+    check(found, communication=10, stall=4, compute=6)
+    assert found.hidden == pytest.approx(0.6) and found.wire_bytes == 10 * SENT and not found.synchronous_in_loops
+    (each,) = found.travels
+    assert (each.op, each.dtype, each.group_size, each.calls, each.loop) == ("all_gather", "f32", 8, 10, (10,))
+    assert each.asynchronous and each.products == 1
+    assert (each.needed, each.between, each.stall) == pytest.approx((1e-3, 0.6e-3, 0.4e-3))
+
+
+@pytest.mark.parametrize(
+    "line", [f"%a = {WHOLE} all-gather(%w), {GROUPS}, dimensions={{0}}",
+             start("a", ', backend_config={"collective_backend_config":{"is_sync":true}}')],
+)  # fmt: skip
+def test_what_everything_waits_for_hides_nothing(line: str) -> None:
+    body = computation("body", line, dot("m"), done("a"))
+    found = overlap(HEAD + body + computation("main", loop("l", "body", 3), entry=True), RATES)
+    check(found, communication=3, stall=3, compute=1.8)
+    assert found.hidden == pytest.approx(0) and len(found.synchronous_in_loops) == 1
+
+
+def test_a_window_is_not_counted_for_two_collectives() -> None:
+    text = computation("main", start("a"), start("b"), dot("m"), dot("n"), done("a"), done("b"), entry=True)
+    found = overlap(HEAD + text, RATES)
+    check(found, communication=2, stall=0.8, compute=1.2)
+    assert [each.stall for each in found.travels] == pytest.approx([0, 0.8e-3])  # the first was there, the second not
+
+
+def test_the_stream_is_shared_with_the_loop_that_a_collective_passes() -> None:
+    body = computation("body", start("b"), dot("m"), dot("n"), done("b"))
+    text = body + computation("main", start("a"), loop("l", "body", 2), done("a"), entry=True)
+    # Round 1 starts while a is sent: b ends at 2.0, computation at 1.2. Round 2: 2.0 + 1.0 against 2.0 + 1.2.
+    check(overlap(HEAD + text, RATES), communication=3, stall=0.8, compute=2.4)
+
+
+def test_a_collective_without_a_done_is_waited_for_at_the_end() -> None:
+    check(overlap(HEAD + computation("main", start("a"), dot("m"), entry=True), RATES), communication=1, stall=0.4,
+          compute=0.6)  # fmt: skip
+
+
+def test_collectives_and_products_are_found_in_what_wraps_them() -> None:
+    inner = (f"%sum (v: {WHOLE}) -> {SHARD} {{\n  %v = {WHOLE} parameter(0)\n"
+             f"  ROOT %s = {SHARD} reduce-scatter(%v), {GROUPS}, dimensions={{0}}, to_apply=%add\n}}\n\n"
+             f"%product (v: {WHOLE}) -> {WHOLE} {{\n  %v = {WHOLE} parameter(0)\n"
+             f"  ROOT %d = {WHOLE} dot(%v, %v), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n}}\n\n")
+    for opcode in ("async", "fusion"):
+        text = computation(
+            "main", f"%a = (({WHOLE}), {SHARD}) {opcode}-start(%x), calls=%sum",
+            f"%m = {WHOLE} fusion(%x), kind=kCustom, calls=%product", f"%b = {SHARD} {opcode}-done(%a)", entry=True,
+        )  # fmt: skip
+        found = overlap(HEAD + inner + text, RATES)
+        assert [each.op for each in found.travels] == ["reduce_scatter"] and found.travels[0].asynchronous
+        check(found, communication=1, stall=0.4, compute=0.6)
+        compiled = compiled_collectives(HEAD + inner + text)
+        assert sum(each.wire_bytes for each in compiled) == pytest.approx(found.wire_bytes)
+
+
+def test_of_a_condition_the_branch_that_sends_most_runs() -> None:
+    branches = computation("quiet", dot("m")) + computation("loud", start("a"), done("a"))
+    choice = f"%c = {WHOLE} conditional(%w, %p, %p), branch_computations={{%quiet, %loud}}"
+    found = overlap(HEAD + branches + computation("main", choice, entry=True), RATES)
+    check(found, communication=1, stall=1, compute=0)
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named() -> None:
+    body = computation("body", start("a"), dot("m"), done("a"))
+    found = overlap(HEAD + body + computation("main", loop("l", "body", None), entry=True), RATES)
+    assert found.unknown_loops == 1 and found.travels[0].calls == 1
+
+
+def test_where_nothing_is_sent_all_is_hidden() -> None:
+    found = overlap(HEAD + computation("main", dot("m"), entry=True), RATES)
+    assert found.hidden == 1 and found.travels == [] and found.compute == pytest.approx(0.6e-3)
+
+
+ORDERS = st.permutations(["start a", "done a", "start b", "done b", "dot m", "dot n"]).filter(
+    lambda order: all(order.index(f"start {name}") < order.index(f"done {name}") for name in "ab")
+)
+MAKE = {"start": start, "done": done, "dot": dot}
+
+
+@settings(deadline=None, max_examples=60)
+@given(ORDERS, ORDERS, st.integers(1, 7), st.integers(1, 7))
+def test_rounds_that_are_alike_are_multiplied(inner: list[str], outer: list[str], few: int, many: int) -> None:
+    """The same as round after round."""
+
+    def lines(order: list[str]) -> list[str]:
+        return [MAKE[each.split()[0]](each.split()[1]) for each in order]
+
+    around = lines(outer)
+    around.insert(3, loop("l", "inner", few))
+    text = HEAD + computation("inner", *lines(inner)) + computation("outer", *around)
+    text += computation("main", start("z"), loop("k", "outer", many), done("z"), entry=True)
+    quick, alike = overlap(text, RATES), replays._alike
+    try:
+        replays._alike = lambda one, other: False
+        slow = overlap(text, RATES)
+    finally:
+        replays._alike = alike
+    assert quick.communication == pytest.approx(1e-3 * (1 + many * (2 + 2 * few)))
+    for name in ("communication", "stall", "compute", "hidden"):
+        assert getattr(quick, name) == pytest.approx(getattr(slow, name), abs=1e-12), name
+    for mine, other in zip(quick.travels, slow.travels, strict=True):
+        assert mine.calls == other.calls and mine[8:11] == pytest.approx(other[8:11])
+
+
+@pytest.mark.parametrize("opcode", ["fusion", "fusion-start"])
+def test_bytes_are_those_of_slices_where_only_slices_move(opcode: str) -> None:
+    text = """HloModule test, is_scheduled=true
+
+%fused (a: f32[24,64], b: f32[24,64], i: s32[]) -> f32[24,64] {
+  %a = f32[24,64]{1,0} parameter(0)
+  %b = f32[24,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %row = f32[1,64]{1,0} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={1,64}
+  ROOT %put = f32[24,64]{1,0} dynamic-update-slice(%a, %row, %i, %i)
+}
+
+ENTRY %main (a: f32[24,64], b: f32[24,64], i: s32[]) -> f32[24,64] {
+  %a = f32[24,64]{1,0} parameter(0)
+  %b = f32[24,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %f = f32[24,64]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+""".replace("{1,0} fusion(", f"{{1,0}} {opcode}(")
+    computations, entry = parse(text)
+    body = computations[entry]
+    assert Costs(computations).bytes(body["f"], body) == 64 * 4 + 64 * 4 + 4  # written, read, the index
+    assert nbytes("(bf16[4,2]{1,0}, /*index=1*/pred[8], f8e4m3fn[3])") == 16 + 8 + 3
+
+
+def test_groups_over_parts_of_an_axis() -> None:
+    mesh = "replica_groups=mesh['data'=4,'fsdp'=8] {'data','fsdp':(2)4}"
+    assert group_size(mesh) == 16 and group_size("replica_groups=mesh['data'=4,'fsdp'=8] {'fsdp'}") == 8
+
+
+def test_flops_of_attention_and_of_cublas() -> None:
+    text = """HloModule test
+
+ENTRY %main (q: bf16[2,128,4,64], a: bf16[32,64], b: bf16[64,16]) -> bf16[32,16] {
+  %q = bf16[2,128,4,64]{3,2,1,0} parameter(0)
+  %a = bf16[32,64]{1,0} parameter(1)
+  %b = bf16[64,16]{1,0} parameter(2)
+  %f = (bf16[2,128,4,64]{3,2,1,0}, u8[0]) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %g = bf16[32,16]{1,0} custom-call(%a, %b), custom_call_target="__cublas$gemm"
+}
+"""
+    computations, entry = parse(text)
+    body, costs = computations[entry], Costs(computations)
+    assert costs.flops(body["f"], body) == 2 * (2.0 * 2 * 4 * 128 * 128 * 64)
+    assert costs.flops(body["g"], body) == 2.0 * 32 * 64 * 16
