@@ -31,9 +31,13 @@ from jaxdist.train_step import TrainStep
 
 # Parameters whose type the residual stream takes, and so queries, keys and values.
 BEFORE_ATTENTION = (
-    "embed.tokens.table", "embed.positions.table", "blocks.attention.qkv.linear.kernel", "blocks.attention.out.kernel",
-    "blocks.mlp.up.kernel", "blocks.mlp.down.kernel",
-)  # fmt: skip
+    "embed.tokens.table",
+    "embed.positions.table",
+    "blocks.attention.qkv.linear.kernel",
+    "blocks.attention.out.kernel",
+    "blocks.mlp.up.kernel",
+    "blocks.mlp.down.kernel",
+)
 
 
 class Parts(NamedTuple):
@@ -55,9 +59,14 @@ class Parts(NamedTuple):
 def precision_of(config: PrecisionConfig) -> Precision:
     """The policy of this configuration, with what is set beside it."""
     chosen = make_precision(
-        config.policy, config.reduce_dtype, half=config.half, param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype, keep_fp32=config.keep_fp32, per_op=config.per_op,
-    )  # fmt: skip
+        config.policy,
+        config.reduce_dtype,
+        half=config.half,
+        param_dtype=config.param_dtype,
+        compute_dtype=config.compute_dtype,
+        keep_fp32=config.keep_fp32,
+        per_op=config.per_op,
+    )
     given = config.loss_scale
     mode = given.mode or ("none" if chosen.scale_rule is None else "dynamic")
     moves = (given.growth_factor, given.backoff_factor) if mode == "dynamic" else (1.0, 1.0)
@@ -92,9 +101,12 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
     why: str | None = "parallel.grad_sync.deterministic=true, and cuDNN's backward pass sums in no fixed order"
     if not config.parallel.grad_sync.deterministic:
         why = why_not_cudnn(
-            capability=cuda_capability(config, mesh), dtype=jnp.float32 if wide else precision.compute,
-            head_width=model.width // model.heads, dropout=model.dropout, per_op=precision.per_op,
-        )  # fmt: skip
+            capability=cuda_capability(config, mesh),
+            dtype=jnp.float32 if wide else precision.compute,
+            head_width=model.width // model.heads,
+            dropout=model.dropout,
+            per_op=precision.per_op,
+        )
     if model.attention == "cudnn" and why is not None:
         raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")
     return ("cudnn" if why is None else "xla"), why
@@ -110,15 +122,19 @@ def make_model(
     known = _keywords(build)
     fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
     if fp8 and not {"fp8", "keywords"} & known:
-        raise UserError(f"precision.policy: 'fp8' needs a model that can be built with fp8=True, and model.name"
-                        f" {config.model.name!r} takes no such option; allowed: a policy without float8, such as"
-                        " bf16")  # fmt: skip
+        raise UserError(
+            f"precision.policy: 'fp8' needs a model that can be built with fp8=True, and model.name"
+            f" {config.model.name!r} takes no such option; allowed: a policy without float8, such as"
+            " bf16"
+        )
     asked = {key: True for key in ("sequence_parallel", "collective_matmul") if getattr(config.parallel, key)}
     split = asked if training else {}
     for key in split:
         if not {key, "keywords"} & known:
-            raise UserError(f"parallel.{key}: true needs a model that can be built with {key}=True, and model.name"
-                            f" {config.model.name!r} takes no such option; allowed: false")  # fmt: skip
+            raise UserError(
+                f"parallel.{key}: true needs a model that can be built with {key}=True, and model.name"
+                f" {config.model.name!r} takes no such option; allowed: false"
+            )
     model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **fp8, **split)
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
@@ -139,17 +155,28 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     model = make_model(config, precision, stages=stages, training=True, attention=attention)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
-        "strategy": parallel.strategy, "min_shard_bytes": parallel.min_shard_bytes, "grad_sync": sync,
-        "freeze": config.optimizer.freeze, "offload": config.memory.offload.optimizer,
-    }  # fmt: skip
+        "strategy": parallel.strategy,
+        "min_shard_bytes": parallel.min_shard_bytes,
+        "grad_sync": sync,
+        "freeze": config.optimizer.freeze,
+        "offload": config.memory.offload.optimizer,
+    }
     skips = config.train.on_nonfinite == "skip" or precision.scale_rule is not None
     max_skips = config.precision.max_consecutive_skips if skips else 0
     options: dict[str, Any] = {
-        "strategy": parallel.strategy, "schedule": parallel.schedule, "microbatches": parallel.microbatches,
-        "precision": precision, "remat": config.memory.remat, "grad_sync": sync, "freeze": config.optimizer.freeze,
-        "reshard_after_forward": parallel.reshard_after_forward, "prefetch": ahead,
-        "pipeline_cond": parallel.pipeline_cond, "max_skips": max_skips, "seed": config.train.seed,
-    }  # fmt: skip
+        "strategy": parallel.strategy,
+        "schedule": parallel.schedule,
+        "microbatches": parallel.microbatches,
+        "precision": precision,
+        "remat": config.memory.remat,
+        "grad_sync": sync,
+        "freeze": config.optimizer.freeze,
+        "reshard_after_forward": parallel.reshard_after_forward,
+        "prefetch": ahead,
+        "pipeline_cond": parallel.pipeline_cond,
+        "max_skips": max_skips,
+        "seed": config.train.seed,
+    }
     step = make_train_step(model, optimizer, mesh, **options)
     order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=parallel.stages)
     target = state_target(model, optimizer, mesh, **layout)

@@ -1,7 +1,6 @@
 """Make a training state, laid out from its first byte."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -16,10 +15,9 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import GradSync, residual_target
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
-from jaxdist.specs import apply_rules, check_divisible, map_specs, without_idle
+from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
-PyTree = Any
 DEFAULT_SYNC = GradSync()
 Rules = Sequence[tuple[str, P]]
 Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
@@ -84,9 +82,16 @@ def init_state(
     match wins: [("*.kernel", P(None, "fsdp")), ("*.bias", P())]; others as the strategy places them by their shapes.
     """
     target = state_target(
-        source, optimizer, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes, grad_sync=grad_sync, freeze=freeze,
-        offload=offload, rules=rules,
-    )  # fmt: skip
+        source,
+        optimizer,
+        mesh,
+        strategy=strategy,
+        min_shard_bytes=min_shard_bytes,
+        grad_sync=grad_sync,
+        freeze=freeze,
+        offload=offload,
+        rules=rules,
+    )
     optimizer = only_trained(optimizer, freeze)
     if isinstance(source, ModelDef):
         return allocate(source.init, jax.random.key(seed), optimizer, target)

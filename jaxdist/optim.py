@@ -19,12 +19,11 @@ from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import CALLS
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded, rounded
-from jaxdist.specs import fitting, is_model
+from jaxdist.specs import PyTree, fitting, is_model
 
 if TYPE_CHECKING:
     from jaxdist.config.schema import OptimizerConfig
 
-PyTree = Any
 NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
 
 

@@ -132,8 +132,10 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
             raise UserError(f"rules: {pattern!r}: {chosen}; allowed: one dim over fsdp, as P(None, 'fsdp'), or P()")
     chosen_specs = jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: isinstance(node, P))
     if missed := [pattern for i, (pattern, _) in enumerate(rules) if i not in used]:
-        raise UserError(f"rules: {missed[0]!r} is reached by no parameter (the first rule that fits wins); leave it "
-                        "out, or put it earlier")  # fmt: skip
+        raise UserError(
+            f"rules: {missed[0]!r} is reached by no parameter (the first rule that fits wins); leave it "
+            "out, or put it earlier"
+        )
     return chosen_specs
 
 
@@ -147,8 +149,10 @@ def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequen
     names = [path_name(path) for path, _ in leaves]
     for pattern in patterns:
         if pattern not in optional and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
-                            f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}")  # fmt: skip
+            raise UserError(
+                f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
+                f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}"
+            )
     return jax.tree.unflatten(
         treedef, [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names]
     )
@@ -170,7 +174,7 @@ def only(chosen: PyTree, tree: PyTree) -> PyTree:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """"blocks.attention.qkv.kernel" from a key path of `jax.tree_util`."""
+    """ "blocks.attention.qkv.kernel" from a key path of `jax.tree_util`."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 

@@ -14,9 +14,7 @@ from jaxdist.mesh import HOST, AnyMesh
 from jaxdist.optim import apply_updates
 from jaxdist.precision.loss_scale import choose, fresh_guard
 from jaxdist.precision.reproducible import products_rounded
-from jaxdist.specs import map_specs, path_name, spec_leaves
-
-PyTree = Any
+from jaxdist.specs import PyTree, map_specs, path_name, spec_leaves
 
 
 class TrainState(NamedTuple):
@@ -63,9 +61,12 @@ def fresh_state(params: PyTree, optimizer: optax.GradientTransformation, residua
 
 
 def abstract_state(
-    shapes: PyTree, specs: PyTree, optimizer: optax.GradientTransformation, mesh: AnyMesh,
+    shapes: PyTree,
+    specs: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh,
     residual: tuple[PyTree, PyTree] = ((), ()),
-) -> TrainState:  # fmt: skip
+) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for. residual: its
     shapes and specs."""
     state = jax.eval_shape(lambda params: fresh_state(params, optimizer, residual[0]), shapes)

@@ -30,18 +30,27 @@ from jaxdist.parallel.wrappers.freeze import freezing
 from jaxdist.parallel.wrappers.reduce_in_backward import overlapping
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.precision.policy import Precision, check_float8, make_precision
-from jaxdist.specs import STACKED, batch_spec
+from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics, TrainStep
 
-PyTree = Any
 DEFAULT_SYNC = GradSync()
 
 
 def make_gradients(
-    model: ModelDef | ForeignLoss, mesh: AnyMesh, specs: PyTree, lost: PyTree, strategy: Strategy, schedule: Schedule,
-    *, microbatches: int, options: StrategyOptions, remat: str | Sequence[str], seed: int, trained: PyTree,
-) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:  # fmt: skip
+    model: ModelDef | ForeignLoss,
+    mesh: AnyMesh,
+    specs: PyTree,
+    lost: PyTree,
+    strategy: Strategy,
+    schedule: Schedule,
+    *,
+    microbatches: int,
+    options: StrategyOptions,
+    remat: str | Sequence[str],
+    seed: int,
+    trained: PyTree,
+) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
     trained: those of the gradients."""
     precision, sync = options.precision, options.sync
@@ -67,9 +76,11 @@ def make_gradients(
             return *totals, stack(trained, grads), times(residual, 1 / factor)
 
         run = region_of(
-            region, mesh=mesh, in_specs=(specs, lost, batch_spec(mesh), P(), P()),
+            region,
+            mesh=mesh,
+            in_specs=(specs, lost, batch_spec(mesh), P(), P()),
             out_specs=(P(), P(), stacked_specs(trained, mesh), lost),
-        )  # fmt: skip
+        )
         loss, weight, grads, residual = run(state.params, state.residual, batch, state.step, scale)
         grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
@@ -81,12 +92,24 @@ def make_gradients(
 
 
 def make_train_step(
-    model: ModelDef | ForeignLoss, optimizer: optax.GradientTransformation, mesh: AnyMesh, *, strategy: str = "ddp",
-    schedule: str = "accumulate", microbatches: int = 1, precision: Precision | str = "fp32", seed: int = 0,
-    remat: str | Sequence[str] = "none", grad_sync: GradSync = DEFAULT_SYNC, freeze: Sequence[str] = (),
-    reshard_after_forward: bool = True, prefetch: int = 0, pipeline_cond: bool = True, max_skips: int = 10,
+    model: ModelDef | ForeignLoss,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh,
+    *,
+    strategy: str = "ddp",
+    schedule: str = "accumulate",
+    microbatches: int = 1,
+    precision: Precision | str = "fp32",
+    seed: int = 0,
+    remat: str | Sequence[str] = "none",
+    grad_sync: GradSync = DEFAULT_SYNC,
+    freeze: Sequence[str] = (),
+    reshard_after_forward: bool = True,
+    prefetch: int = 0,
+    pipeline_cond: bool = True,
+    max_skips: int = 10,
     return_grads: bool = False,
-) -> TrainStep:  # fmt: skip
+) -> TrainStep:
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
@@ -112,9 +135,18 @@ def make_train_step(
         norm = ordered_norm if grad_sync.deterministic else global_norm
         specs = specs_of_arrays(state.params)
         gradients = make_gradients(
-            model, mesh, specs, specs_of_arrays(state.residual), placing, run_schedule, microbatches=microbatches,
-            options=options, remat=remat, seed=seed, trained=leave_out(specs, freeze),
-        )  # fmt: skip
+            model,
+            mesh,
+            specs,
+            specs_of_arrays(state.residual),
+            placing,
+            run_schedule,
+            microbatches=microbatches,
+            options=options,
+            remat=remat,
+            seed=seed,
+            trained=leave_out(specs, freeze),
+        )
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             check_batch(batch, mesh, microbatches)
@@ -134,8 +166,11 @@ def make_train_step(
         outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
         settings = compiler_options(state.params, options, mesh)
         return jax.jit(
-            step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs),
+            step,
+            donate_argnums=0,
+            in_shardings=(layout, None),
+            out_shardings=(layout, outputs),
             compiler_options=settings,
-        )  # fmt: skip
+        )
 
     return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat), on_cpu=on_cpu(mesh))

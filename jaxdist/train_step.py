@@ -8,9 +8,9 @@ import jax
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.microbatch import check_global
+from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
 
-PyTree = Any
 Metrics = dict[str, Any]
 
 

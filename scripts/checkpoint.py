@@ -12,8 +12,12 @@ def main() -> int:
     """Exit status: 0; 1 a checkpoint is damaged; 2 the arguments, the configuration or a file is wrong."""
     parser = argparse.ArgumentParser(description="List, check, convert and average checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("ls", "the steps of a run"), ("verify", "whether their files are as written"),
-                       ("export", "to Hugging Face safetensors"), ("average", "the mean of steps")):  # fmt: skip
+    for name, text in (
+        ("ls", "the steps of a run"),
+        ("verify", "whether their files are as written"),
+        ("export", "to Hugging Face safetensors"),
+        ("average", "the mean of steps"),
+    ):
         commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path)
     for name in ("export", "average"):
         commands.choices[name].add_argument("--output", required=True, metavar="DIR", type=Path)
@@ -30,6 +34,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config, overrides) if arguments.command == "import" else None
         from jaxdist.cli.checkpoint import run
+
         return run(arguments, config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -30,6 +30,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config, arguments.overrides, planned=True)
         import jax  # not before the configuration holds
+
         jax.config.update("jax_platforms", "cpu")
         if arguments.compile or arguments.remedies:
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))

@@ -1,6 +1,6 @@
 """Compile a configuration's train step for GPUs that are not there: will it fit, what does it send, what is hidden?
 
-    python scripts/plan.py --compile --gpu h200 --hosts 32 --gpus-per-host 8 --config FILE [section.key=value ...]
+python scripts/plan.py --compile --gpu h200 --hosts 32 --gpus-per-host 8 --config FILE [section.key=value ...]
 """
 
 import argparse

@@ -25,8 +25,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rate", help="of every link, both ways, as 200mbit; or one a host, with commas; or none")
     parser.add_argument("--burst", default="256kb", help="bytes that may leave at once (default: 256kb)")
     parser.add_argument("--congestion", default="cubic", metavar="NAME", help="of TCP (default: cubic)")
-    parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="left to the other hosts when one "
-                        "has failed, and to all after a signal (default: 10); a second one kills at once")  # fmt: skip
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="left to the other hosts when one "
+        "has failed, and to all after a signal (default: 10); a second one kills at once",
+    )
     parser.add_argument("--quiet", action="store_true", help="show what host 0 prints, and nothing of the others")
     parser.add_argument("--clean", action="store_true", help="only remove what killed runs left behind")
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -41,9 +47,15 @@ def main(arguments: list[str]) -> int:
         if options.hosts is None or options.rate is None:
             parser.error("-n and --rate are required")
         results = run(
-            arguments[split + 1 :], hosts=options.hosts, rate=options.rate, burst=options.burst, grace=options.grace,
-            congestion=options.congestion, output="first" if options.quiet else "prefixed", signals=signals,
-        )  # fmt: skip
+            arguments[split + 1 :],
+            hosts=options.hosts,
+            rate=options.rate,
+            burst=options.burst,
+            grace=options.grace,
+            congestion=options.congestion,
+            output="first" if options.quiet else "prefixed",
+            signals=signals,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

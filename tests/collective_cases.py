@@ -81,8 +81,9 @@ def rows_of(call: Call, x: np.ndarray) -> list[np.ndarray]:
             return [np.concatenate(list(x), axis=dim)] * n
         case "all_to_all":
             parts = [np.split(row, n, axis=options["split_dim"]) for row in x]
-            return [np.concatenate([parts[source][rank] for source in range(n)], options["concat_dim"])
-                    for rank in range(n)]  # fmt: skip
+            return [
+                np.concatenate([parts[source][rank] for source in range(n)], options["concat_dim"]) for rank in range(n)
+            ]
         case "broadcast":
             return [x[root]] * n
         case "reduce":

@@ -4,7 +4,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel.strategies.zero3 import zero3
-from jaxdist.parallel.strategy import PyTree, Strategy, StrategyOptions
+from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.specs import PyTree
 
 
 def embedding_only(options: StrategyOptions) -> Strategy:

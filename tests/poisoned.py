@@ -74,8 +74,10 @@ def poisoned(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.flo
 
     def init(key: jax.Array) -> PyTree:
         params = model.init(key)
-        return {name: {**unit, "poison": jnp.zeros(shapes[name]["poison"].shape, param_dtype)}
-                for name, unit in params.items()}  # fmt: skip
+        return {
+            name: {**unit, "poison": jnp.zeros(shapes[name]["poison"].shape, param_dtype)}
+            for name, unit in params.items()
+        }
 
     def embed(params: PyTree, batch: PyTree, keys: jax.Array) -> jax.Array:
         return _infinite(model.embed(_spoiled("embed", params), batch, keys), params["poison"])

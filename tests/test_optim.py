@@ -48,9 +48,12 @@ def test_vectors_are_not_decayed_however_they_are_stacked() -> None:
 
 def test_muon_takes_the_kernels_of_blocks() -> None:
     shapes = gpt(MODEL, max_length=8).shapes
-    dims = {path_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(
-        muon_dims(shapes), is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
-    )}  # fmt: skip
+    dims = {
+        path_name(path): value
+        for path, value in jax.tree_util.tree_leaves_with_path(
+            muon_dims(shapes), is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+        )
+    }
     taken = {name for name, value in dims.items() if value is not None}
     layers = ("attention.qkv.linear", "attention.out", "mlp.up", "mlp.down")
     assert taken == {f"blocks.{name}.kernel" for name in layers}

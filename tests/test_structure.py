@@ -254,9 +254,23 @@ def no_global_state(path: str, source: str) -> Iterator[str]:
     """Nothing changes at module level: containers there are constants by name, and nothing writes to them."""
     kinds = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ChainMap"}
     changes = {
-        "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear",
-        "sort", "reverse", "appendleft", "popleft", "move_to_end",
-    }  # fmt: skip
+        "append",
+        "extend",
+        "insert",
+        "add",
+        "update",
+        "setdefault",
+        "pop",
+        "popitem",
+        "remove",
+        "discard",
+        "clear",
+        "sort",
+        "reverse",
+        "appendleft",
+        "popleft",
+        "move_to_end",
+    }
     tree = ast.parse(source)
     bodies = [tree.body] + [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
     bodies += [block for node in tree.body if isinstance(node, ast.If | ast.Try) for block in (node.body, node.orelse)]
@@ -355,7 +369,7 @@ GOOD = [
     (file_is_its_name, "jaxdist/data/loader.py", "x = 1"),
     (no_global_state, "jaxdist/a.py", '_A = {1: 2}\nB = [1]\n__all__ = ["a"]\nc = (1, 2)'),
     (no_global_state, "jaxdist/a.py", "def f():\n    x = []\n    x.append(1)"),
-]  # fmt: skip
+]
 BAD = [
     (import_floors, "jaxdist/config/schema.py", "from jaxdist.data import Loader"),
     (import_floors, "jaxdist/mesh.py", "def f():\n    import jaxdist.step"),
@@ -424,7 +438,7 @@ BAD = [
     (no_global_state, "jaxdist/a.py", "CACHE = {}\ndef f(k):\n    del CACHE[k]"),
     (no_global_state, "jaxdist/a.py", "SEEN = []\ndef f(k):\n    SEEN.append(k)"),
     (no_global_state, "jaxdist/a.py", "SEEN = set()\nSEEN |= {1}"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("rule", "path", "source"), GOOD)

@@ -1,4 +1,5 @@
 """A small classifier on arrays of images, with jaxdist's sources and loader: python docs/examples/classify.py"""
+
 import tempfile  # noqa: I001
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax  # noqa: E401
@@ -22,12 +23,16 @@ options = {"seq_len": 1, "global_batch": 64, "sharding": NamedSharding(mesh, BAT
 loader = make_loader(source, **options, seed=0)
 held_out = make_eval_loader(source, **options, batches=None)
 
+
 def logits(params, batch):
     x = batch["image"].reshape(len(batch["image"]), -1).astype(jnp.float32) / 255 - 0.4
     return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
 def loss(params, batch, keys):
     each = optax.softmax_cross_entropy_with_integer_labels(logits(params, batch), batch["label"])
     return (each * batch["weights"]).sum(), batch["weights"].sum()
+
 
 params = {"up": jnp.asarray(rng.normal(size=(64, 32)) / 8, jnp.float32), "down": jnp.zeros((32, 4))}
 state = jaxdist.init_state(params, adamw, mesh, strategy="zero3")

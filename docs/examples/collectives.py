@@ -1,4 +1,5 @@
 """Sum one gradient a device over 8 devices by a hand-written ring: python docs/examples/collectives.py"""
+
 import jax, jax.numpy as jnp  # noqa: E401, I001
 from jax.sharding import PartitionSpec as P
 import jaxdist
@@ -8,8 +9,10 @@ jax.config.update("jax_num_cpu_devices", 8)  # eight simulated devices; ignored 
 mesh = jaxdist.make_mesh(data=8)
 grads = jnp.arange(8.0 * 1000).reshape(8, 1000)  # row i belongs to device i
 
+
 def region(grad):  # runs on each device, with its row; shard_map checks the types
     return stack(P(), all_reduce(grad[0], "data", algorithm="ring"))
+
 
 summed = jax.shard_map(region, mesh=mesh, in_specs=P("data"), out_specs=stacked_specs(P(), mesh))
 total = jax.jit(lambda grads: claim_replicated(summed(grads), P(), mesh))(grads)

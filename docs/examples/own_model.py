@@ -1,4 +1,5 @@
 """Your own Flax NNX model, and a plain pytree, on 8 devices under ZeRO-3: python docs/examples/own_model.py"""
+
 import jax, jax.numpy as jnp, numpy as np, optax  # noqa: E401, I001
 from flax import nnx
 import jaxdist
@@ -8,20 +9,29 @@ mesh = jaxdist.make_mesh(fsdp=-1)  # all devices
 adamw, rng = optax.adamw(1e-2), np.random.default_rng(0)
 batch = {"x": rng.normal(size=(64, 8)).astype(np.float32), "y": rng.integers(0, 4, 64)}
 
+
 def cross_entropy(logits, y):  # a loss returns (sum, weight): exact for ragged batches, in every layout
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).sum(), jnp.float32(y.size)
+
 
 class MLP(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(8, 64, rngs=rngs), nnx.Linear(64, 4, rngs=rngs)
+
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
 
+
 graph, nnx_params = nnx.split(MLP(nnx.Rngs(0)), nnx.Param)
+
+
 def nnx_loss(params, batch, keys):  # keys: one random key a sample, for dropout
     return cross_entropy(nnx.merge(graph, params, copy=True)(batch["x"]), batch["y"])
+
+
 def plain_loss(params, batch, keys):
     return cross_entropy(batch["x"] @ params["w"] + params["b"], batch["y"])
+
 
 plain_params = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
 for loss_fn, params in ((nnx_loss, nnx.to_pure_dict(nnx_params)), (plain_loss, plain_params)):

@@ -2,6 +2,7 @@
 
 Ten AdamW steps of a small GPT with dropout. Printed: how many 32-bit words of the parameters differ from one device's.
 """
+
 import jax, numpy as np, optax  # noqa: E401, I001
 import jaxdist
 from jaxdist.config.schema import ModelConfig
@@ -11,8 +12,15 @@ from jaxdist.optim import clip_by_ordered_norm
 jax.config.update("jax_num_cpu_devices", 8)  # eight simulated devices; ignored on GPUs
 model = gpt(ModelConfig(layers=2, width=32, heads=4, dropout=0.1), max_length=16)
 rng = np.random.default_rng(0)
-batches = [{"inputs": rng.integers(0, 256, (16, 16), np.int32), "targets": rng.integers(0, 256, (16, 16), np.int32),
-            "weights": np.ones((16, 16), np.float32)} for _ in range(10)]  # fmt: skip
+batches = [
+    {
+        "inputs": rng.integers(0, 256, (16, 16), np.int32),
+        "targets": rng.integers(0, 256, (16, 16), np.int32),
+        "weights": np.ones((16, 16), np.float32),
+    }
+    for _ in range(10)
+]
+
 
 def train(strategy, deterministic, **sizes):
     mesh, sync = jaxdist.make_mesh(**sizes), jaxdist.GradSync(deterministic=deterministic)
@@ -24,6 +32,7 @@ def train(strategy, deterministic, **sizes):
         state, metrics = step(state, batch)
     words = [np.asarray(leaf).ravel().view(np.uint32) for leaf in jax.tree.leaves(state.params)]
     return np.concatenate(words), float(metrics["loss"])
+
 
 for deterministic in (True, False):
     print("deterministic" if deterministic else "native sums")

@@ -17,7 +17,6 @@ from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, ta
 from jaxdist.specs import STACKED, entry_axes, from_entries, path_name, split_over
 from jaxdist.state import TrainState
 
-PyTree = Any
 NONE = -1  # in place of a dim
 _OTHER_LAYERS = "model.layers: {}, but the checkpoint holds {} blocks; set it back"
 
@@ -41,8 +40,9 @@ def without_order(meta: dict[str, Any]) -> dict[str, Any]:
 def between(saved: np.ndarray | None, wanted: np.ndarray | None) -> np.ndarray | None:
     """The row of `saved` that each row of `wanted` takes, -1 for none; None where all stays. Both are orders as of
     `order_of_blocks`; None is the model's. Raises `UserError` where the numbers of blocks differ."""
-    saved, wanted = (None if order is None or np.array_equal(order, np.arange(order.size)) else order
-                     for order in (saved, wanted))  # fmt: skip
+    saved, wanted = (
+        None if order is None or np.array_equal(order, np.arange(order.size)) else order for order in (saved, wanted)
+    )
     if saved is None or wanted is None:
         return wanted if saved is None else rows_of_blocks(saved)
     if saved.max() != wanted.max():

@@ -68,14 +68,17 @@ class Checkpoints:
         self._folder, self._order = folder.absolute(), between(None, order)
         self._retention, self._saves = Retention(keep, keep_every, keep_best), Together()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention, create=True, cleanup_tmp_directories=True,
-            enable_async_checkpointing=True, temporary_path_class=SealedFolder.of(self._saves),
+            preservation_policy=self._retention,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+            temporary_path_class=SealedFolder.of(self._saves),
             # Where that fails in a thread, orbax leaves other threads to wait for it, and the interpreter for them.
             async_options=ocp.options.AsyncOptions(
                 create_directories_asynchronously=False, barrier_sync_fn=self._saves.meet
             ),
             lightweight_initialize=True,  # reads nothing of a step, which may be damaged
-        )  # fmt: skip
+        )
         handled = ocp.type_handlers.create_type_handler_registry(
             (jax.Array, ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_PART))
         )
@@ -342,8 +345,9 @@ class Checkpoints:
             if jax.process_index() != 0 or not (self._folder / str(step)).is_dir():
                 return step, error
             self._manager.reload()  # it has its name, which is given last
-            warnings.warn(f"checkpoint of step {step} is saved, but an old one is not removed: {why(error)}",
-                          stacklevel=3)  # fmt: skip
+            warnings.warn(
+                f"checkpoint of step {step} is saved, but an old one is not removed: {why(error)}", stacklevel=3
+            )
         landed = jax.process_index() != 0 or (self._folder / str(step)).is_dir()
         if landed and jax.process_index() == 0:
             ended = (self._folder / str(step) / CHECKSUMS).stat().st_mtime  # the last file

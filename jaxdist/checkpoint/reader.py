@@ -15,11 +15,10 @@ from jaxdist.checkpoint.errors import reading
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
-from jaxdist.specs import path_name
+from jaxdist.specs import PyTree, path_name
 from jaxdist.state import TrainState
 
 FOLDER = "checkpoints"  # in a run directory
-PyTree = Any
 
 
 def is_complete(folder: Path) -> bool:
@@ -66,8 +65,9 @@ class Stored:
         order = saved_order(self.meta)
         self._rows = None if order is None else rows_of_blocks(order)
         parts = {"opt_state": (), "guard": ()} | self._tree
-        self._dims = {path_name(path): dim for path, dim in jax.tree_util.tree_leaves_with_path(
-            stacked_dims(TrainState(**parts)))}  # fmt: skip
+        self._dims = {
+            path_name(path): dim for path, dim in jax.tree_util.tree_leaves_with_path(stacked_dims(TrainState(**parts)))
+        }
         named = ((path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree))
         self.leaves = {name: jax.ShapeDtypeStruct(self._shape(name, leaf), leaf.dtype) for name, leaf in named}
 

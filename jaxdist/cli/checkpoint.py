@@ -40,8 +40,9 @@ def run(arguments: Namespace, config: Config | None) -> int:
     try:
         return _run(arguments, config)
     except (SaveFailed, OSError) as error:
-        raise UserError(f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and"
-                        " try again") from error  # fmt: skip
+        raise UserError(
+            f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and try again"
+        ) from error
 
 
 def _run(arguments: Namespace, config: Config | None) -> int:
@@ -74,8 +75,10 @@ def listing(run_dir: Path) -> list[str]:
         state = "complete" if is_complete(folder) else aside
         rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
-            for row in rows]  # fmt: skip
+    return [
+        "  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
+        for row in rows
+    ]
 
 
 def check_all(run_dir: Path) -> int:
@@ -153,11 +156,15 @@ def _mean(steps: Sequence[Stored], name: str) -> np.ndarray:
 def _check_same(newest: Stored, other: Stored) -> None:
     mine, its = newest.params(), other.params()
     for name in sorted(mine.keys() | its.keys()):
-        kinds = [f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"
-                 for leaves in (mine, its)]  # fmt: skip
+        kinds = [
+            f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"
+            for leaves in (mine, its)
+        ]
         if kinds[0] != kinds[1]:
-            raise UserError(f"{name}: is {kinds[0]} in step {newest.step} and {kinds[1]} in step {other.step}; give"
-                            " --last a smaller number")  # fmt: skip
+            raise UserError(
+                f"{name}: is {kinds[0]} in step {newest.step} and {kinds[1]} in step {other.step}; give"
+                " --last a smaller number"
+            )
 
 
 def _check_new(run_dir: Path, key: str) -> None:

@@ -78,10 +78,17 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     except OSError:
         address = "does not resolve"
     local = jax.local_devices()
-    return {"rank": jax.process_index(), "host": name, "address": address, "versions": versions,
-            "devices": [device.device_kind for device in local], "platform": local[0].platform,
-            "cpus": len(os.sched_getaffinity(0)), "interfaces": interfaces(),
-            "environment": environment_of(environ)}  # fmt: skip
+    return {
+        "rank": jax.process_index(),
+        "host": name,
+        "address": address,
+        "versions": versions,
+        "devices": [device.device_kind for device in local],
+        "platform": local[0].platform,
+        "cpus": len(os.sched_getaffinity(0)),
+        "interfaces": interfaces(),
+        "environment": environment_of(environ),
+    }
 
 
 def from_all(own: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -129,17 +136,22 @@ def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
                 if mine != others and not (kind == "environment" and OWN.fullmatch(name)):
                     lines.append(f"{name}: {mine!r} on rank 0, {others!r} on rank {report['rank']} ({report['host']})")
         if report["devices"] != first["devices"]:
-            lines.append(f"devices: {len(first['devices'])} x {first['devices'][0]} on rank 0,"
-                         f" {len(report['devices'])} x {report['devices'][0]} on rank {report['rank']}")  # fmt: skip
+            lines.append(
+                f"devices: {len(first['devices'])} x {first['devices'][0]} on rank 0,"
+                f" {len(report['devices'])} x {report['devices'][0]} on rank {report['rank']}"
+            )
     return lines
 
 
 def addresses_shared(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """Hosts of several whose name has a loopback address, or none: gloo would have the others dial it."""
     several = len({report["host"] for report in reports}) > 1
-    return [f"host name {report['host']} (rank {report['rank']}): {report['address']}; give it an address that the"
-            " other hosts reach, in DNS or /etc/hosts" for report in reports
-            if several and (report["address"].startswith("127.") or not report["address"][0].isdigit())]  # fmt: skip
+    return [
+        f"host name {report['host']} (rank {report['rank']}): {report['address']}; give it an address that the"
+        " other hosts reach, in DNS or /etc/hosts"
+        for report in reports
+        if several and (report["address"].startswith("127.") or not report["address"][0].isdigit())
+    ]
 
 
 def link_text(link: SlowLink, names: Sequence[str]) -> str:
@@ -161,12 +173,21 @@ def diagnose(mib: float | None, port: int | None) -> dict[str, Any]:
     # Simulated devices share one memory: what differs there is the moment.
     links = slow_links(matrix) if job or ends[0].platform != "cpu" else []
     findings = differing(reports) + addresses_shared(reports) + [report["port"] for report in reports if report["port"]]
-    findings += [f"clock of {name}: {seconds:+.1f} s beside rank 0's; use NTP on all hosts"
-                 for name, seconds in zip(names, clocks, strict=False) if abs(seconds) > CLOCK_S]  # fmt: skip
+    findings += [
+        f"clock of {name}: {seconds:+.1f} s beside rank 0's; use NTP on all hosts"
+        for name, seconds in zip(names, clocks, strict=False)
+        if abs(seconds) > CLOCK_S
+    ]
     findings += [link_text(link, names) for link in links]
-    return {"processes": reports, "clock_differences_s": clocks, "names": names, "message_mib": mib,
-            "mb_per_s": [[None if np.isnan(value) else round(float(value), 3) for value in row] for row in matrix],
-            "slow_links": [link._asdict() for link in links], "findings": findings}  # fmt: skip
+    return {
+        "processes": reports,
+        "clock_differences_s": clocks,
+        "names": names,
+        "message_mib": mib,
+        "mb_per_s": [[None if np.isnan(value) else round(float(value), 3) for value in row] for row in matrix],
+        "slow_links": [link._asdict() for link in links],
+        "findings": findings,
+    }
 
 
 def report_text(found: Mapping[str, Any]) -> str:

@@ -52,10 +52,12 @@ def bandwidths(devices: Sequence[jax.Device], *, mib: float, repetitions: int = 
     for pair in pairs(n):
         send = jax.jit(
             jax.shard_map(
-                lambda x, pair=pair: jax.lax.ppermute(x, "ends", [pair]), mesh=mesh, in_specs=P("ends"),
+                lambda x, pair=pair: jax.lax.ppermute(x, "ends", [pair]),
+                mesh=mesh,
+                in_specs=P("ends"),
                 out_specs=P("ends"),
             )
-        )  # fmt: skip
+        )
         jax.block_until_ready(send(x))  # compiles and connects
         for _ in range(repetitions):
             _together()

@@ -46,9 +46,11 @@ class Cost(NamedTuple):
         near, factor = inside or link, link.swap_factor if self.swap else 1.0
         far_rounds, far = self.rounds - self.inside_rounds, self.serial - self.inside
         return (
-            far_rounds * link.latency_s + far / link.bytes_per_s * factor
-            + self.inside_rounds * near.latency_s + self.inside / near.bytes_per_s
-        )  # fmt: skip
+            far_rounds * link.latency_s
+            + far / link.bytes_per_s * factor
+            + self.inside_rounds * near.latency_s
+            + self.inside / near.bytes_per_s
+        )
 
 
 def even(rounds: int, sent: int, n: int, *, swap: bool = False) -> Cost:

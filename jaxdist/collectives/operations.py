@@ -31,8 +31,8 @@ from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.specs import PyTree
 
-PyTree = Any
 Run = Callable[[jax.Array, Group], jax.Array]
 ALGORITHMS = "jaxdist.collectives.algorithms"
 OPS = ("sum", "mean", "max", "min")
@@ -153,9 +153,15 @@ def _all_extremum(x: jax.Array, group: Group, op: str, algorithm: str) -> jax.Ar
 
 
 def all_reduce(
-    x: PyTree, axis: Axes, *, op: str = "sum", algorithm: str = "native", groups: Groups | None = None,
-    wire_dtype: str | None = None, link: Link | None = None,
-) -> PyTree:  # fmt: skip
+    x: PyTree,
+    axis: Axes,
+    *,
+    op: str = "sum",
+    algorithm: str = "native",
+    groups: Groups | None = None,
+    wire_dtype: str | None = None,
+    link: Link | None = None,
+) -> PyTree:
     """`op` (sum, mean, max, min) of `x` over the devices, on every device, in the dtype of `x`. Any shape.
 
     wire_dtype: "bfloat16" or "int8", what travels instead of floats; sums stay in fp32. Not with native; int8 with
@@ -221,9 +227,16 @@ def all_reduce_with_feedback(
 
 
 def reduce_scatter(
-    x: PyTree, axis: Axes, *, dim: int = 0, op: str = "sum", algorithm: str = "native", groups: Groups | None = None,
-    wire_dtype: str | None = None, link: Link | None = None,
-) -> PyTree:  # fmt: skip
+    x: PyTree,
+    axis: Axes,
+    *,
+    dim: int = 0,
+    op: str = "sum",
+    algorithm: str = "native",
+    groups: Groups | None = None,
+    wire_dtype: str | None = None,
+    link: Link | None = None,
+) -> PyTree:
     """This device's share of the reduction of `x`: the rank-th of n equal parts of `dim`.
 
     Raises `UserError` when the n devices of the group do not divide `dim`. op, wire_dtype, link: as for `all_reduce`,
@@ -257,9 +270,14 @@ def reduce_scatter(
 
 
 def all_gather(
-    x: PyTree, axis: Axes, *, dim: int = 0, algorithm: str = "native", groups: Groups | None = None,
+    x: PyTree,
+    axis: Axes,
+    *,
+    dim: int = 0,
+    algorithm: str = "native",
+    groups: Groups | None = None,
     link: Link | None = None,
-) -> PyTree:  # fmt: skip
+) -> PyTree:
     """The devices' `x` concatenated along `dim`, in rank order: n times as large, on every device."""
     function, scatter = function_of(algorithm, "all_gather"), function_of(algorithm, "reduce_scatter")
 
@@ -272,9 +290,14 @@ def all_gather(
 
 
 def all_to_all(
-    x: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int = 0, algorithm: str = "native",
+    x: PyTree,
+    axis: Axes,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    algorithm: str = "native",
     groups: Groups | None = None,
-) -> PyTree:  # fmt: skip
+) -> PyTree:
     """Cut `split_dim` into n parts, send the i-th to rank i, and concatenate what comes along `concat_dim`.
 
     Raises `UserError` when the n devices of the group do not divide `split_dim`.
@@ -349,9 +372,12 @@ def gather(
     def run(leaf: jax.Array, group: Group) -> jax.Array:
         at = _check_dim(leaf, dim, "gather")
         return _as_linear(
-            algorithm, lambda x, group: _only(group.rank == root, join(function(x, group, root), at)),
-            lambda g, group: back(cut(g, group.n, at), group, root), leaf, group,
-        )  # fmt: skip
+            algorithm,
+            lambda x, group: _only(group.rank == root, join(function(x, group, root), at)),
+            lambda g, group: back(cut(g, group.n, at), group, root),
+            leaf,
+            group,
+        )
 
     return _over(x, group, run, lambda leaf: _check_dim(leaf, dim, "gather"))
 
@@ -368,9 +394,12 @@ def scatter(
     def run(leaf: jax.Array, group: Group) -> jax.Array:
         at = _check_dim(leaf, dim, "scatter", group)
         return _as_linear(
-            algorithm, lambda x, group: function(cut(x, group.n, at), group, root),
-            lambda g, group: _only(group.rank == root, join(back(g, group, root), at)), leaf, group,
-        )  # fmt: skip
+            algorithm,
+            lambda x, group: function(cut(x, group.n, at), group, root),
+            lambda g, group: _only(group.rank == root, join(back(g, group, root), at)),
+            leaf,
+            group,
+        )
 
     return _over(x, group, run, lambda leaf: _check_dim(leaf, dim, "scatter"))
 

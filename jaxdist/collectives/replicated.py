@@ -12,16 +12,12 @@ is no communication and no autodiff in this region, hence nothing that the switc
     g = claim_replicated(g, specs, mesh)               # unchecked, trivial
 """
 
-from typing import Any
-
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives.varying import to_varying
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import claimed_axes, map_specs, without_idle
-
-PyTree = Any
+from jaxdist.specs import PyTree, claimed_axes, map_specs, without_idle
 
 
 def stacked_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:

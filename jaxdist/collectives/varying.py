@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.errors import UserError
-
-PyTree = Any
+from jaxdist.specs import PyTree
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -24,24 +24,34 @@ if TYPE_CHECKING:
 WITH_HALF = ("fp16", "O1", "O2", "O3")  # policies
 IN_FILES = ("images", "parquet", "arrayrecord")  # sources, beside text and tokens
 SMALLEST_FLOAT16 = 1e-7  # its step near zero is 6e-8
+
+
 def check_config(config: Config, *, planned: bool = False) -> Config:
     """The checks over several keys. Returns the configuration, its mesh resolved if the device count is known.
 
     planned: nothing will run here, so neither the devices nor the data need to be here.
     """
     if config.optimizer.warmup_steps > config.train.steps:
-        raise UserError(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
-                        f" {config.train.steps}; allowed: 0 to {config.train.steps}")  # fmt: skip
+        raise UserError(
+            f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
+            f" {config.train.steps}; allowed: 0 to {config.train.steps}"
+        )
     if config.checkpoint.keep_best and not config.train.eval_every:
-        raise UserError(f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations, and train.eval_every"
-                        " is 0; allowed: 0; or set train.eval_every to what checkpoint.every is")  # fmt: skip
+        raise UserError(
+            f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations, and train.eval_every"
+            " is 0; allowed: 0; or set train.eval_every to what checkpoint.every is"
+        )
     if config.train.on_nonfinite == "rollback" and not config.checkpoint.every:
-        raise UserError("train.on_nonfinite: 'rollback' goes back to a checkpoint, and checkpoint.every is 0; allowed:"
-                        " stop, skip; or checkpoint.every=100")  # fmt: skip
+        raise UserError(
+            "train.on_nonfinite: 'rollback' goes back to a checkpoint, and checkpoint.every is 0; allowed:"
+            " stop, skip; or checkpoint.every=100"
+        )
     if config.train.loss_spike and (config.train.on_nonfinite == "skip" or config.train.loss_spike <= 1):
-        raise UserError(f"train.loss_spike: {config.train.loss_spike:g} with train.on_nonfinite"
-                        f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
-                        " when its step has been taken")  # fmt: skip
+        raise UserError(
+            f"train.loss_spike: {config.train.loss_spike:g} with train.on_nonfinite"
+            f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
+            " when its step has been taken"
+        )
     check_flags(config.devices.xla.flags)
     _check_precision(config)
     _check_loss_scale(config)
@@ -65,23 +75,31 @@ def _check_precision(config: Config) -> None:
     precision, optimizer = config.precision, config.optimizer
     for key in ("param_dtype", "compute_dtype", "reduce_dtype"):
         if getattr(precision, key) == "float64" and precision.policy != "fp64":
-            raise UserError(f"precision.{key}: 'float64' needs precision.policy fp64, not {precision.policy};"
-                            " allowed: float32, bfloat16, float16")  # fmt: skip
+            raise UserError(
+                f"precision.{key}: 'float64' needs precision.policy fp64, not {precision.policy};"
+                " allowed: float32, bfloat16, float16"
+            )
     if precision.half is not None and precision.policy not in WITH_HALF:
-        raise UserError(f"precision.half: {precision.half!r} stands for the float16 of a policy, and"
-                        f" {precision.policy} has none; allowed with {', '.join(WITH_HALF)}; or set"
-                        " precision.compute_dtype")  # fmt: skip
+        raise UserError(
+            f"precision.half: {precision.half!r} stands for the float16 of a policy, and"
+            f" {precision.policy} has none; allowed with {', '.join(WITH_HALF)}; or set"
+            " precision.compute_dtype"
+        )
     at_rest = (precision.half or "float16") if precision.policy == "O3" else "float32"
     if (precision.param_dtype or at_rest) != "float16":
         return
     if optimizer.name in ("adafactor", "muon"):
-        raise UserError(f"optimizer.name: {optimizer.name!r} divides by constants that are zero in float16, in which"
-                        " this precision keeps the optimizer's state; allowed: adamw, sgd, lion; or"
-                        " precision.param_dtype=float32")  # fmt: skip
+        raise UserError(
+            f"optimizer.name: {optimizer.name!r} divides by constants that are zero in float16, in which"
+            " this precision keeps the optimizer's state; allowed: adamw, sgd, lion; or"
+            " precision.param_dtype=float32"
+        )
     if optimizer.name == "adamw" and optimizer.eps < SMALLEST_FLOAT16:
-        raise UserError(f"optimizer.eps: {optimizer.eps:g} is zero in float16, in which this precision keeps the"
-                        f" optimizer's state; allowed: at least {SMALLEST_FLOAT16:g}, such as 1e-4; or"
-                        " precision.param_dtype=float32")  # fmt: skip
+        raise UserError(
+            f"optimizer.eps: {optimizer.eps:g} is zero in float16, in which this precision keeps the"
+            f" optimizer's state; allowed: at least {SMALLEST_FLOAT16:g}, such as 1e-4; or"
+            " precision.param_dtype=float32"
+        )
 
 
 def _check_loss_scale(config: Config) -> None:
@@ -95,13 +113,17 @@ def _check_loss_scale(config: Config) -> None:
     for key in unused:
         value, usual = getattr(scale, key), getattr(type(scale)(), key)
         if value != usual:
-            raise UserError(f"precision.loss_scale.{key}: {value:g} has no effect where the scale is {mode}; allowed:"
-                            f" {usual:g}; or precision.loss_scale.mode=dynamic")  # fmt: skip
+            raise UserError(
+                f"precision.loss_scale.{key}: {value:g} has no effect where the scale is {mode}; allowed:"
+                f" {usual:g}; or precision.loss_scale.mode=dynamic"
+            )
     skips, usual = precision.max_consecutive_skips, type(precision)().max_consecutive_skips
     if mode == "none" and config.train.on_nonfinite != "skip" and skips != usual:
-        raise UserError(f"precision.max_consecutive_skips: {skips} has no effect: without a loss scale, and with"
-                        f" train.on_nonfinite {config.train.on_nonfinite}, no step is skipped; allowed: {usual}; or"
-                        " train.on_nonfinite=skip")  # fmt: skip
+        raise UserError(
+            f"precision.max_consecutive_skips: {skips} has no effect: without a loss scale, and with"
+            f" train.on_nonfinite {config.train.on_nonfinite}, no step is skipped; allowed: {usual}; or"
+            " train.on_nonfinite=skip"
+        )
 
 
 def check_layout(config: Config) -> None:
@@ -117,8 +139,10 @@ def check_layout(config: Config) -> None:
         _check_sequence(config, mesh["tensor"])
     for axis in ("context", "expert"):
         if own_model and config.model.name == "gpt" and mesh[axis] > 1:
-            raise UserError(f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
-                            " allowed: 1; use data, fsdp or tensor instead")  # fmt: skip
+            raise UserError(
+                f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
+                " allowed: 1; use data, fsdp or tensor instead"
+            )
     check_pipeline(config, mesh["pipe"])
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
@@ -130,16 +154,22 @@ def _check_model(model: ModelConfig) -> None:
     kv_heads = resolve_model(model).kv_heads
     assert kv_heads is not None
     if model.width % model.heads:
-        raise UserError(f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
-                        f" {near(divisors(model.width), model.heads)}")  # fmt: skip
+        raise UserError(
+            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
+            f" {near(divisors(model.width), model.heads)}"
+        )
     if model.heads % kv_heads:
-        raise UserError(f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
-                        f" {near(divisors(model.heads), kv_heads)}")  # fmt: skip
+        raise UserError(
+            f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
+            f" {near(divisors(model.heads), kv_heads)}"
+        )
     if resolve_model(model).positions == "rope" and model.width // model.heads % 2:
         works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
-        raise UserError(f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
-                        f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
-                        f" {near(works, model.heads)}; or model.positions=learned")  # fmt: skip
+        raise UserError(
+            f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
+            f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
+            f" {near(works, model.heads)}; or model.positions=learned"
+        )
 
 
 def _check_tensor(model: ModelConfig, tensor: int) -> None:
@@ -153,17 +183,21 @@ def _check_tensor(model: ModelConfig, tensor: int) -> None:
                 works = [n for n in divisors(full.width if key == "heads" else full.heads) if n % tensor == 0]
             else:
                 works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
-            raise UserError(f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
-                            f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}")  # fmt: skip
+            raise UserError(
+                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
+                f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}"
+            )
 
 
 def _check_sequence(config: Config, tensor: int) -> None:
     length = config.data.seq_len
     if config.parallel.sequence_parallel and length % tensor:
         works = [n for n in (length - length % tensor, length - length % tensor + tensor) if n]
-        raise UserError(f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
-                        f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
-                        " parallel.sequence_parallel=false")  # fmt: skip
+        raise UserError(
+            f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
+            f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
+            " parallel.sequence_parallel=false"
+        )
 
 
 def _check_collective_matmul(config: Config) -> None:
@@ -174,8 +208,10 @@ def _check_collective_matmul(config: Config) -> None:
         check_conditions(pipeline_cond=parallel.pipeline_cond)
     per_op = precision.policy == "O1" if precision.per_op is None else precision.per_op
     if parallel.collective_matmul and per_op:
-        raise UserError("parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
-                        " would not cast; allowed: false; or precision.policy=O2")  # fmt: skip
+        raise UserError(
+            "parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
+            " would not cast; allowed: false; or precision.policy=O2"
+        )
 
 
 def _check_batch(config: Config, mesh: dict[str, int]) -> None:
@@ -198,8 +234,10 @@ def _mixture_parts(data: DataConfig) -> list[DataConfig]:
     parts = parse_mixture(data.mixture) if data.mixture else ()
     for key, usual in (("source", "text"), ("path", "stdlib"), ("val_path", None)):
         if parts and getattr(data, key) != usual:
-            raise UserError(f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
-                            f" {show(usual)}; or data.mixture=[]")  # fmt: skip
+            raise UserError(
+                f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
+                f" {show(usual)}; or data.mixture=[]"
+            )
     return [replace(data, mixture=(), source=part.source, path=part.path) for part in parts]
 
 
@@ -224,5 +262,3 @@ def _check_exists(path: str, key: str, allowed: str) -> None:
         raise UserError(f"{key}: {show(path)}: {reason}; allowed: {allowed}") from None
     if not found:
         raise UserError(f"{key}: {show(path)} does not exist (seen from {Path.cwd()}); allowed: {allowed}")
-
-

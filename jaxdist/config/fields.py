@@ -20,9 +20,15 @@ from jaxdist.errors import UserError
 
 LARGEST_INT = 2**31 - 1  # every integer here may end up as an int32 on a device
 _NAMES: dict[Any, str] = {
-    bool: "a boolean", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a section",
-    tuple[str, ...]: "a list of texts", tuple[int, ...]: "a list of integers",
-}  # fmt: skip
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a section",
+    tuple[str, ...]: "a list of texts",
+    tuple[int, ...]: "a list of integers",
+}
 _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
     "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "ep": "expert", "cp": "context", "sp": "context",
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
@@ -51,20 +57,25 @@ def parse_mixture(items: Sequence[str]) -> tuple[MixturePart, ...]:
         fields = item.split(maxsplit=3)
         number = re.fullmatch(r"[0-9]*\.?[0-9]+", fields[1]) if len(fields) == 4 else None
         if number is None or not re.fullmatch(r"(?!nonfinite$)\w+", fields[0]):  # metrics use that name
-            raise UserError(f"data.mixture[{i}]: {show(item)}; allowed: NAME WEIGHT SOURCE PATH, such as"
-                            " 'code 0.3 text my/code'")  # fmt: skip
+            raise UserError(
+                f"data.mixture[{i}]: {show(item)}; allowed: NAME WEIGHT SOURCE PATH, such as 'code 0.3 text my/code'"
+            )
         rule = Rule("", folder="jaxdist.data.sources")
         check_value(fields[2], str, False, rule, f"data.mixture[{i}]")
         parts.append(MixturePart(fields[0], float(fields[1]), fields[2], fields[3]))
     names = [part.name for part in parts]
     if len(set(names)) < len(names) or len(names) == 1:
-        raise UserError(f"data.mixture: sources named {', '.join(names)}; allowed: two or more, of different names; for"
-                        " one, use data.source and data.path")  # fmt: skip
+        raise UserError(
+            f"data.mixture: sources named {', '.join(names)}; allowed: two or more, of different names; for"
+            " one, use data.source and data.path"
+        )
     total = sum(Fraction(str(part.weight)) for part in parts)
     for part in parts:
         if not part.weight or Fraction(str(part.weight)) < total * Fraction(str(SMALLEST_SHARE)):
-            raise UserError(f"data.mixture: weight {part.weight:g} of {part.name} is too small; allowed: at least"
-                            f" {SMALLEST_SHARE:g} of the sum, {float(total):g}")  # fmt: skip
+            raise UserError(
+                f"data.mixture: weight {part.weight:g} of {part.name} is too small; allowed: at least"
+                f" {SMALLEST_SHARE:g} of the sum, {float(total):g}"
+            )
     return tuple(parts)
 
 
@@ -206,8 +217,10 @@ def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
     if bad is not None:
         raise UserError(f"{key}: {show(value)} holds the character U+{ord(bad):04X}; allowed: printable text")
     if "${" in value or value == "???":
-        raise UserError(f"{key}: {show(value)}: ${{...}} and ??? are not expanded; write the value itself (it is copied"
-                        " into the run directory)")  # fmt: skip
+        raise UserError(
+            f"{key}: {show(value)}: ${{...}} and ??? are not expanded; write the value itself (it is copied"
+            " into the run directory)"
+        )
     if not (rule.choices or rule.folder):
         return
     allowed = rule.allowed(str, optional)

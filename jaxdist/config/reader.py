@@ -100,8 +100,9 @@ def read(cls: type[T], path: str | Path, overrides: Sequence[str]) -> T:
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Both, where keys of `above` win; sections are merged. (OmegaConf puts no text in place of a list.)"""
-    sections = {name: _merged(below[name], value) for name, value in above.items()
-                if isinstance(value, dict) and name in below}  # fmt: skip
+    sections = {
+        name: _merged(below[name], value) for name, value in above.items() if isinstance(value, dict) and name in below
+    }
     return below | above | sections
 
 

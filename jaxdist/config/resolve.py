@@ -59,8 +59,11 @@ def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bo
         fixed = _shrink(fixed, device_count)
         logging.getLogger(__name__).warning(
             "mesh: %s needs %d devices; %d are there, so it shrinks to %s (devices.fit=shrink)",
-            _words(sizes), need, device_count, _words(fixed),
-        )  # fmt: skip
+            _words(sizes),
+            need,
+            device_count,
+            _words(fixed),
+        )
         need = math.prod(fixed.values())
     if need > device_count:
         more = "set devices.fit=shrink" if not simulated else "set devices.simulated" + f"={need}" * (need <= 512)
@@ -122,8 +125,10 @@ def known_devices(devices: DevicesConfig) -> int | None:
     """
     plugins = [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
     if devices.platform == "gpu" and not plugins:
-        raise UserError("devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; pip install"
-                        " 'jaxdist[cuda12]' or 'jaxdist[cuda13]', or use devices.platform=auto")  # fmt: skip
+        raise UserError(
+            "devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; pip install"
+            " 'jaxdist[cuda12]' or 'jaxdist[cuda13]', or use devices.platform=auto"
+        )
     processes = _process_count()
     if (devices.platform != "cpu" and plugins) or processes is None:
         return None

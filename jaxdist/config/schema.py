@@ -41,9 +41,10 @@ class ModelConfig:
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
     attention: str = setting(
-        "auto", "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        "auto",
+        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
         choices=("auto", "xla", "cudnn"),
-    )  # fmt: skip
+    )
     scan_blocks: int = setting(
         1, "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less", at_least=0
     )
@@ -70,13 +71,13 @@ class DataConfig:
     column: str | None = setting(None, "parquet: the column; null: text, content, tokens or input_ids")
     buffer: int = setting(1024, "iterable: so many samples are shuffled together", at_least=1)
     token_dtype: str | None = setting(
-        None, "type of the ids in files; null: as manifest.json says, else uint16 (tokens), or text (arrayrecord)",
+        None,
+        "type of the ids in files; null: as manifest.json says, else uint16 (tokens), or text (arrayrecord)",
         choices=("uint8", "uint16", "uint32"),
-    )  # fmt: skip
+    )
     packing: str = setting(
-        "none", "documents: the first token of a document is no target (not for text)",
-        choices=("none", "documents"),
-    )  # fmt: skip
+        "none", "documents: the first token of a document is no target (not for text)", choices=("none", "documents")
+    )
     prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1)
 
 
@@ -99,9 +100,10 @@ class GradSyncConfig:
     algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
     bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
     wire_dtype: str | None = setting(
-        None, "what all-reduces send instead of fp32; int8: with error feedback; null: the gradients' type",
+        None,
+        "what all-reduces send instead of fp32; int8: with error feedback; null: the gradients' type",
         choices=("bfloat16", "int8"),
-    )  # fmt: skip
+    )
     link: str = setting("auto", "what auto, two_level reckon with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
     deterministic: bool = setting(False, "the same bits on 1, 2, 4, ... devices (data, fsdp, microbatches)")
     virtual_shards: int = setting(8, "deterministic: parts of the batch with a gradient each; a power of 2", at_least=1)
@@ -116,17 +118,21 @@ class ParallelConfig:
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     chunks: int = setting(1, "interleaved: parts of a stage's blocks, from as many places of the model", at_least=1)
     stages: tuple[int, ...] = setting(
-        (), "blocks of each stage, [7, 8, 8, 7]; with chunks of each chunk, in the model's order; []: equally many",
+        (),
+        "blocks of each stage, [7, 8, 8, 7]; with chunks of each chunk, in the model's order; []: equally many",
         at_least=1,
-    )  # fmt: skip
+    )
     min_shard_bytes: int = setting(
         32768, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
     )
     reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
     prefetch: int | None = setting(
-        None, "1: gather each block while the one before it computes, reduce it while the next does; null: so under"
-        " zero3 on GPUs, where nothing that is set excludes it", at_least=0, at_most=1,
-    )  # fmt: skip
+        None,
+        "1: gather each block while the one before it computes, reduce it while the next does; null: so under"
+        " zero3 on GPUs, where nothing that is set excludes it",
+        at_least=0,
+        at_most=1,
+    )
     sequence_parallel: bool = setting(
         False, "between layers split over tensor, each of its devices has a part of the positions: docs/memory.md"
     )
@@ -143,9 +149,10 @@ class LossScaleConfig:
     `loss_scale: {mode: dynamic}`."""
 
     mode: str | None = setting(
-        None, "dynamic: moves with overflows; fixed: stays; none: no scaling; null: by policy",
+        None,
+        "dynamic: moves with overflows; fixed: stays; none: no scaling; null: by policy",
         choices=("none", "fixed", "dynamic"),
-    )  # fmt: skip
+    )
     init_scale: float = setting(65536.0, "scale of the first step, or of all (fixed)", above=0)
     growth_factor: float = setting(2.0, "dynamic: multiplies the scale after growth_interval good steps", at_least=1)
     backoff_factor: float = setting(0.5, "dynamic: multiplies the scale after an overflow", above=0, at_most=1)
@@ -186,9 +193,11 @@ class MemoryConfig:
     """What is computed again instead of kept, and what rests in host memory: docs/memory.md."""
 
     remat: str | tuple[str, ...] = setting(
-        "none", "what the backward pass computes again, of each block; a list: all but these values",
-        choices=MODES, listed=NAMES,
-    )  # fmt: skip
+        "none",
+        "what the backward pass computes again, of each block; a list: all but these values",
+        choices=MODES,
+        listed=NAMES,
+    )
     offload: OffloadConfig = section(OffloadConfig, "what rests in host memory")
 
 
@@ -222,20 +231,25 @@ class TrainConfig:
     eval_every: int = setting(50, "steps between evaluations; 0: never", at_least=0)
     eval_batches: int = setting(8, "batches of one evaluation", at_least=1)
     on_nonfinite: str = setting(
-        "stop", "a loss or gradient that is not finite: stop; skip the step; rollback: go on from the last checkpoint, "
-        "past the batches since", choices=("stop", "skip", "rollback"),
-    )  # fmt: skip
+        "stop",
+        "a loss or gradient that is not finite: stop; skip the step; rollback: go on from the last checkpoint, "
+        "past the batches since",
+        choices=("stop", "skip", "rollback"),
+    )
     loss_spike: float = setting(
         0.0, "a loss above this many times the median of the last 64 counts as not finite; 0: off", at_least=0
     )
     watchdog_s: float | None = setting(
-        None, "several processes: seconds without progress after which a rank counts as stuck; 0: for ever; null: 60, "
-        "or 10 median steps if these are longer", at_least=0,
-    )  # fmt: skip
-    check_replicas_every: int = setting(
-        0, "steps between comparisons of the state's copies on different devices, made before saves too; 0: never",
+        None,
+        "several processes: seconds without progress after which a rank counts as stuck; 0: for ever; null: 60, "
+        "or 10 median steps if these are longer",
         at_least=0,
-    )  # fmt: skip
+    )
+    check_replicas_every: int = setting(
+        0,
+        "steps between comparisons of the state's copies on different devices, made before saves too; 0: never",
+        at_least=0,
+    )
     sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("import ", "what the sampled text begins with")
 
@@ -249,9 +263,11 @@ class CheckpointConfig:
     keep_every: int = setting(0, "checkpoints of steps divisible by this are kept for good; 0: none", at_least=0)
     keep_best: int = setting(0, "checkpoints of the lowest evaluation losses that are kept besides", at_least=0)
     resume: str = setting(
-        "auto", "auto: resume if there is a checkpoint; must: fail without one; force: also with another model, data, "
-        "seed ..., where that can work", choices=("auto", "must", "never", "force")
-    )  # fmt: skip
+        "auto",
+        "auto: resume if there is a checkpoint; must: fail without one; force: also with another model, data, "
+        "seed ..., where that can work",
+        choices=("auto", "must", "never", "force"),
+    )
 
 
 @dataclass(frozen=True)
@@ -259,9 +275,10 @@ class XlaConfig:
     """Settings of the compiler: docs/compiler.md. `devices.xla: plain` is short for `{preset: plain}`."""
 
     preset: str = setting(
-        "fast", "fast: what was measured to help on this kind of device; plain: the compiler as it comes",
+        "fast",
+        "fast: what was measured to help on this kind of device; plain: the compiler as it comes",
         choices=("fast", "plain"),
-    )  # fmt: skip
+    )
     flags: tuple[str, ...] = setting((), "more flags, [--xla_name=value]; XLA_FLAGS of the environment wins over them")
 
 
@@ -276,9 +293,11 @@ class DevicesConfig:
     )
     xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
     compilation_cache: str | bool = setting(
-        True, "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this "
-        "one, also on CPUs from jax 0.11", switch=True,
-    )  # fmt: skip
+        True,
+        "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this "
+        "one, also on CPUs from jax 0.11",
+        switch=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -306,5 +325,3 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     devices: DevicesConfig = section(DevicesConfig, "devices")
     observe: ObserveConfig = section(ObserveConfig, "console and report")
-
-

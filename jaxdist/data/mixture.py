@@ -37,17 +37,20 @@ def load_source(config: DataConfig) -> Source:
     )
     units = {part.name: _unit(part.source) for part in parts}
     if len(set(units.values())) > 1:
-        raise UserError(f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; what is of"
-                        " one kind can be mixed; prepare all texts with one tokenizer")  # fmt: skip
+        raise UserError(
+            f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; what is of"
+            " one kind can be mixed; prepare all texts with one tokenizer"
+        )
     infos = [part.source.info for part in parts]
     total = {key: _total([info[key] for info in infos]) for key in ("train", "held_out", "files", "held_out_files")}
-    parts_of = ((f"{part.name} {kind_of(part.source)}", 64, [part.source.info["sha256"].encode()])
-                for part in parts)  # fmt: skip
+    parts_of = ((f"{part.name} {kind_of(part.source)}", 64, [part.source.info["sha256"].encode()]) for part in parts)
     info = {
         "name": "mixture of " + ", ".join(f"{part.name} ({part.samples / BLOCK:g})" for part in parts),
-        "path": ", ".join(info["path"] for info in infos), "unit": infos[0]["unit"], **total,
+        "path": ", ".join(info["path"] for info in infos),
+        "unit": infos[0]["unit"],
+        **total,
         "sha256": fingerprint(parts_of),
-    }  # fmt: skip
+    }
     nothing = np.zeros(0, np.int32)
     return Source(nothing, nothing, max(part.source.vocab for part in parts), info, None, parts)
 
@@ -155,14 +158,21 @@ def make_eval_loader(
 ) -> Loader | SampleLoader:
     """The same held-out batches each time, of a source that is no mixture: at most `batches`, None is all."""
     if source.held_out is None:
-        raise UserError(f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or set"
-                        " train.eval_every=0")  # fmt: skip
+        raise UserError(
+            f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or set"
+            " train.eval_every=0"
+        )
     if isinstance(source.held_out, Samples):
         return spread(source.held_out, global_batch=global_batch, sharding=sharding, batches=batches)
     return Loader(
-        source.held_out, seq_len=seq_len, global_batch=global_batch, sharding=sharding, shuffle=False, batches=batches,
+        source.held_out,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        sharding=sharding,
+        shuffle=False,
+        batches=batches,
         documents=source.documents and source.documents[1],
-    )  # fmt: skip
+    )
 
 
 def _loader_of(
@@ -171,6 +181,10 @@ def _loader_of(
     if not isinstance(source.train, np.ndarray):
         return shuffled(source.train, global_batch=global_batch, sharding=sharding, seed=seed)
     return Loader(
-        source.train, seq_len=seq_len, global_batch=global_batch, sharding=sharding, seed=seed,
+        source.train,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        sharding=sharding,
+        seed=seed,
         documents=source.documents and source.documents[0],
-    )  # fmt: skip
+    )

@@ -139,8 +139,10 @@ def file_tokenizer(path: Path) -> Tokenizer:
         try:
             found = model.encode_batch(texts, add_special_tokens=False)
         except Exception as error:  # the package raises no narrower one
-            raise UserError(f"--tokenizer: {str(path)!r} cannot encode {batch[0].where} or a document after it"
-                            f" ({error}); use a tokenizer that has an unknown token, or bytes") from error  # fmt: skip
+            raise UserError(
+                f"--tokenizer: {str(path)!r} cannot encode {batch[0].where} or a document after it"
+                f" ({error}); use a tokenizer that has an unknown token, or bytes"
+            ) from error
         return [np.array(one.ids, np.uint32) for one in found]
 
     return Tokenizer(path.name, 1 + max(model.get_vocab().values()), hashlib.sha256(content).hexdigest(), encode)
@@ -198,9 +200,14 @@ class Work(NamedTuple):
 
 
 def prepare(
-    inputs: Sequence[str | Path], out: Path, *, tokenizer: str = "bytes", field: str = "text", end: str = "",
+    inputs: Sequence[str | Path],
+    out: Path,
+    *,
+    tokenizer: str = "bytes",
+    field: str = "text",
+    end: str = "",
     held_out: float = 0.05,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write the ids of `inputs` (files, `.jsonl` files, folders) to the new folder `out`. Returns the manifest.
 
     tokenizer: `bytes`, or a JSON file of the package `tokenizers`. field: the key of the text in `.jsonl` files. end:
@@ -236,8 +243,9 @@ def prepare(
 
 
 def _cannot_write(out: Path, error: OSError) -> UserError:
-    return UserError(f"--out: cannot write {str(error.filename or out)!r}: {error.strerror}; check the disk and "
-                     "what is there")  # fmt: skip
+    return UserError(
+        f"--out: cannot write {str(error.filename or out)!r}: {error.strerror}; check the disk and what is there"
+    )
 
 
 def _write_both(folder: Path, work: Work) -> dict[str, Any]:
@@ -254,15 +262,23 @@ def _write_both(folder: Path, work: Work) -> dict[str, Any]:
         files, _, _ = _write(folder, work, limit)
     if not (files["train.bin"]["tokens"] and files["val.bin"]["tokens"]):
         names = ", ".join(str(file.path) for file in work.files[:3])
-        raise UserError(f"INPUT: too little text for two sides in {names or 'no files'}; files in folders that are "
-                        "hidden, binary or links are left out")  # fmt: skip
+        raise UserError(
+            f"INPUT: too little text for two sides in {names or 'no files'}; files in folders that are "
+            "hidden, binary or links are left out"
+        )
     by_position = {"rule": _BY_POSITION, "fraction": work.held_out}
     rule = by_position if limit is None else {"rule": _BY_DOCUMENT, "limit": limit}
     return {
-        "format": FORMAT, "dtype": _dtype(work.tokenizer).name, "vocab": work.tokenizer.vocab,
-        "tokenizer": work.tokenizer.name, "tokenizer_sha256": work.tokenizer.sha256, "end": work.end.decode(),
-        "documents": files["train.bin"]["documents"] + files["val.bin"]["documents"], "held_out": rule, "files": files,
-    }  # fmt: skip
+        "format": FORMAT,
+        "dtype": _dtype(work.tokenizer).name,
+        "vocab": work.tokenizer.vocab,
+        "tokenizer": work.tokenizer.name,
+        "tokenizer_sha256": work.tokenizer.sha256,
+        "end": work.end.decode(),
+        "documents": files["train.bin"]["documents"] + files["val.bin"]["documents"],
+        "held_out": rule,
+        "files": files,
+    }
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -318,8 +334,12 @@ def summary(manifest: dict[str, Any], out: Path) -> list[str]:
     lines = [
         f"{name:<9}  {said['tokens']:,} tokens ({manifest['dtype']}), {said['documents']:,} documents, "
         f"sha256 {said['sha256'][:16]}"
-        for name, said in manifest["files"].items() if "tokens" in said
-    ]  # fmt: skip
+        for name, said in manifest["files"].items()
+        if "tokens" in said
+    ]
     name, vocab = manifest["tokenizer"], manifest["vocab"]
-    return [*lines, f"tokenizer  {name}, {vocab:,} ids", f"train with data.source=tokens data.path={out} "
-            f"model.vocab={vocab}"]  # fmt: skip
+    return [
+        *lines,
+        f"tokenizer  {name}, {vocab:,} ids",
+        f"train with data.source=tokens data.path={out} model.vocab={vocab}",
+    ]

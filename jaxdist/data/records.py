@@ -26,8 +26,14 @@ def record_files(path: Path, suffixes: Sequence[str], *, key: str) -> list[Path]
             if not path.is_file():
                 raise UserError(f"{key}: {str(path)!r} does not exist; give a {suffixes[0]} file, or a folder of such")
             return [path]
-        found = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()
-                 and not file.is_symlink() and not _hidden(file.relative_to(path))]  # fmt: skip
+        found = [
+            file
+            for file in path.rglob("*")
+            if file.suffix in suffixes
+            and file.is_file()
+            and not file.is_symlink()
+            and not _hidden(file.relative_to(path))
+        ]
     except OSError as error:
         raise read_error(key, path, error) from error
     if not found:
@@ -61,17 +67,24 @@ def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], rea
     largest = max(int(each.max()) for side in sides for each in side)
     lowest = min(int(each.min()) for side in sides for each in side)
     if lowest < 0 or largest > _MAX_ID:
-        raise UserError(f"data.path: {config.path!r} holds the id {lowest if lowest < 0 else largest}; allowed: 0 to"
-                        f" {_MAX_ID}")  # fmt: skip
+        raise UserError(
+            f"data.path: {config.path!r} holds the id {lowest if lowest < 0 else largest}; allowed: 0 to {_MAX_ID}"
+        )
     dtype = next(np.dtype(each) for each in ID_DTYPES if largest <= np.iinfo(each).max)
     # Of all in the order of the files: what is held out follows from it.
     contents = (each.astype(dtype, copy=False) for each in (*documents, *held))
     digest = fingerprint((f"{i}", each.nbytes, [each.tobytes()]) for i, each in enumerate(contents))
     train, held_out = (_joined(side, dtype) for side in sides)
     info = {
-        "name": name, "path": config.path, "unit": unit, "train": train.size, "held_out": held_out.size,
-        "files": len(files), "held_out_files": len(held_files), "sha256": digest,
-    }  # fmt: skip
+        "name": name,
+        "path": config.path,
+        "unit": unit,
+        "train": train.size,
+        "held_out": held_out.size,
+        "files": len(files),
+        "held_out_files": len(held_files),
+        "sha256": digest,
+    }
     vocab = 256 if unit == "bytes" else largest + 1
     source = Source(train, held_out, vocab, info, (_starts(sides[0]), _starts(sides[1])))
     require_windows(source, seq_len=config.seq_len)

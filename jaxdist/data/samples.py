@@ -59,15 +59,18 @@ def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
     cast = np.asarray(rows).astype(dtype, copy=False)
     if np.issubdtype(dtype, np.integer) and not np.array_equal(cast, rows):
         limits = np.iinfo(dtype)
-        raise UserError(f"{where} holds integers that do not fit into {dtype.name}; allowed: from {limits.min} to"
-                        f" {limits.max}")  # fmt: skip
+        raise UserError(
+            f"{where} holds integers that do not fit into {dtype.name}; allowed: from {limits.min} to {limits.max}"
+        )
     return cast
 
 
 def batch_leaves(leaves: Leaves, global_batch: int) -> Leaves:
     """Of a global batch, from those of a sample."""
-    return {leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype)
-            for leaf, like in with_weights(leaves).items()}  # fmt: skip
+    return {
+        leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype)
+        for leaf, like in with_weights(leaves).items()
+    }
 
 
 class ShuffledStream:
@@ -87,8 +90,10 @@ class ShuffledStream:
     def read(self, k: np.ndarray) -> Rows:
         """Samples `k` (int64): leaves [n, ...]."""
         taken = [self._one(int(each)) for each in k]
-        return {leaf: np.stack([each[leaf] for each in taken]) if taken else np.zeros((0, *like.shape), like.dtype)
-                for leaf, like in self._stream.leaves.items()}  # fmt: skip
+        return {
+            leaf: np.stack([each[leaf] for each in taken]) if taken else np.zeros((0, *like.shape), like.dtype)
+            for leaf, like in self._stream.leaves.items()
+        }
 
     def _one(self, k: int) -> Rows:
         while True:
@@ -134,8 +139,10 @@ class ShuffledStream:
         if self._size is None:
             self._size = self._at
         if more or self._at < self._size:
-            raise UserError(f"data.path: gives {'more than ' if more else ''}{self._at} samples in epoch {self._epoch},"
-                            f" not {self._size} as before, or as its __len__ says; give the same in each")  # fmt: skip
+            raise UserError(
+                f"data.path: gives {'more than ' if more else ''}{self._at} samples in epoch {self._epoch},"
+                f" not {self._size} as before, or as its __len__ says; give the same in each"
+            )
 
 
 class SampleLoader:
@@ -143,9 +150,14 @@ class SampleLoader:
     leaves [n, ...], weights among them. leaves: of one sample. batches: how many there are; None: no end."""
 
     def __init__(
-        self, pick: Callable[[np.ndarray], Rows], leaves: Leaves, *, global_batch: int, sharding: NamedSharding,
+        self,
+        pick: Callable[[np.ndarray], Rows],
+        leaves: Leaves,
+        *,
+        global_batch: int,
+        sharding: NamedSharding,
         batches: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_batch(global_batch, sharding)
         self.global_batch, self.sharding, self.batches, self.samples = global_batch, sharding, batches, pick
         self.leaves = batch_leaves(leaves, global_batch)
@@ -183,9 +195,7 @@ def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSha
     return _of_windows(samples, ShuffledWindows(samples.size + 1, seq_len=1, seed=seed), options)
 
 
-def spread(
-    samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None
-) -> SampleLoader:
+def spread(samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None) -> SampleLoader:
     """A fixed set for evaluation: `batches` batches at most, evenly spread; None: all samples. Rows that are left over
     do not count."""
     windows = SpreadWindows(samples.size + 1, seq_len=1, global_batch=global_batch, batches=batches)

@@ -146,13 +146,19 @@ def missing() -> str | None:
         for command, reason in (
             (("ip", "netns", "add", name), "cannot make a network namespace: the kernel needs CONFIG_NET_NS"),
             ((*inside, "br0", "type", "bridge"), "cannot make a bridge: load its kernel module (modprobe bridge)"),
-            ((*inside, "v0", "type", "veth", "peer", "name", "v1"),
-             "cannot make a link: load its kernel module (modprobe veth)"),
-            (("tc", "-n", name, "qdisc", "add", "dev", "v0", *bucket),
-             "cannot shape a link: the kernel lacks tbf; load its module (modprobe sch_tbf)"),
-            ((*LAUNCH, "ip", "netns", "exec", name, "true"),
-             "cannot start a process in a namespace: that takes util-linux 2.33 or newer"),
-        ):  # fmt: skip
+            (
+                (*inside, "v0", "type", "veth", "peer", "name", "v1"),
+                "cannot make a link: load its kernel module (modprobe veth)",
+            ),
+            (
+                ("tc", "-n", name, "qdisc", "add", "dev", "v0", *bucket),
+                "cannot shape a link: the kernel lacks tbf; load its module (modprobe sch_tbf)",
+            ),
+            (
+                (*LAUNCH, "ip", "netns", "exec", name, "true"),
+                "cannot start a process in a namespace: that takes util-linux 2.33 or newer",
+            ),
+        ):
             if failure := _call(*command)[1]:
                 return f"virtual hosts {denied if 'not permitted' in failure else reason} ({failure})"
     finally:
@@ -237,9 +243,15 @@ class _Host:
         code = self.process.wait()
         now = _counters(self.namespace)
         return HostResult(
-            self.index, code if code >= 0 else 128 - code, self.killed, self.seconds, now[0] - self.before[0],
-            now[1] - self.before[1], "".join(self.kept["stdout"]), "".join(self.kept["stderr"]),
-        )  # fmt: skip
+            self.index,
+            code if code >= 0 else 128 - code,
+            self.killed,
+            self.seconds,
+            now[0] - self.before[0],
+            now[1] - self.before[1],
+            "".join(self.kept["stdout"]),
+            "".join(self.kept["stderr"]),
+        )
 
 
 def _counters(namespace: str) -> tuple[int, int]:
@@ -262,18 +274,27 @@ class _Job:
     def start(self, command: Sequence[str], index: int) -> None:
         """Start the command on one host."""
         job = {
-            "HOST_INDEX": str(index), "HOST_COUNT": str(len(self.links)),
-            "JAX_COORDINATOR_ADDRESS": f"{NETWORK}.1:{PORT}", "JAX_NUM_PROCESSES": str(len(self.links)),
-            "JAX_PROCESS_ID": str(index), "VIRTUAL_HOSTS_INTERFACE": INTERFACE,
+            "HOST_INDEX": str(index),
+            "HOST_COUNT": str(len(self.links)),
+            "JAX_COORDINATOR_ADDRESS": f"{NETWORK}.1:{PORT}",
+            "JAX_NUM_PROCESSES": str(len(self.links)),
+            "JAX_PROCESS_ID": str(index),
+            "VIRTUAL_HOSTS_INTERFACE": INTERFACE,
             "VIRTUAL_HOSTS_RATE": self.links[index].text,
-        }  # fmt: skip
+        }
         namespace = f"{self.name}-host{index}"
         arguments = [*LAUNCH, "ip", "netns", "exec", namespace, "sh", "-c", FIRST, f"host{index}", *command]
         before = _counters(namespace)
         process = subprocess.Popen(
-            arguments, env={"PYTHONUNBUFFERED": "1", **self.environ, **job}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace", start_new_session=True,
-        )  # fmt: skip
+            arguments,
+            env={"PYTHONUNBUFFERED": "1", **self.environ, **job},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
         lines = None if self.output == "captured" else TAIL
         host = _Host(index, namespace, process, before, {each: deque(maxlen=lines) for each in ("stdout", "stderr")})
         self.hosts.append(host)

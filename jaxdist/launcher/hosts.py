@@ -39,9 +39,11 @@ class Line:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
-            (socket.TCP_KEEPIDLE, ALIVE_IDLE_S), (socket.TCP_KEEPINTVL, ALIVE_EVERY_S),
-            (socket.TCP_KEEPCNT, (ALIVE_S - ALIVE_IDLE_S) // ALIVE_EVERY_S), (socket.TCP_USER_TIMEOUT, 1000 * ALIVE_S),
-        ):  # fmt: skip
+            (socket.TCP_KEEPIDLE, ALIVE_IDLE_S),
+            (socket.TCP_KEEPINTVL, ALIVE_EVERY_S),
+            (socket.TCP_KEEPCNT, (ALIVE_S - ALIVE_IDLE_S) // ALIVE_EVERY_S),
+            (socket.TCP_USER_TIMEOUT, 1000 * ALIVE_S),
+        ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.connection, self.received, self.open, self.node, self.procs = connection, b"", True, -1, 0
         self.launcher = ""  # which one of that host: a name of its own
@@ -138,8 +140,11 @@ class First(Peers):
         if not isinstance(node, int) or not isinstance(procs, int) or not 1 <= procs <= 100_000:
             line.close()
         elif said.get("nnodes") != self.nnodes or not 0 < node < self.nnodes:
-            line.send(status="refused", text=f"--node-rank: {node} of --nnodes {said.get('nnodes')}, but host 0 was "
-                      f"started for {self.nnodes} hosts; start all with the same, each with its own rank")  # fmt: skip
+            line.send(
+                status="refused",
+                text=f"--node-rank: {node} of --nnodes {said.get('nnodes')}, but host 0 was "
+                f"started for {self.nnodes} hosts; start all with the same, each with its own rank",
+            )
         elif any(other.node == node and other.open for other in self.lines):
             line.send(status="refused", text=f"--node-rank: {node} is given twice; give each host one of its own")
         else:
@@ -187,8 +192,10 @@ class First(Peers):
             causes.append(said["cause"])
             if said["stopped"] and not signals:
                 signals.append(0)
-        found = sorted((rank for rank in causes if rank is not None), key=lambda rank: (
-            statuses[rank] != 2, statuses[rank] in (STOPPED, -6)))  # fmt: skip
+        found = sorted(
+            (rank for rank in causes if rank is not None),
+            key=lambda rank: (statuses[rank] != 2, statuses[rank] in (STOPPED, -6)),
+        )
         return Outcome(statuses, found[0] if found else None, frozenset(killed), bool(lost))
 
     def decide(self, status: int | None) -> None:
@@ -238,9 +245,7 @@ class Other(Peers):
     def connect(self, procs: int) -> None:
         with contextlib.suppress(OSError, UnicodeError):  # not there yet
             self.line = Line(socket.create_connection(self.where, 2.0))
-            self.line.send(
-                status="hello", node=self.node, nnodes=self.nnodes, procs=procs, launcher=self.launcher
-            )
+            self.line.send(status="hello", node=self.node, nnodes=self.nnodes, procs=procs, launcher=self.launcher)
             return
         time.sleep(0.2)
 

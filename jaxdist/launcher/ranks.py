@@ -119,9 +119,16 @@ class Attempt:
     """One start of all processes of this host. environs: one for each, with its RANK in it."""
 
     def __init__(
-        self, command: Sequence[str], environs: Sequence[Mapping[str, str]], *, logs: Path, option: str, bind: bool,
-        screen: Screen, number: int,
-    ) -> None:  # fmt: skip
+        self,
+        command: Sequence[str],
+        environs: Sequence[Mapping[str, str]],
+        *,
+        logs: Path,
+        option: str,
+        bind: bool,
+        screen: Screen,
+        number: int,
+    ) -> None:
         self.command, self.environs, self.logs, self.option = command, environs, logs, option
         self.bind, self.screen, self.number = bind, screen, number
         self.ranks: list[Rank] = []
@@ -140,9 +147,12 @@ class Attempt:
             os.write(log, f"=== attempt {self.number}, {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(HERE / "exec_rank.py"), str(os.getpid()), mine, *self.command],
-                env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             self._keep(f"+{process.pid}")
             started = Rank(rank, process, log)
             self.ranks.append(started)

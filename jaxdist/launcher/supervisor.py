@@ -83,20 +83,47 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts in the job (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="of this host, from 0")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="an address of host 0 that all hosts can reach; with"
-                        " several hosts the launchers meet at this port, and the job at the next")  # fmt: skip
-    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="give up after so many restarts"
-                        " without a newer checkpoint (default: 3)")  # fmt: skip
-    parser.add_argument("--min-procs", type=int, metavar="N", help="instead of giving up, go on with one process"
-                        " fewer on this host, down to this number")  # fmt: skip
-    parser.add_argument("--min-nodes", type=int, metavar="N", help="restart with the hosts that come, if they are so"
-                        " many at least (host 0 among them)")  # fmt: skip
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="an address of host 0 that all hosts can reach; with"
+        " several hosts the launchers meet at this port, and the job at the next",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="give up after so many restarts without a newer checkpoint (default: 3)",
+    )
+    parser.add_argument(
+        "--min-procs",
+        type=int,
+        metavar="N",
+        help="instead of giving up, go on with one process fewer on this host, down to this number",
+    )
+    parser.add_argument(
+        "--min-nodes",
+        type=int,
+        metavar="N",
+        help="restart with the hosts that come, if they are so many at least (host 0 among them)",
+    )
     parser.add_argument("--log-dir", metavar="DIR", help="of the ranks' logs (default: logs/ in the run directory)")
     parser.add_argument("--no-bind", action="store_true", help="let every process use all CPUs")
-    parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="left to the other ranks when one"
-                        " has failed (default: 5)")  # fmt: skip
-    parser.add_argument("--backoff", type=float, default=1.0, metavar="SECONDS", help="before a restart; doubled for"
-                        " each further one without progress (default: 1)")  # fmt: skip
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="left to the other ranks when one has failed (default: 5)",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="before a restart; doubled for each further one without progress (default: 1)",
+    )
     return parser
 
 
@@ -130,10 +157,21 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     run_dir = run_directory_of(command, environ)
     log_dir = Path(options.log_dir) if options.log_dir is not None else run_dir / "logs"
     return Plan(
-        command, options.procs, options.min_procs or options.procs, options.nnodes, options.min_nodes or options.nnodes,
-        options.node_rank, options.coordinator, options.max_restarts, run_dir, log_dir,
-        "--run-dir" if options.log_dir is None else "--log-dir", not options.no_bind, options.grace, options.backoff,
-    )  # fmt: skip
+        command,
+        options.procs,
+        options.min_procs or options.procs,
+        options.nnodes,
+        options.min_nodes or options.nnodes,
+        options.node_rank,
+        options.coordinator,
+        options.max_restarts,
+        run_dir,
+        log_dir,
+        "--run-dir" if options.log_dir is None else "--log-dir",
+        not options.no_bind,
+        options.grace,
+        options.backoff,
+    )
 
 
 def rank_environ(
@@ -142,10 +180,17 @@ def rank_environ(
     """The environment of process `local` of `procs` on this host."""
     kept = {name: value for name, value in environ.items() if name not in OTHERS}
     job: dict[str, Any] = {
-        "RANK": place.first_rank + local, "WORLD_SIZE": place.world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": procs,
-        "NODE_RANK": place.node, "GROUP_RANK": place.node, "MASTER_ADDR": place.host, "MASTER_PORT": place.port,
-        JOB_ID: place.job, ATTEMPT: attempt,
-    }  # fmt: skip
+        "RANK": place.first_rank + local,
+        "WORLD_SIZE": place.world,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": procs,
+        "NODE_RANK": place.node,
+        "GROUP_RANK": place.node,
+        "MASTER_ADDR": place.host,
+        "MASTER_PORT": place.port,
+        JOB_ID: place.job,
+        ATTEMPT: attempt,
+    }
     if run_dir is not None:
         job |= {RUN_DIR: run_dir, "PYTHONUNBUFFERED": 1}
     return kept | {name: str(value) for name, value in job.items()}
@@ -181,8 +226,11 @@ class Supervisor:
         self.peers: First | Other | None = None
         if plan.coordinator is not None and plan.nnodes > 1:
             where, seconds = split_address(plan.coordinator), join_timeout(environ)
-            self.peers = Other(where, node=plan.node_rank, nnodes=plan.nnodes, seconds=seconds) if plan.node_rank else (
-                First(where, nnodes=plan.nnodes, min_nodes=plan.min_nodes, seconds=seconds, grace=plan.grace))
+            self.peers = (
+                Other(where, node=plan.node_rank, nnodes=plan.nnodes, seconds=seconds)
+                if plan.node_rank
+                else (First(where, nnodes=plan.nnodes, min_nodes=plan.min_nodes, seconds=seconds, grace=plan.grace))
+            )
 
     def say(self, text: str) -> None:
         """On standard error, and in the launcher's own log with the time."""
@@ -208,15 +256,19 @@ class Supervisor:
         plan, note = self.plan, self.logs.absolute() / f"stopped-{safe_name(place.job)}-{place.node}"
         more = {STOP_NOTE: str(note)} | ({FREE_PORT: "1"} if plan.coordinator is None else {})
         environs = [
-            rank_environ(
-                self.environ, place, local=local, procs=self.procs, attempt=self.attempt, run_dir=plan.run_dir
-            ) | more
+            rank_environ(self.environ, place, local=local, procs=self.procs, attempt=self.attempt, run_dir=plan.run_dir)
+            | more
             for local in range(self.procs)
         ]
         attempt = Attempt(
-            plan.command, environs, logs=self.logs, option=plan.log_option, bind=plan.bind, screen=self.screen,
+            plan.command,
+            environs,
+            logs=self.logs,
+            option=plan.log_option,
+            bind=plan.bind,
+            screen=self.screen,
             number=self.attempt,
-        )  # fmt: skip
+        )
         try:
             attempt.start()
             return attempt.watch(self.signals, plan.grace, self.peers or Peers(), note)
@@ -229,11 +281,14 @@ class Supervisor:
         if outcome.cause is None:
             return "another host is lost, or its ranks have failed" if outcome.told else "no rank failed"
         others = {rank: status for rank, status in outcome.statuses.items() if rank != outcome.cause and status}
-        words = [f"rank {rank}: {exit_code(status)}" + (" (ended)" if rank in outcome.killed else "")
-                 for rank, status in others.items()]  # fmt: skip
+        words = [
+            f"rank {rank}: {exit_code(status)}" + (" (ended)" if rank in outcome.killed else "")
+            for rank, status in others.items()
+        ]
         shown = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
         return f"rank {outcome.cause} failed first ({exit_code(outcome.statuses[outcome.cause])})" + (
-            f"; {shown}" if shown else "")  # fmt: skip
+            f"; {shown}" if shown else ""
+        )
 
     def ended(self, outcome: Outcome) -> int | None:
         """The exit status of the launcher after this attempt, or None to start again."""
@@ -242,8 +297,11 @@ class Supervisor:
             return 0
         if self.signals:
             stopped = statuses <= set(HALTED)
-            self.say("stopped; the same command goes on" if stopped else
-                     f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}")  # fmt: skip
+            self.say(
+                "stopped; the same command goes on"
+                if stopped
+                else f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}"
+            )
             return STOPPED if stopped else WRONG if WRONG in statuses else FAILED
         cause = outcome.statuses[outcome.cause] if outcome.cause is not None else STOPPED
         if cause == WRONG and not self.shrunk:
@@ -255,8 +313,10 @@ class Supervisor:
         if cause == WRONG or self.fruitless >= self.plan.max_restarts:
             return self.shrink(outcome, cause)
         self.fruitless += 1
-        self.say(f"{self.describe(outcome)}; restart {self.fruitless} of {self.plan.max_restarts} without a newer"
-                 f" checkpoint than {'none' if self.best < 0 else f'step {self.best}'}")  # fmt: skip
+        self.say(
+            f"{self.describe(outcome)}; restart {self.fruitless} of {self.plan.max_restarts} without a newer"
+            f" checkpoint than {'none' if self.best < 0 else f'step {self.best}'}"
+        )
         return None
 
     def shrink(self, outcome: Outcome, cause: int) -> int | None:
@@ -291,8 +351,10 @@ class Supervisor:
             place = self.place()
             if place is not None and (self.attempt > 1 or place.nodes > 1):
                 step = max(0, latest_step(self.plan.run_dir))
-                self.say(f"attempt {self.attempt}, from step {step}: {place.world} processes on {place.nodes} of"
-                         f" {self.plan.nnodes} hosts")  # fmt: skip
+                self.say(
+                    f"attempt {self.attempt}, from step {step}: {place.world} processes on {place.nodes} of"
+                    f" {self.plan.nnodes} hosts"
+                )
             if place is None or self.signals:
                 self.say("stopped before the start; the same command goes on")
                 return STOPPED
@@ -307,7 +369,7 @@ class Supervisor:
             decided, status = self.peers.settle(own, self.signals)
             if not decided:
                 self.say("no connection to host 0" + ("" if self.signals else "; waiting for it"))
-                return (STOPPED if self.signals else None)
+                return STOPPED if self.signals else None
             said = f"{self.describe(own)}; host 0 says " + ("again" if status is None else f"exit {status}")
             orderly = status == STOPPED and set(own.statuses.values()) <= set(HALTED)
             self.say("stopped; the same command goes on" if orderly else said)

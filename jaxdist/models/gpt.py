@@ -106,9 +106,16 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool, co
         collective_matmul=collective_matmul,
     )
     mlp = MLP(
-        rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, fp8=fp8,
-        sequence=sequence, collective_matmul=collective_matmul,
-    )  # fmt: skip
+        rngs,
+        config.width,
+        config.mlp_width,
+        kind=config.mlp,
+        bias=bias,
+        out_scale=out_scale,
+        fp8=fp8,
+        sequence=sequence,
+        collective_matmul=collective_matmul,
+    )
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
     return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=sequence)
 
@@ -117,9 +124,15 @@ class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
     def __init__(
-        self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, *, fp8: bool = False, sequence: bool = False,
+        self,
+        config: ModelConfig,
+        max_length: int,
+        rngs: nnx.Rngs,
+        *,
+        fp8: bool = False,
+        sequence: bool = False,
         collective_matmul: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.embed = Embed(config, max_length, rngs, sequence=sequence)
         block = functools.partial(_block, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul)
         self.blocks = nnx.List([block(config, rngs) for _ in range(config.layers)])
@@ -127,9 +140,14 @@ class GPT(nnx.Module):
 
 
 def gpt(
-    config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False,
-    sequence_parallel: bool = False, collective_matmul: bool = False,
-) -> ModelDef:  # fmt: skip
+    config: ModelConfig,
+    *,
+    max_length: int,
+    param_dtype: Any = jnp.float32,
+    fp8: bool = False,
+    sequence_parallel: bool = False,
+    collective_matmul: bool = False,
+) -> ModelDef:
     """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
     fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
     head do not. config.attention: "auto" is "xla" here, `jaxdist.build` knows what it runs on. sequence_parallel:
@@ -141,11 +159,12 @@ def gpt(
     full = resolve_model(config)
 
     def build(rngs: nnx.Rngs) -> GPT:
-        return GPT(
-            full, max_length, rngs, fp8=fp8, sequence=sequence_parallel, collective_matmul=collective_matmul
-        )
+        return GPT(full, max_length, rngs, fp8=fp8, sequence=sequence_parallel, collective_matmul=collective_matmul)
 
     return model_def(
-        build, tied=bool(full.tied), param_dtype=param_dtype, scan_blocks=full.scan_blocks,
+        build,
+        tied=bool(full.tied),
+        param_dtype=param_dtype,
+        scan_blocks=full.scan_blocks,
         columns=not full.dropout and not sequence_parallel,  # both go by the position in h
-    )  # fmt: skip
+    )

@@ -59,9 +59,7 @@ def cudnn_attention(q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array) ->
     return context.reshape(q_BSnGK.shape)
 
 
-def why_not_cudnn(
-    *, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False
-) -> str | None:
+def why_not_cudnn(*, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False) -> str | None:
     """Why cuDNN's kernel cannot compute this attention, or None.
 
     capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" where they have none. dtype: of
@@ -94,9 +92,17 @@ class QKVProjection(nnx.Module):
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, fp8: bool = False,
-        sequence: bool = False, collective_matmul: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        fp8: bool = False,
+        sequence: bool = False,
+        collective_matmul: bool = False,
+    ) -> None:
         features = kv_heads, heads // kv_heads + 2, width // heads
         self.linear = ColumnParallelLinear(
             rngs, width, features, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
@@ -137,9 +143,15 @@ class Attention(nnx.Module):
             rngs, width, heads, kv_heads, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
         )
         self.out = RowParallelLinear(
-            rngs, width, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence,
+            rngs,
+            width,
+            width,
+            bias=bias,
+            scale=out_scale,
+            fp8=fp8,
+            sequence=sequence,
             collective_matmul=collective_matmul,
-        )  # fmt: skip
+        )
         self.rope_theta = rope_theta
         self.dropout = dropout
 

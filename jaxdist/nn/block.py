@@ -16,9 +16,15 @@ class Block(nnx.Module):
     attention and mlp must have been told the same (`jaxdist.nn.sequence_parallel`)."""
 
     def __init__(
-        self, norm1: LayerNorm | RMSNorm, attention: Attention, norm2: LayerNorm | RMSNorm, mlp: MLP, *, dropout: float,
+        self,
+        norm1: LayerNorm | RMSNorm,
+        attention: Attention,
+        norm2: LayerNorm | RMSNorm,
+        mlp: MLP,
+        *,
+        dropout: float,
         sequence: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
         self.dropout, self.sequence = dropout, sequence
 

@@ -32,9 +32,17 @@ class ColumnParallelLinear(nnx.Module):
     collective_matmul: with sequence, and not fp8: gathered piece by piece, see `collective_matmul`."""
 
     def __init__(
-        self, rngs: nnx.Rngs, in_features: int, features: Sequence[int], *, split: int = 0, bias: bool,
-        fp8: bool = False, sequence: bool = False, collective_matmul: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rngs: nnx.Rngs,
+        in_features: int,
+        features: Sequence[int],
+        *,
+        split: int = 0,
+        bias: bool,
+        fp8: bool = False,
+        sequence: bool = False,
+        collective_matmul: bool = False,
+    ) -> None:
         spec = tuple("tensor" if dim == split else None for dim in range(len(features)))
         self.kernel = normal(rngs, (in_features, *features), in_features**-0.5, (None, *spec))
         self.bias = zeros(features, spec) if bias else None
@@ -58,9 +66,17 @@ class RowParallelLinear(nnx.Module):
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, in_features: int, out_features: int, *, bias: bool, scale: float = 1.0,
-        fp8: bool = False, sequence: bool = False, collective_matmul: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rngs: nnx.Rngs,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        scale: float = 1.0,
+        fp8: bool = False,
+        sequence: bool = False,
+        collective_matmul: bool = False,
+    ) -> None:
         self.kernel = normal(rngs, (in_features, out_features), scale * in_features**-0.5, ("tensor", None))
         self.bias = zeros((out_features,), (None,)) if bias else None
         self.fp8, self.sequence, self.collective_matmul = fp8, sequence, collective_matmul

@@ -31,18 +31,39 @@ class MLP(nnx.Module):
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, width: int, hidden: int, *, kind: str, bias: bool, out_scale: float, fp8: bool = False,
-        sequence: bool = False, collective_matmul: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        hidden: int,
+        *,
+        kind: str,
+        bias: bool,
+        out_scale: float,
+        fp8: bool = False,
+        sequence: bool = False,
+        collective_matmul: bool = False,
+    ) -> None:
         gated = kind == "swiglu"
         self.up = ColumnParallelLinear(
-            rngs, width, (2, hidden) if gated else (hidden,), split=1 if gated else 0, bias=bias, fp8=fp8,
-            sequence=sequence, collective_matmul=collective_matmul,
-        )  # fmt: skip
-        self.down = RowParallelLinear(
-            rngs, hidden, width, bias=bias, scale=out_scale, fp8=fp8, sequence=sequence,
+            rngs,
+            width,
+            (2, hidden) if gated else (hidden,),
+            split=1 if gated else 0,
+            bias=bias,
+            fp8=fp8,
+            sequence=sequence,
             collective_matmul=collective_matmul,
-        )  # fmt: skip
+        )
+        self.down = RowParallelLinear(
+            rngs,
+            hidden,
+            width,
+            bias=bias,
+            scale=out_scale,
+            fp8=fp8,
+            sequence=sequence,
+            collective_matmul=collective_matmul,
+        )
         self.gated = gated
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -10,9 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.nn.param import specs_of
-from jaxdist.specs import STACKED, map_specs
+from jaxdist.specs import STACKED, PyTree, map_specs
 
-PyTree = Any
 Batch = dict[str, jax.Array]
 
 
@@ -81,9 +80,13 @@ def _pure(module: nnx.Module) -> PyTree:
 
 
 def model_def(
-    build: Callable[[nnx.Rngs], Any], *, tied: bool, param_dtype: Any = jnp.float32, scan_blocks: int = 1,
+    build: Callable[[nnx.Rngs], Any],
+    *,
+    tied: bool,
+    param_dtype: Any = jnp.float32,
+    scan_blocks: int = 1,
     columns: bool = False,
-) -> ModelDef:  # fmt: skip
+) -> ModelDef:
     """Take apart the module that `build(rngs)` makes (see `Stack`). Nothing is allocated: it is traced abstractly.
     scan_blocks, columns: see `ModelDef`.
 

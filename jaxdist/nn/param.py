@@ -1,14 +1,13 @@
 """The one place that knows how a layer's PartitionSpec rides on a Flax NNX parameter."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-PyTree = Any
+from jaxdist.specs import PyTree
 
 
 def param(value: jax.Array, spec: Sequence[str | None] = ()) -> nnx.Param:

@@ -46,5 +46,7 @@ def whole_length(own: int) -> int:
 def check_length(length: int) -> None:
     """Raise `UserError` unless all devices of `tensor` get equally many positions."""
     if length % (count := lax.axis_size("tensor")):
-        raise UserError(f"sequence_parallel: {length} positions are not divisible by tensor={count}; allowed: a"
-                        " sequence length that is, or sequence_parallel=False")  # fmt: skip
+        raise UserError(
+            f"sequence_parallel: {length} positions are not divisible by tensor={count}; allowed: a"
+            " sequence length that is, or sequence_parallel=False"
+        )

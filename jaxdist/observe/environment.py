@@ -116,9 +116,11 @@ def measured_on() -> dict[str, str]:
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
         "command": " ".join([Path(sys.argv[0]).name, *redact_command(sys.argv[1:])]),
-        "date": datetime.date.today().isoformat(), "jax": importlib.metadata.version("jax"),
-        "python": platform.python_version(), "cpu": f"{os.cpu_count()} x {(names or [platform.machine()])[0]}",
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "jax": importlib.metadata.version("jax"),
+        "python": platform.python_version(),
+        "cpu": f"{os.cpu_count()} x {(names or [platform.machine()])[0]}",
+    }
 
 
 def environment(

@@ -25,9 +25,14 @@ from jaxdist.observe.metrics import Curve, decimate, smooth
 
 INK, MUTED, GRID, TRAIN, EVAL, BASELINE, WHOLE = (f"#0a0b0{i}" for i in range(1, 8))
 _VARIABLES = {
-    INK: "--ink", MUTED: "--muted", GRID: "--grid", TRAIN: "--train", EVAL: "--eval", BASELINE: "--baseline",
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    TRAIN: "--train",
+    EVAL: "--eval",
+    BASELINE: "--baseline",
     WHOLE: "--whole",
-}  # fmt: skip
+}
 _STYLE: Any = {
     "svg.fonttype": "path", "svg.hashsalt": "jaxdist", "font.family": "DejaVu Sans", "font.size": 9.5,
     "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,

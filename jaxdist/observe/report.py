@@ -256,10 +256,17 @@ def _layout_section(layout: Sequence[LayoutRow]) -> str:
     part, whole = sum(row.bytes_per_device for row in layout), sum(row.bytes_total for row in layout)
     held = f"Parameters: one device holds {figures.format_bytes(part)} of {figures.format_bytes(whole)}."
     rows = [
-        (row.path, " × ".join(map(str, row.shape)) or "scalar", row.dtype, row.spec, row.shards,
-         figures.format_bytes(row.bytes_per_device), figures.format_bytes(row.bytes_total))
+        (
+            row.path,
+            " × ".join(map(str, row.shape)) or "scalar",
+            row.dtype,
+            row.spec,
+            row.shards,
+            figures.format_bytes(row.bytes_per_device),
+            figures.format_bytes(row.bytes_total),
+        )
         for row in layout
-    ]  # fmt: skip
+    ]
     table = _table(["parameter", "shape", "dtype", "spec", "shards", "per device", "whole"], rows, right=[4, 5, 6])
     return _section("Layout", _figure(figures.layout_figure(units), held if rows else ""), table if rows else "")
 

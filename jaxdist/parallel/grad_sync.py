@@ -27,9 +27,17 @@ from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.optim import check_order
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import rounded
-from jaxdist.specs import UNITS, claimed_axes, dim_of, map_named, map_specs, path_name, spec_leaves, without_idle
-
-PyTree = Any
+from jaxdist.specs import (
+    UNITS,
+    PyTree,
+    claimed_axes,
+    dim_of,
+    map_named,
+    map_specs,
+    path_name,
+    spec_leaves,
+    without_idle,
+)
 
 
 class GradSync(NamedTuple):
@@ -69,8 +77,10 @@ def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
     if sync.bucket_mb <= 0:
         raise UserError(f"grad_sync.bucket_mb={sync.bucket_mb}: must be above 0")
     if sync.deterministic and jnp.dtype(reduce_dtype).itemsize < 4:
-        raise UserError(f"grad_sync: deterministic sums in at least float32, not in {jnp.dtype(reduce_dtype)}; leave "
-                        "reduce_dtype out")  # fmt: skip
+        raise UserError(
+            f"grad_sync: deterministic sums in at least float32, not in {jnp.dtype(reduce_dtype)}; leave "
+            "reduce_dtype out"
+        )
     get_algorithm(sync.algorithm)  # an unknown name is an error now, not when a group first needs it
     link_of(sync.link)
     if sync.deterministic and (sync.algorithm not in ("native", "ordered") or sync.wire_dtype is not None):
@@ -130,8 +140,10 @@ def check_update(
     with jax.numpy_dtype_promotion("standard"):
         wanted: Any = jax.tree.structure(jax.eval_shape(optimizer.init, params))
     if wanted != jax.tree.structure(opt_state):
-        raise UserError("state: its optimizer state is of another optimizer, or of other frozen parameters; give "
-                        "init_state and make_train_step the same optimizer and the same freeze")  # fmt: skip
+        raise UserError(
+            "state: its optimizer state is of another optimizer, or of other frozen parameters; give "
+            "init_state and make_train_step the same optimizer and the same freeze"
+        )
     if (sync.wire_dtype == "int8") != bool(jax.tree.leaves(residual)):
         raise UserError("state: int8 sums carry a residual in it; give init_state and make_train_step one grad_sync")
     if sync.deterministic:

@@ -1,15 +1,12 @@
 """How a batch is cut into microbatches, what sizes allow it, and the random keys of its rows."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import rank
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, AnyMesh, batch_shards
-
-PyTree = Any
+from jaxdist.specs import PyTree
 
 
 def check_batch(batch: PyTree, mesh: AnyMesh, microbatches: int) -> None:

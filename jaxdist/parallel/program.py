@@ -26,9 +26,8 @@ from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.parallel.wrappers.reduce_in_backward import reduced_behind
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import Precision
-from jaxdist.specs import STACKED, only, unit_specs
+from jaxdist.specs import STACKED, PyTree, only, unit_specs
 
-PyTree = Any
 EMBED_LAYER = 0  # what is folded into dropout keys; block i folds i + 1
 
 
@@ -47,8 +46,10 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     """The model, whose units cast operation by operation where the policy says so. Raises `UserError` unless model and
     policy agree on float8."""
     if precision.fp8 and not model.fp8:
-        raise UserError("precision: fp8, but no layer of the model multiplies in float8; build it with fp8=True, as in"
-                        " gpt(..., fp8=True) or MLP(..., fp8=True), or take bf16")  # fmt: skip
+        raise UserError(
+            "precision: fp8, but no layer of the model multiplies in float8; build it with fp8=True, as in"
+            " gpt(..., fp8=True) or MLP(..., fp8=True), or take bf16"
+        )
     if model.fp8 and not precision.fp8:
         raise UserError("precision: layers of the model were built with fp8=True; allowed: fp8; or build it without")
     if not precision.per_op:
@@ -60,9 +61,14 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
 
 
 def _use(
-    strategy: Strategy, specs: PyTree, units: PyTree, name: str, diff: PyTree, held: PyTree,
+    strategy: Strategy,
+    specs: PyTree,
+    units: PyTree,
+    name: str,
+    diff: PyTree,
+    held: PyTree,
     wanted: PyTree | None = None,
-) -> PyTree:  # fmt: skip
+) -> PyTree:
     """A unit, usable; or what is wanted of it."""
     with jax.named_scope(name):
         if wanted is not None:
@@ -102,9 +108,16 @@ def _check_axes(model: ModelDef) -> None:
 
 
 def make_program(
-    model: ModelDef, strategy: Strategy, specs: PyTree, *, remat: Remat, isolated: bool = False, prefetch: int = 0,
-    reduce_dtype: Any = None, conditions: bool = True,
-) -> Program:  # fmt: skip
+    model: ModelDef,
+    strategy: Strategy,
+    specs: PyTree,
+    *,
+    remat: Remat,
+    isolated: bool = False,
+    prefetch: int = 0,
+    reduce_dtype: Any = None,
+    conditions: bool = True,
+) -> Program:
     """The model's loss on trees (diff, held) as the strategy's `begin` makes them.
 
     Microbatches: dicts of arrays [b, ...] with "keys", one dropout key a sample. See `isolate`, `prefetched`, `Stages`.

@@ -10,8 +10,8 @@ from jaxdist.errors import UserError
 from jaxdist.parallel.blocks.layers import Blocks
 from jaxdist.parallel.blocks.sqrt_remat import Segments
 from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.specs import PyTree
 
-PyTree = Any
 Seed = float | jax.Array
 
 

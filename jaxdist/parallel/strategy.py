@@ -7,7 +7,7 @@ transpose to a reduce-scatter in the compute dtype, and sum gradients in bf16.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.grad_sync import GradSync, finish, reduce_late
 from jaxdist.precision.policy import Precision
-from jaxdist.specs import dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
-
-PyTree = Any
+from jaxdist.specs import PyTree, dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
 
 class Strategy(NamedTuple):
@@ -91,8 +89,9 @@ def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_byt
     split = functools.partial(split_over, axis="fsdp", mesh=mesh, min_bytes=min_shard_bytes)
     if not is_model(specs):
         return map_specs(split, specs, shapes)
-    return {name: map_specs(functools.partial(split, columns=name == "embed"), specs[name], shapes[name])
-            for name in specs}  # fmt: skip
+    return {
+        name: map_specs(functools.partial(split, columns=name == "embed"), specs[name], shapes[name]) for name in specs
+    }
 
 
 def hold_nothing(tree: PyTree) -> PyTree:
@@ -150,9 +149,7 @@ def _check_conditions(options: StrategyOptions) -> None:
         )
 
 
-def _connect_backward(
-    dim: int | None, options: StrategyOptions, _: None, grad: jax.Array
-) -> tuple[None, jax.Array]:
+def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
     grad = grad.astype(options.precision.reduce)
     if dim is not None:
         _check_conditions(options)

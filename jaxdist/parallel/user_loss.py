@@ -24,9 +24,8 @@ from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy, StrategyOptions, regathers
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import spec_leaves
+from jaxdist.specs import PyTree, spec_leaves
 
-PyTree = Any
 ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -85,26 +84,42 @@ def foreign_program(
 
 
 def program_and_region(
-    model: ModelDef | ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StrategyOptions, *,
+    model: ModelDef | ForeignLoss,
+    strategy: Strategy,
+    specs: PyTree,
+    mesh: AnyMesh,
+    options: StrategyOptions,
+    *,
     remat: str | Sequence[str],
-) -> tuple[Program, Callable[..., Any]]:  # fmt: skip
+) -> tuple[Program, Callable[..., Any]]:
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     mode = check_remat(remat)
     if isinstance(model, ModelDef):
         program = make_program(
-            in_precision(model, options.precision), strategy, specs, remat=available(mode, mesh),
-            prefetch=options.prefetch, reduce_dtype=options.precision.reduce,
-            isolated=options.sync.deterministic, conditions=options.pipeline_cond,
-        )  # fmt: skip
+            in_precision(model, options.precision),
+            strategy,
+            specs,
+            remat=available(mode, mesh),
+            prefetch=options.prefetch,
+            reduce_dtype=options.precision.reduce,
+            isolated=options.sync.deterministic,
+            conditions=options.pipeline_cond,
+        )
         return program, jax.shard_map
     if options.prefetch:
-        raise UserError("prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
-                        "model from jaxdist.nn layers")  # fmt: skip
+        raise UserError(
+            "prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
+            "model from jaxdist.nn layers"
+        )
     if mode in ("sqrt", "offload"):
-        raise UserError(f"memory.remat: {mode!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
-                        "dots, a list of names; or build the model from jaxdist.nn layers")  # fmt: skip
+        raise UserError(
+            f"memory.remat: {mode!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
+            "dots, a list of names; or build the model from jaxdist.nn layers"
+        )
     if options.precision.fp8:
-        raise UserError("precision: fp8 is for models of jaxdist.nn layers; allowed with a user's loss_fn: bf16, in"
-                        " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself")  # fmt: skip
+        raise UserError(
+            "precision: fp8 is for models of jaxdist.nn layers; allowed with a user's loss_fn: bf16, in"
+            " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself"
+        )
     loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
     return foreign_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region

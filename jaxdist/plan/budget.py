@@ -31,8 +31,9 @@ def read_budget(path: Path) -> dict[tuple[str, ...], int]:
         entries = json.loads(path.read_text(encoding="utf-8"))["collectives"]
         return {tuple(entry[key] for key in KEYS): int(entry["bytes"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--budget {path}: not a budget ({type(error).__name__}: {error}); write one with "
-                        "--write-budget") from None  # fmt: skip
+        raise UserError(
+            f"--budget {path}: not a budget ({type(error).__name__}: {error}); write one with --write-budget"
+        ) from None
 
 
 def over_budget(ledger: Ledger, budget: dict[tuple[str, ...], int]) -> list[str]:
@@ -45,6 +46,8 @@ def over_budget(ledger: Ledger, budget: dict[tuple[str, ...], int]) -> list[str]
     for key, (nbytes, each) in now.items():
         if nbytes > budget.get(key, 0):
             allowed = f"the budget has {budget[key]:,}" if key in budget else "not in the budget"
-            lines.append(f"{each.source}: {each.op} over {key[1]}, {each.purpose} ({each.phase}): "
-                         f"{nbytes:,} bytes a step, {allowed}")  # fmt: skip
+            lines.append(
+                f"{each.source}: {each.op} over {key[1]}, {each.purpose} ({each.phase}): "
+                f"{nbytes:,} bytes a step, {allowed}"
+            )
     return lines

@@ -21,10 +21,8 @@ from jaxdist.plan.remedies import to_json as remedies_to_json
 from jaxdist.plan.traced.activations import KINDS, ON_HOST, Kept, kept_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.sharding import Row, sharding_rows
-from jaxdist.specs import STACKED, map_specs
+from jaxdist.specs import STACKED, PyTree, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
-
-PyTree = Any
 
 
 class Explanation(NamedTuple):
@@ -120,18 +118,25 @@ def to_json(explanation: Explanation, table: Table | None = None) -> dict[str, A
     """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types;
     with a table of remedies, "remedies" as well."""
     parameters = [
-        {"path": row.path, "shape": list(row.shape), "dtype": row.dtype, "spec": str(row.spec),
-         "bytes_per_device": row.bytes_per_device}
+        {
+            "path": row.path,
+            "shape": list(row.shape),
+            "dtype": row.dtype,
+            "spec": str(row.spec),
+            "bytes_per_device": row.bytes_per_device,
+        }
         for row in explanation.parameters
-    ]  # fmt: skip
+    ]
     activations = explanation.activations
     return {
-        "mesh": explanation.mesh, "wire_bytes": explanation.ledger.wire_bytes,
+        "mesh": explanation.mesh,
+        "wire_bytes": explanation.ledger.wire_bytes,
         "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
-        "memory": explanation.memory, "parameters": parameters,
+        "memory": explanation.memory,
+        "parameters": parameters,
         "activations": None if activations is None else [each._asdict() for each in activations],
         "added": None if explanation.added is None else [each._asdict() for each in explanation.added],
-        "compiled": None if explanation.compiled is None else {
-            op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()
-        },
-    } | ({} if table is None else {"remedies": remedies_to_json(table)})  # fmt: skip
+        "compiled": None
+        if explanation.compiled is None
+        else {op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()},
+    } | ({} if table is None else {"remedies": remedies_to_json(table)})

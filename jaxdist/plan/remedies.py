@@ -119,7 +119,7 @@ def changed(config: Config, overrides: Overrides) -> Config:
 
 
 def typed(key: str, value: Any) -> str:
-    """"memory.offload.optimizer=true"."""
+    """ "memory.offload.optimizer=true"."""
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
@@ -182,8 +182,16 @@ def to_json(table: Table) -> dict[str, Any]:
         sizes = {"peak": each.memory.peak, **each.memory._asdict()}
         return sizes | {"flops": each.flops, "wire_bytes": each.wire_bytes}
 
-    return {"now": cost(table.now), "remedies": [
-        {"name": each.name, "overrides": list(each.overrides), "saves": table.saved(each) if each.cost else None,
-         "cost": cost(each.cost) if each.cost else None, "refused": each.refused}
-        for each in table.remedies
-    ]}  # fmt: skip
+    return {
+        "now": cost(table.now),
+        "remedies": [
+            {
+                "name": each.name,
+                "overrides": list(each.overrides),
+                "saves": table.saved(each) if each.cost else None,
+                "cost": cost(each.cost) if each.cost else None,
+                "refused": each.refused,
+            }
+            for each in table.remedies
+        ],
+    }

@@ -26,24 +26,108 @@ from jax.extend.core import jaxprs_in_params
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import apply, evaluate, where_written
 
-PyTree = Any
 HALF = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-FP32 = frozenset({
-    "acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh", "tan",
-    "exp", "exp2", "expm1", "log", "log1p", "pow", "integer_pow", "square", "rsqrt",
-    "erf", "erfc", "erf_inv", "lgamma", "digamma",
-    "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_window_sum",
-    "cumsum", "cumprod", "cumlogsumexp", "logsumexp",
-})  # fmt: skip
-WIDEST = frozenset({
-    "add", "add_any", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "sqrt", "cbrt",
-    "sin", "cos", "atan", "atan2", "tanh", "logistic", "floor", "ceil", "round", "is_finite",
-    "eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "cummax", "cummin", "reduce_window_max",
-    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad", "copy", "copy_p",
-    "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "select_n", "split",
-    "stop_gradient", "optimization_barrier", "name", "convert_element_type", "reduce_precision",
-    "pvary", "pcast", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
-})  # fmt: skip
+FP32 = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atanh",
+        "cosh",
+        "sinh",
+        "tan",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "pow",
+        "integer_pow",
+        "square",
+        "rsqrt",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "lgamma",
+        "digamma",
+        "reduce_sum",
+        "reduce_prod",
+        "reduce_max",
+        "reduce_min",
+        "reduce_window_sum",
+        "cumsum",
+        "cumprod",
+        "cumlogsumexp",
+        "logsumexp",
+    }
+)
+WIDEST = frozenset(
+    {
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "rem",
+        "neg",
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "clamp",
+        "sqrt",
+        "cbrt",
+        "sin",
+        "cos",
+        "atan",
+        "atan2",
+        "tanh",
+        "logistic",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "argmax",
+        "argmin",
+        "cummax",
+        "cummin",
+        "reduce_window_max",
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "rev",
+        "pad",
+        "copy",
+        "copy_p",
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "concatenate",
+        "select_n",
+        "split",
+        "stop_gradient",
+        "optimization_barrier",
+        "name",
+        "convert_element_type",
+        "reduce_precision",
+        "pvary",
+        "pcast",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "ppermute",
+    }
+)
 CALLS = ("jit", "closed_call")
 LOOPS = ("scan", "while", "cond")
 REMAT = ("checkpoint", "remat2")
@@ -92,10 +176,13 @@ class _Autocast:
     def __init__(self, half: Any) -> None:
         self._half, self._constants = half, dict[int, Any]()
         self._ways = {
-            **dict.fromkeys(HALF, self._in_half), **dict.fromkeys(FP32, self._in_fp32),
-            **dict.fromkeys(WIDEST, self._in_widest), **dict.fromkeys(REMAT, self._checkpoint),
-            **dict.fromkeys(LOOPS, self._inside), "custom_jvp_call": self._custom_jvp,
-        }  # fmt: skip
+            **dict.fromkeys(HALF, self._in_half),
+            **dict.fromkeys(FP32, self._in_fp32),
+            **dict.fromkeys(WIDEST, self._in_widest),
+            **dict.fromkeys(REMAT, self._checkpoint),
+            **dict.fromkeys(LOOPS, self._inside),
+            "custom_jvp_call": self._custom_jvp,
+        }
 
     def run(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, closed or not, in the dtypes that come out."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree = Any
+from jaxdist.specs import PyTree
 
 
 class ScaleRule(NamedTuple):

@@ -64,9 +64,15 @@ POLICIES = {
 
 
 def make_precision(
-    policy: str, reduce_dtype: str | None = None, *, half: str | None = None, param_dtype: str | None = None,
-    compute_dtype: str | None = None, keep_fp32: Sequence[str] | None = None, per_op: bool | None = None,
-) -> Precision:  # fmt: skip
+    policy: str,
+    reduce_dtype: str | None = None,
+    *,
+    half: str | None = None,
+    param_dtype: str | None = None,
+    compute_dtype: str | None = None,
+    keep_fp32: Sequence[str] | None = None,
+    per_op: bool | None = None,
+) -> Precision:
     """The policy called `policy`, with those of its fields replaced that are given.
 
     half: "bfloat16" in place of each float16 of the policy; with its range no loss scale is needed, so that is 1 then.
@@ -79,21 +85,23 @@ def make_precision(
     if half is not None:
         chosen = _with_half(policy, half)
     given = {"param": param_dtype, "compute": compute_dtype, "reduce": reduce_dtype}
-    dtypes: dict[str, Any] = {
-        field: np.dtype(jnp.dtype(dtype)) for field, dtype in given.items() if dtype is not None
-    }
+    dtypes: dict[str, Any] = {field: np.dtype(jnp.dtype(dtype)) for field, dtype in given.items() if dtype is not None}
     chosen = chosen._replace(**dtypes)
     if "compute" in dtypes:  # whatever it is by policy, float16 alone needs one; O3 is float16 without
         chosen = chosen._replace(loss_scale="dynamic" if chosen.compute == jnp.float16 and policy != "O3" else 1.0)
     if per_op is not None:
         chosen = chosen._replace(per_op=per_op)
     if chosen.per_op and np.dtype(chosen.compute) not in HALVES:
-        raise UserError(f"precision.per_op: casts matrix products to a half type, and compute_dtype is "
-                        f"{jnp.dtype(chosen.compute)}; allowed compute_dtype: float16, bfloat16")  # fmt: skip
+        raise UserError(
+            f"precision.per_op: casts matrix products to a half type, and compute_dtype is "
+            f"{jnp.dtype(chosen.compute)}; allowed compute_dtype: float16, bfloat16"
+        )
     if chosen.fp8 and (chosen.per_op or np.dtype(chosen.compute) == jnp.float16):
-        raise UserError(f"precision.policy: 'fp8' with per_op {chosen.per_op}, compute_dtype"
-                        f" {jnp.dtype(chosen.compute)}: layers quantise by themselves, and sum beyond float16; allowed:"
-                        " per_op false, compute_dtype bfloat16 or float32")  # fmt: skip
+        raise UserError(
+            f"precision.policy: 'fp8' with per_op {chosen.per_op}, compute_dtype"
+            f" {jnp.dtype(chosen.compute)}: layers quantise by themselves, and sum beyond float16; allowed:"
+            " per_op false, compute_dtype bfloat16 or float32"
+        )
     if keep_fp32 is not None:
         chosen = chosen._replace(keep_fp32=_patterns(keep_fp32, chosen))
     if any(jnp.dtype(dtype).itemsize == 8 for dtype in chosen[:3]) and not jax.config.read("jax_enable_x64"):
@@ -107,8 +115,10 @@ def _with_half(policy: str, half: str) -> Precision:
         raise UserError(f"precision.half: {half!r} is not known; allowed: float16, bfloat16")
     if jnp.float16 not in chosen[:3]:
         having = ", ".join(name for name, each in POLICIES.items() if jnp.float16 in each[:3])
-        raise UserError(f"precision.half: {half!r} stands for the float16 of a policy, and {policy} has none; allowed "
-                        f"with {having}; or set compute_dtype")  # fmt: skip
+        raise UserError(
+            f"precision.half: {half!r} stands for the float16 of a policy, and {policy} has none; allowed "
+            f"with {having}; or set compute_dtype"
+        )
     if half == "float16":
         return chosen
     param, compute, reduce = (jnp.bfloat16 if dtype is jnp.float16 else dtype for dtype in chosen[:3])
@@ -119,8 +129,10 @@ def _patterns(keep_fp32: Sequence[str], chosen: Precision) -> tuple[str, ...]:
     if isinstance(keep_fp32, str):
         raise UserError(f"precision.keep_fp32: {keep_fp32!r} is one text; give a list of patterns, [{keep_fp32!r}]")
     if keep_fp32 and jnp.dtype(chosen.received).itemsize >= 4:
-        raise UserError(f"precision.keep_fp32: {', '.join(keep_fp32)}: layers receive all parameters in "
-                        f"{jnp.dtype(chosen.received)} already; leave it out, or set compute_dtype")  # fmt: skip
+        raise UserError(
+            f"precision.keep_fp32: {', '.join(keep_fp32)}: layers receive all parameters in "
+            f"{jnp.dtype(chosen.received)} already; leave it out, or set compute_dtype"
+        )
     return tuple(keep_fp32)
 
 
@@ -146,8 +158,10 @@ def check_float8(precision: Precision, devices: Iterable[Any]) -> None:
         capability = getattr(lacking, "compute_capability", None)
         name = "this is " + (f"{lacking.device_kind}, {capability}" if capability else f"a {lacking.platform.upper()}")
         others = ", ".join(name for name, each in POLICIES.items() if not each.fp8)
-        raise UserError(f"precision.policy: 'fp8' needs GPUs that multiply float8 (NVIDIA from compute capability 8.9"
-                        f" on: Ada, Hopper, Blackwell; AMD gfx95, gfx12), {name}; allowed here: {others}")  # fmt: skip
+        raise UserError(
+            f"precision.policy: 'fp8' needs GPUs that multiply float8 (NVIDIA from compute capability 8.9"
+            f" on: Ada, Hopper, Blackwell; AMD gfx95, gfx12), {name}; allowed here: {others}"
+        )
 
 
 def accumulation_dtype(dtype: Any) -> Any:

@@ -82,8 +82,10 @@ def _made(value: str | bool) -> Path:
         return folder.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         named = str(getattr(error, "filename", None) or value)
-        raise UserError(f"{KEY}: {named!r}: {getattr(error, 'strerror', None) or error}; allowed: a folder that can be"
-                        " written to, or false") from error  # fmt: skip
+        raise UserError(
+            f"{KEY}: {named!r}: {getattr(error, 'strerror', None) or error}; allowed: a folder that can be"
+            " written to, or false"
+        ) from error
 
 
 def folder_in_use() -> str | None:

@@ -49,45 +49,56 @@ PRESETS: Mapping[str, tuple[Setting, ...]] = {
     "gpu": (
         # Source: XLA docs/effort_levels.md for what it does. Figures: docs/plan.md, jax 0.12.0.1.
         Setting(
-            "jax_optimization_level", "O1",
+            "jax_optimization_level",
+            "O1",
             "collective pipelining and loop unrolling: 83.6 % of the communication hidden, none of it synchronous in"
             " the loops (355 M GPT, 8 H200)",
             "XLA docs/effort_levels.md; measured on compiled schedules, no GPU ran",
         ),
     ),
     "cpu": (),
-}  # fmt: skip
+}
 
 # Set on GPUs with `parallel.grad_sync.deterministic`, whatever the preset: kernels are not chosen by how fast they
 # happened to be, and a scatter (an embedding's gradient) adds in a fixed order.
 DETERMINISTIC = (
     Setting(
-        "--xla_gpu_deterministic_ops", "true", "parallel.grad_sync.deterministic: the same bits from run to run",
+        "--xla_gpu_deterministic_ops",
+        "true",
+        "parallel.grad_sync.deterministic: the same bits from run to run",
         "option dump of XLA; no GPU ran",
     ),
-)  # fmt: skip
+)
 
 # What depends on model and mesh: not set by a preset, worth trying in `devices.xla.flags`.
 ADVICE = (
     Setting(
-        "--xla_gpu_experimental_parallel_collective_overlap_limit", "2",
+        "--xla_gpu_experimental_parallel_collective_overlap_limit",
+        "2",
         "so many collectives may be under way at once; with parallel.prefetch=1 the step sets it",
         "option dump of XLA; figures in docs/plan.md",
     ),
     Setting(
-        "--xla_gpu_pipeline_all_gather", "on", "a part of O1: 1 synchronous collective instead of 3, +11 % temporary"
-        " memory", "measured", ((0, 11), (99, 0)),
+        "--xla_gpu_pipeline_all_gather",
+        "on",
+        "a part of O1: 1 synchronous collective instead of 3, +11 % temporary memory",
+        "measured",
+        ((0, 11), (99, 0)),
     ),
     Setting(
-        "--xla_gpu_enable_pipelined_all_gather", "true", "the same by its older name, which 0.11 and later still know",
+        "--xla_gpu_enable_pipelined_all_gather",
+        "true",
+        "the same by its older name, which 0.11 and later still know",
         "option dump of XLA",
     ),
     Setting(
-        "--xla_gpu_enable_while_loop_double_buffering", "true", "a part of O1: with the former 17 asynchronous pairs"
+        "--xla_gpu_enable_while_loop_double_buffering",
+        "true",
+        "a part of O1: with the former 17 asynchronous pairs"
         " instead of 10, but 2 synchronous; with parallel.prefetch=1 the step sets it",
         "measured on schedules",
     ),
-)  # fmt: skip
+)
 
 
 def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list[str]:
@@ -123,10 +134,14 @@ def check_known(flags: Sequence[str], given: str) -> None:
     jaxlib = f"jaxlib {version('jaxlib')}"
     for flag in flags:
         if refused([flag]) is not None:
-            raise UserError(f"{KEY}: {jaxlib} does not know {flag}, or not this value, and would"
-                            " abort; allowed: flags of this version (docs/compiler.md); remove it")  # fmt: skip
-    raise UserError(f"XLA_FLAGS: {given!r} in the environment: {jaxlib} would abort on it"
-                    f" ({refused([given])}); remove what it does not know")  # fmt: skip
+            raise UserError(
+                f"{KEY}: {jaxlib} does not know {flag}, or not this value, and would"
+                " abort; allowed: flags of this version (docs/compiler.md); remove it"
+            )
+    raise UserError(
+        f"XLA_FLAGS: {given!r} in the environment: {jaxlib} would abort on it"
+        f" ({refused([given])}); remove what it does not know"
+    )
 
 
 def set_flags(config: Config, backend: str, *, started: bool) -> None:
@@ -140,15 +155,21 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
     fixed = DETERMINISTIC if backend == "gpu" and config.parallel.grad_sync.deterministic else ()
     flags = resolve((*fixed, *(PRESETS[backend] if xla.preset == "fast" else ())), xla.flags, given)
     if started and flags and (missing := resolve(fixed, (), given)):
-        raise UserError(f"parallel.grad_sync.deterministic: true needs {missing[0]} on GPUs, but JAX has started its"
-                        " devices, which read flags once; put it into XLA_FLAGS before JAX starts")  # fmt: skip
+        raise UserError(
+            f"parallel.grad_sync.deterministic: true needs {missing[0]} on GPUs, but JAX has started its"
+            " devices, which read flags once; put it into XLA_FLAGS before JAX starts"
+        )
     if started and xla.flags and flags:
-        raise UserError(f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
-                        " or put them into XLA_FLAGS before JAX starts")  # fmt: skip
+        raise UserError(
+            f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
+            " or put them into XLA_FLAGS before JAX starts"
+        )
     if flags and not started:
         if given.strip() and not given.lstrip().startswith("-"):
-            raise UserError(f"XLA_FLAGS: {given!r} names a file, which XLA reads in place of flags; put {flags[0]}"
-                            " into it, or flags into the environment")  # fmt: skip
+            raise UserError(
+                f"XLA_FLAGS: {given!r} names a file, which XLA reads in place of flags; put {flags[0]}"
+                " into it, or flags into the environment"
+            )
         check_known(flags, given)
         os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
 

@@ -18,12 +18,19 @@ class Evaluator:
     def __init__(self, run: Run) -> None:
         config, whole = run.config, [Part("", BLOCK, run.source)]
         self._parts = [
-            (part.name, part.samples / BLOCK, make_eval_loader(
-                part.source, seq_len=config.data.seq_len, global_batch=config.data.global_batch, sharding=run.sharding,
-                batches=config.train.eval_batches,
-            ))
+            (
+                part.name,
+                part.samples / BLOCK,
+                make_eval_loader(
+                    part.source,
+                    seq_len=config.data.seq_len,
+                    global_batch=config.data.global_batch,
+                    sharding=run.sharding,
+                    batches=config.train.eval_batches,
+                ),
+            )
             for part in run.source.parts or whole
-        ]  # fmt: skip
+        ]
         self._step = make_eval_step(*forward_parts(run))
         self._crumbs = run.watch.crumbs
         self._unit, self._on_cpu = run.source.info["unit"], on_cpu(run.mesh)

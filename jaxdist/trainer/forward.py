@@ -13,9 +13,7 @@ from jaxdist.mesh import BATCH_LIKE
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.program import make_logits, make_program
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import STACKED, batch_spec
-
-PyTree = Any
+from jaxdist.specs import STACKED, PyTree, batch_spec
 
 
 def _unused_keys(rows: int) -> jax.Array:

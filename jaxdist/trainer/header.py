@@ -54,14 +54,20 @@ def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
     each = f"{counts[0]} {plural('device', counts[0])}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
     host = np.unique(np.array(hosts), return_inverse=True)[1][process]
-    crossing = [[axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
-                for place in (host, process)]  # fmt: skip
+    crossing = [
+        [axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
+        for place in (host, process)
+    ]
     crossing[1] = [axis for axis in crossing[1] if axis not in crossing[0]]
-    links = [f"{', '.join(axes)} between {between}" for axes, between in zip(crossing, ("hosts", "processes of a host"),
-             strict=True) if axes]  # fmt: skip
+    links = [
+        f"{', '.join(axes)} between {between}"
+        for axes, between in zip(crossing, ("hosts", "processes of a host"), strict=True)
+        if axes
+    ]
     number = len(places)
     return f"{len(hosts)} ranks on {number} {plural('host', number)} ({shown}), {each} each; mesh: " + (
-        "; ".join(links) or "no axis between processes")
+        "; ".join(links) or "no axis between processes"
+    )
 
 
 def by_host(hosts: Sequence[str]) -> dict[str, list[int]]:

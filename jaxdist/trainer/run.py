@@ -33,14 +33,12 @@ from jaxdist.precision.policy import Precision
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.specs import BATCH_SPEC
+from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState, specs_of_arrays
 from jaxdist.train_step import TrainStep
 from jaxdist.trainer.failures.diagnose import make_diagnosis
 from jaxdist.trainer.failures.same_program import facts_of_program
 from jaxdist.trainer.resume import changed_settings, check_identity, identity, show_changes
-
-PyTree = Any
 
 
 @dataclass
@@ -85,9 +83,7 @@ def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     run's layout."""
     strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
     attention, _ = attention_of(run.config, run.precision, run.mesh)
-    model = make_model(
-        run.config, run.precision, stages=run.mesh.shape["pipe"], training=False, attention=attention
-    )
+    model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False, attention=attention)
     return in_precision(model, run.precision), run.mesh, specs_of_arrays(run.target.params), strategy
 
 
@@ -169,9 +165,11 @@ def check_leaves(config: Config, source: Source) -> None:
         return
     if source.vocab and wanted.keys() <= first.leaves.keys() and first.leaves["inputs"].dtype.kind in "iu":
         return
-    raise UserError(f"data.source: {source.info['name']!r} gives {', '.join(first.leaves)}, and model.name"
-                    f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed: text,"
-                    " tokens, parquet, arrayrecord; or a model of your own, by a dotted path")  # fmt: skip
+    raise UserError(
+        f"data.source: {source.info['name']!r} gives {', '.join(first.leaves)}, and model.name"
+        f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed: text,"
+        " tokens, parquet, arrayrecord; or a model of your own, by a dotted path"
+    )
 
 
 def packed(config: Config, source: Source) -> Source:
@@ -181,8 +179,10 @@ def packed(config: Config, source: Source) -> Source:
     if config.data.packing == "none":
         return source._replace(documents=None)
     if source.documents is None:
-        raise UserError(f"data.packing: {config.data.packing!r} needs document starts, and source"
-                        f" {source.info['name']} gives none; allowed: none; or data.source=tokens")  # fmt: skip
+        raise UserError(
+            f"data.packing: {config.data.packing!r} needs document starts, and source"
+            f" {source.info['name']} gives none; allowed: none; or data.source=tokens"
+        )
     return source
 
 
@@ -205,13 +205,16 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Run:
         Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)
     )
     diagnosis = functools.partial(make_diagnosis, parts.model, numbers=parts.order.tolist(), **parts.options)
-    fresh = functools.partial(
-        init_state, parts.model, parts.optimizer, mesh, **parts.layout, seed=config.train.seed
-    )
+    fresh = functools.partial(init_state, parts.model, parts.optimizer, mesh, **parts.layout, seed=config.train.seed)
     begun = restore_or_init(
-        config, folder, checkpoints, source=source, target=parts.target, fresh=fresh,
+        config,
+        folder,
+        checkpoints,
+        source=source,
+        target=parts.target,
+        fresh=fresh,
         say=functools.partial(report_damage, folder, console),
-    )  # fmt: skip
+    )
     first_step = int(jax.device_get(begun.state.step))
     forced = begun.meta.get("forced", [])
     if begun.forced:
@@ -227,10 +230,30 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Run:
         write_environment(folder / "env.json", {**run_environment(mesh), "data": source.info})
     baselines = ngram_baselines(source) if lead else {}
     return Run(
-        config, folder, mesh, source, parts.precision, parts.model, parts.target, parts.step, begun.state, first_step,
-        begun.meta.get("batches_passed", 0), {}, parts.max_skips, diagnosis, checkpoints, console, metrics,
-        baselines, cache, samples, changed_settings(begun.meta, config), forced, watch,
-    )  # fmt: skip
+        config,
+        folder,
+        mesh,
+        source,
+        parts.precision,
+        parts.model,
+        parts.target,
+        parts.step,
+        begun.state,
+        first_step,
+        begun.meta.get("batches_passed", 0),
+        {},
+        parts.max_skips,
+        diagnosis,
+        checkpoints,
+        console,
+        metrics,
+        baselines,
+        cache,
+        samples,
+        changed_settings(begun.meta, config),
+        forced,
+        watch,
+    )
 
 
 def ngram_baselines(source: Source) -> dict[str, float]:

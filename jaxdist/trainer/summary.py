@@ -37,12 +37,16 @@ def layout_rows(run: Run) -> list[LayoutRow]:
     """The sharding table of the parameters."""
     return [
         LayoutRow(
-            path_name(path), leaf.shape, str(leaf.dtype), str(leaf.sharding.spec),
-            shard_count(leaf.sharding.spec, run.mesh), bytes_per_device(leaf, leaf.sharding.spec, run.mesh),
+            path_name(path),
+            leaf.shape,
+            str(leaf.dtype),
+            str(leaf.sharding.spec),
+            shard_count(leaf.sharding.spec, run.mesh),
+            bytes_per_device(leaf, leaf.sharding.spec, run.mesh),
             math.prod(leaf.shape) * leaf.dtype.itemsize,
         )
         for path, leaf in jax.tree_util.tree_leaves_with_path(run.target.params)
-    ]  # fmt: skip
+    ]
 
 
 def report(run: Run, samples: str) -> None:

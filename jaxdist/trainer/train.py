@@ -48,9 +48,12 @@ def loop(run: Run, stop: StopSignal) -> tuple[int, bool]:
     """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
     config = run.config
     loader = make_loader(
-        run.source, seq_len=config.data.seq_len, global_batch=config.data.global_batch, seed=config.train.seed,
+        run.source,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
+        seed=config.train.seed,
         sharding=run.sharding,
-    )  # fmt: skip
+    )
     spikes = Spikes(config.train.loss_spike)
     while True:
         try:
@@ -149,8 +152,10 @@ def refuse_links(folder: Path) -> None:
     for place in (folder, folder / "checkpoints"):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             if path.is_symlink():
-                raise UserError(f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"
-                                " there; remove it; to use another disk, give a --run-dir on it")  # fmt: skip
+                raise UserError(
+                    f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"
+                    " there; remove it; to use another disk, give a --run-dir on it"
+                )
 
 
 def agree_on(folder: Path) -> Path:

@@ -215,9 +215,10 @@ def program(setup: Setup, body: Callable[[jax.Array], jax.Array]) -> Any:
 def input_of(setup: Setup, size: int) -> jax.Array:
     """[n, size], the pattern of each rank in its row."""
     return jax.make_array_from_callback(
-        (setup.mesh.size, size), NamedSharding(setup.mesh, setup.rows),
+        (setup.mesh.size, size),
+        NamedSharding(setup.mesh, setup.rows),
         lambda index: pattern(index[0].start or 0, size, setup.options.dtype)[None],  # type: ignore[index]
-    )  # fmt: skip
+    )
 
 
 def sent() -> tuple[int, int]:
@@ -251,8 +252,9 @@ def traffic(setup: Setup, algorithm: str, size: int) -> tuple[Cost, list[int], i
     cost = collectives.get_algorithm(algorithm).cost(setup.options.operation, size, setup.group)
     rounds = rounds_of(
         functools.partial(call, setup, "ring" if algorithm == "native" else algorithm),
-        jax.ShapeDtypeStruct((size,), setup.options.dtype), mesh={axis: setup.mesh.shape[axis] for axis in AXES},
-    )  # fmt: skip
+        jax.ShapeDtypeStruct((size,), setup.options.dtype),
+        mesh={axis: setup.mesh.shape[axis] for axis in AXES},
+    )
     leaving, busiest = [0] * setup.hosts, 0
     for messages in rounds:
         load: Counter[tuple[str, int]] = Counter()
@@ -283,10 +285,15 @@ def row_of(setup: Setup, algorithm: str, size: int, found: np.ndarray) -> dict[s
     median = float(np.median(times))
     inside = LINKS["local"] if setup.hosts > 1 and setup.local > 1 else None
     row: dict[str, Any] = {
-        "bytes": nbytes, "algorithm": algorithm, "chosen": chosen, "median_ms": median, "min_ms": float(times.min()),
-        "max_ms": float(times.max()), "predicted_ms": cost.seconds(setup.link, inside) * 1e3,
+        "bytes": nbytes,
+        "algorithm": algorithm,
+        "chosen": chosen,
+        "median_ms": median,
+        "min_ms": float(times.min()),
+        "max_ms": float(times.max()),
+        "predicted_ms": cost.seconds(setup.link, inside) * 1e3,
         "bus_mb_per_s": LEAST[operation](setup.mesh.size, 1) * nbytes / median / 1e3,
-    }  # fmt: skip
+    }
     if setup.bits is not None:
         row |= {"of_bound": least(setup, nbytes) * 1e3 / median, "of_own_bound": busiest * 8e3 / setup.bits / median}
     if INTERFACE in os.environ:
@@ -343,12 +350,18 @@ def conditions(setup: Setup) -> dict[str, Any]:
     options = setup.options
     virtual = {key: getattr(options, key) for key in ("rate", "burst", "congestion")} if options.virtual_hosts else None
     return {
-        **measured_on(), "device": setup.mesh.devices.flat[0].device_kind,
-        "hosts": setup.hosts, "virtual_hosts": virtual,
-        "mesh": {axis: setup.mesh.shape[axis] for axis in AXES}, "bits_per_s": setup.bits, "link": setup.link._asdict(),
-        "operation": options.operation, "dtype": options.dtype, "wire_dtype": options.wire_dtype,
+        **measured_on(),
+        "device": setup.mesh.devices.flat[0].device_kind,
+        "hosts": setup.hosts,
+        "virtual_hosts": virtual,
+        "mesh": {axis: setup.mesh.shape[axis] for axis in AXES},
+        "bits_per_s": setup.bits,
+        "link": setup.link._asdict(),
+        "operation": options.operation,
+        "dtype": options.dtype,
+        "wire_dtype": options.wire_dtype,
         "rounds": options.rounds,
-    }  # fmt: skip
+    }
 
 
 def plot(setup: Setup, rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -67,11 +67,14 @@ class Life:
             output.write_bytes(b"")
             environ = {"XLA_FLAGS": f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"}
             if processes > 1:
-                environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes),
-                            "JAX_PROCESS_ID": str(rank)}  # fmt: skip
-            self.processes.append(context.Process(
-                target=train_in_child, args=(environ, folder / "run.yaml", 4 // processes, run, output)
-            ))  # fmt: skip
+                environ |= {
+                    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                    "JAX_NUM_PROCESSES": str(processes),
+                    "JAX_PROCESS_ID": str(rank),
+                }
+            self.processes.append(
+                context.Process(target=train_in_child, args=(environ, folder / "run.yaml", 4 // processes, run, output))
+            )
         self.started = time.monotonic()
         for process in self.processes:
             process.start()
@@ -256,9 +259,11 @@ def campaign(folder: Path, layout: str, plan: list[str], steps: int, chance: ran
             raise Broken(f"{len(losses(run))} steps, alone {len(wanted)}")
         if ending is not None:
             endings.append(ending)
-            print(f"{layout}: {len(endings)}/{len(plan)}, {ending.signal} after {time.monotonic() - life.started:.1f} s"
-                  f" at step {ending.step}{', during a save' * ending.saving}; statuses {statuses}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{layout}: {len(endings)}/{len(plan)}, {ending.signal} after {time.monotonic() - life.started:.1f} s"
+                f" at step {ending.step}{', during a save' * ending.saving}; statuses {statuses}",
+                flush=True,
+            )
     return endings
 
 
@@ -290,9 +295,11 @@ def main() -> int:
     every = [ending for each in endings.values() for ending in each]
     kills = [ending for ending in every if ending.signal == "KILL"]
     slowest = max((ending.seconds for ending in every if ending.signal == "TERM"), default=0.0)
-    print(f"{len(kills)} kills, {sum(ending.saving for ending in kills)} of them during a save: 0 complete checkpoints"
-          f" lost; {len(every) - len(kills)} SIGTERM, the slowest took {slowest:.1f} s; every loss as if left alone,"
-          " to the bit")  # fmt: skip
+    print(
+        f"{len(kills)} kills, {sum(ending.saving for ending in kills)} of them during a save: 0 complete checkpoints"
+        f" lost; {len(every) - len(kills)} SIGTERM, the slowest took {slowest:.1f} s; every loss as if left alone,"
+        " to the bit"
+    )
     if arguments.json is not None:
         found = {layout: [ending._asdict() for ending in each] for layout, each in endings.items()}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

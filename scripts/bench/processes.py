@@ -29,9 +29,14 @@ LIMIT, DEVICES, SECONDS = 1e-6, 8, 600
 # Eight devices on a few busy cores keep each other waiting for longer than the 40 s after which XLA aborts.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 ALWAYS = (
-    "data.global_batch=16", "data.seq_len=64", "train.eval_every=0", "train.sample_tokens=0", "checkpoint.every=0",
-    "devices.platform=cpu", "observe.report=false",
-)  # fmt: skip
+    "data.global_batch=16",
+    "data.seq_len=64",
+    "train.eval_every=0",
+    "train.sample_tokens=0",
+    "checkpoint.every=0",
+    "devices.platform=cpu",
+    "observe.report=false",
+)
 PIPE = ("mesh={pipe: 2, data: 2, fsdp: 2, tensor: 1}", "parallel.schedule=one_f_one_b", "parallel.microbatches=4")
 EXACT = ("parallel.grad_sync.deterministic=true", "optimizer.name=adamw", "optimizer.lr=3e-3", "model.dropout=0.1")
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -47,8 +52,15 @@ JOBS = ("2", "4", "8", "2hosts", "4hosts")
 def command(processes: int, folder: Path, overrides: list[str]) -> list[str]:
     """What every process runs."""
     run_dir = ["--run-dir", str(folder), f"devices.simulated={DEVICES // processes}"]
-    return [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(ROOT / "configs" / "quickstart.yaml"),
-            *run_dir, *ALWAYS, *overrides]  # fmt: skip
+    return [
+        sys.executable,
+        str(ROOT / "scripts" / "train.py"),
+        "--config",
+        str(ROOT / "configs" / "quickstart.yaml"),
+        *run_dir,
+        *ALWAYS,
+        *overrides,
+    ]
 
 
 def train(job: str, folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
@@ -106,8 +118,17 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
             found = compared(train(job, scratch / f"{layout}-{job}", options), alone)
             exact = "deterministic" in layout
             holds = found["same_bits"] if exact else found["largest_relative_difference"] < LIMIT
-            rows.append({"layout": layout, "job": job, "steps": len(alone), "first_loss": alone[0]["loss"],
-                         "last_loss": alone[-1]["loss"], **found, "holds": holds})  # fmt: skip
+            rows.append(
+                {
+                    "layout": layout,
+                    "job": job,
+                    "steps": len(alone),
+                    "first_loss": alone[0]["loss"],
+                    "last_loss": alone[-1]["loss"],
+                    **found,
+                    "holds": holds,
+                }
+            )
             print(f"{layout} {job}: {found}{'' if holds else '  FAILED'}", file=sys.stderr, flush=True)
     return rows
 
@@ -118,8 +139,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| layout | " + " | ".join(jobs) + " |", "|---" * (len(jobs) + 1) + "|"]
     for layout in dict.fromkeys(row["layout"] for row in rows):
         cells = {row["job"]: row for row in rows if row["layout"] == layout}
-        shown = ["-" if job not in cells else "same bits" if cells[job]["same_bits"] else
-                 f"{cells[job]['largest_relative_difference']:.1e}" for job in jobs]  # fmt: skip
+        shown = [
+            "-"
+            if job not in cells
+            else "same bits"
+            if cells[job]["same_bits"]
+            else f"{cells[job]['largest_relative_difference']:.1e}"
+            for job in jobs
+        ]
         lines.append(f"| {layout} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 

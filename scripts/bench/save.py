@@ -93,13 +93,17 @@ def report(found: dict[str, Any], what: str) -> None:
     """Medians, and the longest."""
     alone, steps = statistics.median(found["alone_s"]), [step for save in found["beside_s"] for step in save]
     spread = max(found["alone_s"]) / alone
-    print(f"{what}; step {alone * 1e3:.1f} ms (median of {len(found['alone_s'])}, longest {spread:.3f} x)\n"
-          f"{len(found['save_s'])} saves: {statistics.median(found['blocked_s']):.3f} s until training goes on (the"
-          f" first {found['blocked_s'][0]:.3f} s), {statistics.median(found['save_s']):.2f} s in all")  # fmt: skip
+    print(
+        f"{what}; step {alone * 1e3:.1f} ms (median of {len(found['alone_s'])}, longest {spread:.3f} x)\n"
+        f"{len(found['save_s'])} saves: {statistics.median(found['blocked_s']):.3f} s until training goes on (the"
+        f" first {found['blocked_s'][0]:.3f} s), {statistics.median(found['save_s']):.2f} s in all"
+    )
     if steps:
         firsts = [save[0] for save in found["beside_s"] if save]
-        print(f"{len(steps)} steps beside them: median {statistics.median(steps) / alone:.3f} x, longest"
-              f" {max(steps) / alone:.3f} x; the first of each {statistics.median(firsts) / alone:.3f} x")  # fmt: skip
+        print(
+            f"{len(steps)} steps beside them: median {statistics.median(steps) / alone:.3f} x, longest"
+            f" {max(steps) / alone:.3f} x; the first of each {statistics.median(firsts) / alone:.3f} x"
+        )
     print(f"verify {found['verify_s']:.2f} s, restore {found['restore_s']:.2f} s")
 
 

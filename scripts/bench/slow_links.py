@@ -124,8 +124,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         say(f"  {compute:.3f} s a step; network: {rate}")
         for i, remedy in enumerate(REMEDIES):
             overrides = [text.replace("{rate}", rate) for text in remedy.overrides]
-            overrides += [f"data.global_batch={batch * hosts * remedy.batches}", f"mesh.data={hosts}",
-                          f"devices.simulated={hosts}"]  # fmt: skip
+            overrides += [
+                f"data.global_batch={batch * hosts * remedy.batches}",
+                f"mesh.data={hosts}",
+                f"devices.simulated={hosts}",
+            ]
             sync = load_config(CONFIG, [*ALWAYS, *arguments.overrides, *overrides]).parallel.grad_sync
             overrides[-1] = "devices.simulated=1"
             folder = Path(scratch) / str(i)
@@ -133,11 +136,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             seconds = seconds_per_step(folder / "together", tokens * hosts * remedy.batches)
             expected = compute * remedy.batches + predicted_seconds(size, hosts, sync, rate)
             ideal = hosts * remedy.batches * compute
-            rows.append({"remedy": remedy.name, "seconds": seconds, "predicted_seconds": expected,
-                         "speed_up": ideal / seconds, "predicted_speed_up": ideal / expected})  # fmt: skip
+            rows.append(
+                {
+                    "remedy": remedy.name,
+                    "seconds": seconds,
+                    "predicted_seconds": expected,
+                    "speed_up": ideal / seconds,
+                    "predicted_speed_up": ideal / expected,
+                }
+            )
             say(f"  {remedy.name}: {seconds:.3f} s, {ideal / seconds:.2f} x ({ideal / expected:.2f} x predicted)")
-    return {**measured_on(), "hosts": hosts, "rate": rate, "ratio": arguments.ratio, "compute_seconds": compute,
-            "parameters": size, "steps": arguments.steps, "rows": rows}  # fmt: skip
+    return {
+        **measured_on(),
+        "hosts": hosts,
+        "rate": rate,
+        "ratio": arguments.ratio,
+        "compute_seconds": compute,
+        "parameters": size,
+        "steps": arguments.steps,
+        "rows": rows,
+    }
 
 
 def table(result: dict[str, Any]) -> str:

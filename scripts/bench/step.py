@@ -77,9 +77,13 @@ def plain_step(config: Config, optimizer: Any) -> Any:
 
 def check_comparable(config: Config) -> None:
     """Raise `UserError` for what the plain step does not have."""
-    plain = {"model.style": (config.model.style, "gpt2"), "precision.policy": (config.precision.policy, "fp32"),
-             "memory.remat": (config.memory.remat, "none"), "model.dropout": (config.model.dropout, 0.0),
-             "parallel.microbatches": (config.parallel.microbatches, 1)}  # fmt: skip
+    plain = {
+        "model.style": (config.model.style, "gpt2"),
+        "precision.policy": (config.precision.policy, "fp32"),
+        "memory.remat": (config.memory.remat, "none"),
+        "model.dropout": (config.model.dropout, 0.0),
+        "parallel.microbatches": (config.parallel.microbatches, 1),
+    }
     for key, (value, allowed) in plain.items():
         if value != allowed:
             raise UserError(f"{key}: {value!r}, but the plain step of this benchmark has only {allowed!r}")
@@ -118,9 +122,11 @@ def make_ours(config: Config) -> tuple[Any, Any, Any, Any]:
     ids = text(config.data).train
     assert isinstance(ids, np.ndarray)
     loader = Loader(
-        ids, seq_len=config.data.seq_len, global_batch=config.data.global_batch,
+        ids,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
         sharding=NamedSharding(mesh, BATCH_SPEC),
-    )  # fmt: skip
+    )
     step = make_train_step(model, optimizer, mesh, strategy=config.parallel.strategy)
     return step, init_state(model, optimizer, mesh, strategy=config.parallel.strategy), optimizer, loader
 
@@ -146,15 +152,17 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     compiles = Compiles()
     step, state, optimizer, loader = make_ours(start(config))
     batch = loader.batch(0)
-    params, idle = (jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), tree)
-                    for tree in (jax.device_get(state.params), state))  # fmt: skip
+    params, idle = (
+        jax.tree.map(lambda leaf: jax.device_put(leaf).copy(), tree) for tree in (jax.device_get(state.params), state)
+    )
     state, first, _ = timed(step, state, batch)
     ready, compiling = time.perf_counter() - BEGAN, compiles.seconds
     plain, local = plain_step(config, optimizer), jax.tree.map(lambda leaf: leaf.addressable_data(0), batch)
     runs = {
-        "jaxdist": (step, batch), "plain": (plain, local),
+        "jaxdist": (step, batch),
+        "plain": (plain, local),
         "empty": (jax.jit(lambda state, _: (state, dict.fromkeys(first, state.step)), donate_argnums=0), batch),
-    }  # fmt: skip
+    }
     states = {"jaxdist": state, "plain": (params, jax.jit(optimizer.init)(params)), "empty": idle}
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     warm, losses = 0, [float(first["loss"])]
@@ -169,9 +177,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         if sys.stderr.isatty():
             print(f"\r{i + 1}/{steps}", end="", file=sys.stderr)
     assert math.isclose(*losses, rel_tol=1e-5), "not the same model"
-    medians = {
-        name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in taken.items()
-    }  # fmt: skip
+    medians = {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in taken.items()}
     return {
         "seconds": medians,
         "ratio": medians["plain"]["step"] / medians["jaxdist"]["step"],

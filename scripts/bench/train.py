@@ -59,12 +59,20 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     results, speed = race(task, names, **options)
     known = gpu_of(device.device_kind)
     return {
-        "size": name, **describe(size), "precision": precision, "burst": burst, "device": device.device_kind,
-        "peak_flops": known and known.bf16, "peak_source": known and known.source, "matmul_precision": products,
-        "python": platform.python_version(), "platform": platform.platform(),
+        "size": name,
+        **describe(size),
+        "precision": precision,
+        "burst": burst,
+        "device": device.device_kind,
+        "peak_flops": known and known.bf16,
+        "peak_source": known and known.source,
+        "matmul_precision": products,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
         "contenders": [summary(result, size, known) for result in results],
-        "speed_of_first_over": speed, "differs": differing(check_equal, results, precision),
-    }  # fmt: skip
+        "speed_of_first_over": speed,
+        "differs": differing(check_equal, results, precision),
+    }
 
 
 def differing(check: Any, results: Any, precision: str) -> str:
@@ -84,10 +92,23 @@ def in_own_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [
-            sys.executable, __file__, "--sizes", name, "--contenders", arguments.contenders, "--steps",
-            str(arguments.steps), "--limit-s", str(left - 5), "--json", str(out), "--burst", str(arguments.burst),
-            "--cache", arguments.cache or folder,
-        ]  # fmt: skip
+            sys.executable,
+            __file__,
+            "--sizes",
+            name,
+            "--contenders",
+            arguments.contenders,
+            "--steps",
+            str(arguments.steps),
+            "--limit-s",
+            str(left - 5),
+            "--json",
+            str(out),
+            "--burst",
+            str(arguments.burst),
+            "--cache",
+            arguments.cache or folder,
+        ]
         command += ["--precision", arguments.precision] if arguments.precision else []
         try:
             status = subprocess.run(command, timeout=left, check=False).returncode

@@ -118,13 +118,19 @@ def save_three_times(rank: int, place: str, how: str) -> None:
     Path(place, str(rank)).write_text(json.dumps([*said, intact]))
 
 
-@pytest.mark.parametrize(("how", "why"), levels([
-    ("arrays", ["another process could not", "No space left on device"]),
-    ("merging", ["No space left on device", "another process could not"]),
-    ("checksums", ["No space left on device", "another process could not"]),
-    ("metadata", ["No space left on device", "another process could not"]),
-    ("folder", ["Not a directory", "another process could not"]),
-], everyday=2))  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "why"),
+    levels(
+        [
+            ("arrays", ["another process could not", "No space left on device"]),
+            ("merging", ["No space left on device", "another process could not"]),
+            ("checksums", ["No space left on device", "another process could not"]),
+            ("metadata", ["No space left on device", "another process could not"]),
+            ("folder", ["Not a directory", "another process could not"]),
+        ],
+        everyday=2,
+    ),
+)
 def test_a_save_that_one_process_cannot_write(how: str, why: list[str], tmp_path: Path) -> None:
     spawn(save_three_times, 2, args=(str(tmp_path), how))
     for rank in (0, 1):

@@ -45,10 +45,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def parts_of(layout: str, optimizer: str = "adamw", layers: int = LAYERS) -> Parts:
     sizes, parallel = LAYOUTS[layout]
     config = Config(
-        model=ModelConfig(layers=layers, width=16, heads=2), mesh=MeshConfig(**sizes),
+        model=ModelConfig(layers=layers, width=16, heads=2),
+        mesh=MeshConfig(**sizes),
         parallel=ParallelConfig(min_shard_bytes=0, microbatches=4, **parallel),
         optimizer=OptimizerConfig(name=optimizer, momentum=0.9),
-    )  # fmt: skip
+    )
     return assemble(config, make_mesh(**asdict(config.mesh)))
 
 
@@ -101,8 +102,14 @@ def test_empty_rows_of_several_chunks(tmp_path: Path) -> None:
     assert np.array_equal(kernel, state.params["blocks"]["mlp"]["up"]["kernel"])
 
 
-OLDER = [("uneven", "uneven"), ("interleaved", "one stage"), ("uneven", "interleaved"), ("interleaved", "uneven"),
-         ("interleaved", "interleaved"), ("uneven", "one stage")]  # fmt: skip
+OLDER = [
+    ("uneven", "uneven"),
+    ("interleaved", "one stage"),
+    ("uneven", "interleaved"),
+    ("interleaved", "uneven"),
+    ("interleaved", "interleaved"),
+    ("uneven", "one stage"),
+]
 
 
 @pytest.mark.parametrize(("older", "into"), levels(OLDER, everyday=9))
@@ -110,9 +117,12 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) ->
     """These hold blocks as they lay, and say how."""
     (sizes, parallel), state = LAYOUTS[older], numbers("adamw")
     parts, now = parts_of(older), parts_of(into)
-    meta = {"model": asdict(ModelConfig(layers=LAYERS)), "data": {"sha256": "ab"},
-            "parallel": {"chunks": parallel.get("chunks", 1), "stages": list(parallel.get("stages", ()))},
-            "mesh": {"pipe": sizes["pipe"]} if parallel.get("chunks") else {}}  # fmt: skip
+    meta = {
+        "model": asdict(ModelConfig(layers=LAYERS)),
+        "data": {"sha256": "ab"},
+        "parallel": {"chunks": parallel.get("chunks", 1), "stages": list(parallel.get("stages", ()))},
+        "mesh": {"pipe": sizes["pipe"]} if parallel.get("chunks") else {},
+    }
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(state, parts), meta)
     with Checkpoints(tmp_path / "checkpoints", keep=1, order=now.order) as checkpoints:
@@ -132,8 +142,9 @@ def test_another_number_of_blocks_is_refused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "new", keep=1, order=parts.order) as checkpoints:
         checkpoints.save(3, laid_out(numbers("adamw"), parts), {})
     other = parts_of("uneven chunks", layers=5)
-    with Checkpoints(tmp_path / "new", keep=1, order=other.order) as checkpoints, pytest.raises(
-        UserError, match=r"checkpoint of step 3: .*blocks.* is float32\[4, .* makes it float32\[5, "
+    with (
+        Checkpoints(tmp_path / "new", keep=1, order=other.order) as checkpoints,
+        pytest.raises(UserError, match=r"checkpoint of step 3: .*blocks.* is float32\[4, .* makes it float32\[5, "),
     ):
         checkpoints.restore(3, other.target)
     meta = {"model": {"layers": 4}, "parallel": {"chunks": 1, "stages": [1, 3]}}
@@ -141,8 +152,9 @@ def test_another_number_of_blocks_is_refused(tmp_path: Path) -> None:
         checkpoints.save(3, laid_out(numbers("adamw"), parts), meta)
     for name in ("zero3", "uneven chunks"):
         other = parts_of(name, layers=5)
-        with Checkpoints(tmp_path / "old", keep=1, order=other.order) as checkpoints, pytest.raises(
-            UserError, match=r"^model.layers: 5, but the checkpoint holds 4 blocks"
+        with (
+            Checkpoints(tmp_path / "old", keep=1, order=other.order) as checkpoints,
+            pytest.raises(UserError, match=r"^model.layers: 5, but the checkpoint holds 4 blocks"),
         ):
             checkpoints.restore(3, other.target)
 
@@ -171,25 +183,32 @@ def test_which_dim_blocks_are_stacked_along() -> None:
     outside = [tree[unit] for tree in (dims.params, dims.residual) for unit in ("embed", "head")]
     assert set(jax.tree.leaves((outside, dims.step, dims.guard))) == {NONE}
     leaves = jax.tree_util.tree_leaves_with_path(target.opt_state)
-    named = {jax.tree_util.keystr(path): (leaf.shape, dim)
-             for (path, leaf), dim in zip(leaves, jax.tree.leaves(dims.opt_state), strict=True)}  # fmt: skip
+    named = {
+        jax.tree_util.keystr(path): (leaf.shape, dim)
+        for (path, leaf), dim in zip(leaves, jax.tree.leaves(dims.opt_state), strict=True)
+    }
     factors = {key: found for key, found in named.items() if "v_row" in key or "v_col" in key}
     assert {found for key, found in factors.items() if "mlp" in key and "up" in key and "kernel" in key} == {
-        ((4, 128), 0), ((4, 512), 0)}  # fmt: skip
+        ((4, 128), 0),
+        ((4, 512), 0),
+    }
     assert all(dim == (0 if "blocks" in key and shape[:1] == (4,) else NONE) for key, (shape, dim) in named.items())
 
 
 @pytest.mark.parametrize(
-    "order", [order_of_blocks(16, stages=4, chunks=2), order_of_blocks(13, stages=4, blocks=(2, 4, 4, 3))],
+    "order",
+    [order_of_blocks(16, stages=4, chunks=2), order_of_blocks(13, stages=4, blocks=(2, 4, 4, 3))],
     ids=["chunks", "uneven"],
-)  # fmt: skip
+)
 def test_no_device_holds_a_whole_leaf(order: np.ndarray) -> None:
     """One all-to-all each way, and no more than two more copies of the device's own part."""
     sharding = NamedSharding(make_mesh(pipe=4, fsdp=2), P("pipe", None, "fsdp"))
     aside = _aside(sharding, (order.size, 256, 512), 0)
     assert aside.spec == P(None, "pipe", "fsdp")
-    for rows, before, after, count in ((rows_of_blocks(order), sharding, aside, order.size),
-                                       (order, aside, sharding, int((order >= 0).sum()))):  # fmt: skip
+    for rows, before, after, count in (
+        (rows_of_blocks(order), sharding, aside, order.size),
+        (order, aside, sharding, int((order >= 0).sum())),
+    ):
         leaf = jax.ShapeDtypeStruct((count, 256, 512), jnp.float32, sharding=before)
         made = jax.jit(_take, static_argnames=("rows", "dim", "aside"), out_shardings=after)
         compiled = made.lower(leaf, rows=tuple(rows.tolist()), dim=0, aside=aside).compile()

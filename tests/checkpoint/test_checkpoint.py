@@ -182,8 +182,10 @@ def test_a_state_saved_before_there_was_a_guard(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for bad in (TrainState(jnp.int32(1), {"w": jnp.full(8, jnp.nan)}, ()),
-                    TrainState(jnp.int32(1), {"w": jnp.ones(8)}, {"mu": jnp.full(8, jnp.inf)})):  # fmt: skip
+        for bad in (
+            TrainState(jnp.int32(1), {"w": jnp.full(8, jnp.nan)}, ()),
+            TrainState(jnp.int32(1), {"w": jnp.ones(8)}, {"mu": jnp.full(8, jnp.inf)}),
+        ):
             with pytest.raises(FloatingPointError, match="the state after step 1 is not finite"):
                 checkpoints.save(1, bad, META)
         assert checkpoints.latest() is None

@@ -87,7 +87,6 @@ def add(path: Path, rng: random.Random) -> None:
     path.with_name(path.name + ".new").write_bytes(b"")
 
 
-
 def assert_same(got: TrainState, want: TrainState) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
 
@@ -116,11 +115,14 @@ def test_every_kind_of_file_damaged(saved: Path, tmp_path: Path) -> None:
         assert f" {name} " in line
 
 
-@pytest.mark.parametrize(("name", "damage", "text"), [
-    ("meta/metadata", rename, "meta/metadata is missing, meta/other does not belong there"),
-    ("meta/metadata", add, "meta/metadata.new does not belong there"),
-    (CHECKSUMS, delete, f"{CHECKSUMS} is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "damage", "text"),
+    [
+        ("meta/metadata", rename, "meta/metadata is missing, meta/other does not belong there"),
+        ("meta/metadata", add, "meta/metadata.new does not belong there"),
+        (CHECKSUMS, delete, f"{CHECKSUMS} is missing"),
+    ],
+)
 def test_names_and_strangers(copy: Path, name: str, damage: Damage, text: str) -> None:
     assert f"damaged: {text}; moved" in found(copy, name, damage, random.Random(0), restoring=False)
 

@@ -124,9 +124,7 @@ def test_metrics_wait_for_room(disk: Path) -> None:
     assert [record["step"] for record in read_metrics(disk / "metrics.jsonl")] == list(range(1, step + 3))
 
 
-def test_an_old_step_that_cannot_be_removed_is_no_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_step_that_cannot_be_removed_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, state_of(1), {})
         checkpoints._manager.wait_until_finished()
@@ -195,8 +193,9 @@ with module.Checkpoints(folder, keep=2) as checkpoints:
     except module.SaveFailed as error:
         print(error)
 """
-    run = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], capture_output=True, text=True,
-                         timeout=120)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120
+    )
     assert run.stdout == "checkpoint of step 1 was not saved: Not a directory\n", run.stderr
 
 
@@ -274,13 +273,16 @@ def test_a_run_resumes_before_the_damage(
         run(tmp_path)
 
 
-@pytest.mark.parametrize(("policy", "kept"), [
-    (Retention(3), {7, 8, 9}),
-    (Retention(1), {8, 9}),
-    (Retention(2, keep_every=4), {4, 8, 9}),
-    (Retention(2, keep_best=2, losses={1: 0.5, 2: 0.2, 3: float("nan"), 4: 0.2, 9: 0.9}), {2, 4, 8, 9}),
-    (Retention(2, keep_every=5, keep_best=1, losses={9: 0.1, 1: 0.3}), {5, 8, 9}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (Retention(3), {7, 8, 9}),
+        (Retention(1), {8, 9}),
+        (Retention(2, keep_every=4), {4, 8, 9}),
+        (Retention(2, keep_best=2, losses={1: 0.5, 2: 0.2, 3: float("nan"), 4: 0.2, 9: 0.9}), {2, 4, 8, 9}),
+        (Retention(2, keep_every=5, keep_best=1, losses={9: 0.1, 1: 0.3}), {5, 8, 9}),
+    ],
+)
 def test_what_is_kept(policy: Retention, kept: set[int]) -> None:
     assert policy.kept(range(1, 10)) == kept
 

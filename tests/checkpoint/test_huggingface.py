@@ -60,8 +60,9 @@ def random_params(config: Config, seed: int = 0) -> Any:
 def save_run(folder: Path, config: Config, params: Any, step: int = 3) -> Stored:
     """A run directory with these parameters, put into the order of the configuration's pipeline."""
     parallel = config.parallel
-    order = order_of_blocks(config.model.layers, stages=config.mesh.pipe, chunks=parallel.chunks,
-                            blocks=parallel.stages)  # fmt: skip
+    order = order_of_blocks(
+        config.model.layers, stages=config.mesh.pipe, chunks=parallel.chunks, blocks=parallel.stages
+    )
     params = {**params, "blocks": arrange_rows(params["blocks"], order)}
     source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
     with Checkpoints(folder / "checkpoints", keep=9, order=order) as checkpoints:
@@ -100,8 +101,10 @@ def theirs(name: str, torch: Any, transformers: Any) -> Any:
     """A model of `transformers` with random numbers in every parameter."""
     fields = config_json(resolve_model(config_of(name).model), positions=LENGTH, dtype="float32")
     kind = fields.pop("model_type")
-    made = {"gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM)}[kind]  # fmt: skip
+    made = {
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[kind]
     torch.manual_seed(0)
     model = made[1](made[0](**fields)).eval()
     with torch.no_grad():
@@ -140,8 +143,12 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", levels(MODELS, everyday=3))
 def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Every parameter, in the target's layout; and every byte of the files."""
-    config = config_of(name, model={"vocab": 260}, mesh=MeshConfig(fsdp=2, tensor=2 if name.startswith("gpt2") else 1),
-                       parallel=ParallelConfig(strategy="zero3", min_shard_bytes=0))  # fmt: skip
+    config = config_of(
+        name,
+        model={"vocab": 260},
+        mesh=MeshConfig(fsdp=2, tensor=2 if name.startswith("gpt2") else 1),
+        parallel=ParallelConfig(strategy="zero3", min_shard_bytes=0),
+    )
     params = random_params(config)
     export(save_run(tmp_path / "run", config, params), tmp_path / "out")
     said = import_model(tmp_path / "out", config, tmp_path / "again")
@@ -155,9 +162,12 @@ def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 
 LAYOUTS = [
-    ("gpt2-tied", 2, 2, ()), ("llama-untied", 2, 1, (1, 3)), ("llama-tied", 2, 2, (1, 1, 1, 1)),
-    ("gpt2-untied", 1, 2, (1, 3)), ("llama-bias", 4, 1, ()),
-]  # fmt: skip
+    ("gpt2-tied", 2, 2, ()),
+    ("llama-untied", 2, 1, (1, 3)),
+    ("llama-tied", 2, 2, (1, 1, 1, 1)),
+    ("gpt2-untied", 1, 2, (1, 3)),
+    ("llama-bias", 4, 1, ()),
+]
 
 
 @NEEDS
@@ -168,8 +178,11 @@ def test_blocks_are_written_in_the_order_of_the_model(
     """Whatever the pipeline was; and a pipeline gets them in its own order."""
     plain, params = config_of(name), random_params(config_of(name))
     schedule = "interleaved" if chunks > 1 else "one_f_one_b"
-    piped = config_of(name, mesh=MeshConfig(pipe=pipe), parallel=ParallelConfig(
-        schedule=schedule, chunks=chunks, stages=stages, microbatches=4))  # fmt: skip
+    piped = config_of(
+        name,
+        mesh=MeshConfig(pipe=pipe),
+        parallel=ParallelConfig(schedule=schedule, chunks=chunks, stages=stages, microbatches=4),
+    )
     export(save_run(tmp_path / "plain", plain, params), tmp_path / "a")
     stored = save_run(tmp_path / "piped", piped, params)
     order = order_of_blocks(4, stages=pipe, chunks=chunks, blocks=stages)
@@ -252,14 +265,20 @@ def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("model", "message"), [
-    ({"bias": False}, r"model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true"),
-    ({"norm": "rmsnorm"}, r"model: positions learned, norm rmsnorm and mlp gelu have no .*allowed: learned, layernorm"),
-    ({"positions": "rope"}, r"model: positions rope, norm layernorm and mlp gelu"),
-    ({"mlp": "swiglu"}, r"model: positions learned, norm layernorm and mlp swiglu"),
-    ({"kv_heads": 2}, r"model.kv_heads: 2, but Hugging Face's GPT-2 has as many as model.heads; allowed: 4"),
-    ({"name": "my.model"}, r"model.name: 'my.model' has no Hugging Face format here; allowed: gpt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"bias": False}, r"model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true"),
+        (
+            {"norm": "rmsnorm"},
+            r"model: positions learned, norm rmsnorm and mlp gelu have no .*allowed: learned, layernorm",
+        ),
+        ({"positions": "rope"}, r"model: positions rope, norm layernorm and mlp gelu"),
+        ({"mlp": "swiglu"}, r"model: positions learned, norm layernorm and mlp swiglu"),
+        ({"kv_heads": 2}, r"model.kv_heads: 2, but Hugging Face's GPT-2 has as many as model.heads; allowed: 4"),
+        ({"name": "my.model"}, r"model.name: 'my.model' has no Hugging Face format here; allowed: gpt"),
+    ],
+)
 def test_models_without_a_format_are_refused(model: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="^" + message) as error:
         tensors(resolve_model(config_of("gpt2-tied", model=model).model), positions=LENGTH)
@@ -284,8 +303,13 @@ def judge(folder: Path, config: Config, changes: dict[str, Any]) -> tuple[int, l
 
 
 REFUSED = [
-    ("llama-untied", {"mlp_width": 32}, {}, r"model.layers.0.mlp.gate_proj.weight: is \[24, 32\] in the file, this"
-     r" configuration makes it \[32, 32\]; config.json asks for model.mlp_width=24 \(is 32\)$"),
+    (
+        "llama-untied",
+        {"mlp_width": 32},
+        {},
+        r"model.layers.0.mlp.gate_proj.weight: is \[24, 32\] in the file, this"
+        r" configuration makes it \[32, 32\]; config.json asks for model.mlp_width=24 \(is 32\)$",
+    ),
     ("llama-untied", {"kv_heads": 4}, {}, r"\S+k_proj.weight: is \[16, 32\] .* asks for model.kv_heads=2 \(is 4\)"),
     ("llama-untied", {"layers": 2}, {}, r"model.layers.1.\S+: is not in the file.*model.layers=1 \(is 2\)"),
     ("llama-untied", {"vocab": 256}, {}, r"model.embed_tokens.weight: is \[259, 32\].*\[256, 32\]; .*vocab=259"),
@@ -306,7 +330,7 @@ REFUSED = [
     ("gpt2-tied", {}, {"n_positions": 99}, r"config.json: asks for data.seq_len=99 \(is 12\)"),
     ("gpt2-tied", {}, {"activation_function": "relu"}, r"config.json: activation_function is 'relu'"),
     ("gpt2-tied", {}, {"scale_attn_by_inverse_layer_idx": True}, r"config.json: scale_attn_by_inverse_layer_idx"),
-]  # fmt: skip
+]
 
 
 @NEEDS
@@ -329,11 +353,16 @@ def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> Non
     found = load_file(exported["gpt2-tied"] / SINGLE)
     bare = {name.removeprefix("transformer."): value for name, value in found.items()}
     text = (exported["gpt2-tied"] / "config.json").read_text()
-    for i, extra in enumerate((
-        {"h.0.attn.bias": np.ones((1, 1, 12, 12), bool)}, {"lm_head.weight": bare["wte.weight"]},
-        {"lm_head.weight": bare["wte.weight"] + 1}, {"h.0.attn.odd": np.ones(3, np.float32)},
-        {"ln_f.weight": np.ones(32, np.int32)}, {"ln_f.bias": np.full(32, np.nan, np.float32)},
-    )):  # fmt: skip
+    for i, extra in enumerate(
+        (
+            {"h.0.attn.bias": np.ones((1, 1, 12, 12), bool)},
+            {"lm_head.weight": bare["wte.weight"]},
+            {"lm_head.weight": bare["wte.weight"] + 1},
+            {"h.0.attn.odd": np.ones(3, np.float32)},
+            {"ln_f.weight": np.ones(32, np.int32)},
+            {"ln_f.bias": np.full(32, np.nan, np.float32)},
+        )
+    ):
         folder = tmp_path / str(i)
         folder.mkdir()
         save_file(bare | extra, folder / SINGLE)
@@ -343,28 +372,34 @@ def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> Non
             export(open_steps(folder / "run")[0], folder / "out")
             assert (folder / "out" / SINGLE).read_bytes() == (exported["gpt2-tied"] / SINGLE).read_bytes()
             continue
-        message = (r"^lm_head.weight: is not the embedding", r"^h.0.attn.odd: is in the file, and this configuration",
-                   r"^ln_f.weight: is of type I32 in the file; allowed: F64, F32",
-                   r"^ln_f.bias: holds numbers that are not finite")[i - 2]  # fmt: skip
+        message = (
+            r"^lm_head.weight: is not the embedding",
+            r"^h.0.attn.odd: is in the file, and this configuration",
+            r"^ln_f.weight: is of type I32 in the file; allowed: F64, F32",
+            r"^ln_f.bias: holds numbers that are not finite",
+        )[i - 2]
         with pytest.raises(UserError, match=message):
             import_model(folder, config, folder / "run")
         assert not (folder / "run").exists()
 
 
 @NEEDS
-@pytest.mark.parametrize(("index", "message"), [
-    ({"weight_map": {"a": "../secret.safetensors"}}, r"names the file '../secret.safetensors'; allowed: files"),
-    ({"weight_map": {"a": "/etc/secret.safetensors"}}, r"names the file '/etc/secret.safetensors'"),
-    ({"weight_map": {"a": "b\\c.safetensors"}}, r"names the file"),
-    ({"weight_map": {"a": "model.bin"}}, r"names the file 'model.bin'; allowed: files \*.safetensors beside it"),
-    ({"weight_map": {"a": ".."}}, r"names the file '..'"),
-    ({"weight_map": {"a": 3}}, r"has no weight_map"),
-    ({"weight_map": ["a"]}, r"has no weight_map"),
-    ({"weight_map": {"odd": SINGLE}}, r"model.safetensors: has no tensor 'odd', which \S+ says is there"),
-    ({"weight_map": {"a": "gone.safetensors"}}, r"gone.safetensors: not a file of safetensors"),
-    ([], r"holds no JSON object"),
-    ("{", r"not to be read as JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "../secret.safetensors"}}, r"names the file '../secret.safetensors'; allowed: files"),
+        ({"weight_map": {"a": "/etc/secret.safetensors"}}, r"names the file '/etc/secret.safetensors'"),
+        ({"weight_map": {"a": "b\\c.safetensors"}}, r"names the file"),
+        ({"weight_map": {"a": "model.bin"}}, r"names the file 'model.bin'; allowed: files \*.safetensors beside it"),
+        ({"weight_map": {"a": ".."}}, r"names the file '..'"),
+        ({"weight_map": {"a": 3}}, r"has no weight_map"),
+        ({"weight_map": ["a"]}, r"has no weight_map"),
+        ({"weight_map": {"odd": SINGLE}}, r"model.safetensors: has no tensor 'odd', which \S+ says is there"),
+        ({"weight_map": {"a": "gone.safetensors"}}, r"gone.safetensors: not a file of safetensors"),
+        ([], r"holds no JSON object"),
+        ("{", r"not to be read as JSON"),
+    ],
+)
 def test_malicious_and_damaged_indices_are_refused(
     index: Any, message: str, exported: dict[str, Path], tmp_path: Path
 ) -> None:

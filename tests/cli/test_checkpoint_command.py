@@ -31,8 +31,9 @@ STEPS = (2, 4, 10)
 
 
 def command(*words: Any, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, script, *map(str, words)], env=child.environment(), capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, script, *map(str, words)], env=child.environment(), capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,11 @@ def test_list(run_dir: Path) -> None:
     rows = [line.split() for line in listing(run_dir)]
     assert rows[0] == ["step", "MiB", "written", "loss", "eval", "loss", "state"]
     assert [(row[0], row[4:]) for row in rows[1:]] == [
-        ("2", ["2.5000", "-", "complete"]), ("4", ["-", "-", "complete"]), ("10", ["1.2500", "1.5000", "complete"]),
+        ("2", ["2.5000", "-", "complete"]),
+        ("4", ["-", "-", "complete"]),
+        ("10", ["1.2500", "1.5000", "complete"]),
         ("12", ["-", "-", "not", "complete", "(12.orbax-checkpoint-tmp)"]),
-    ]  # fmt: skip
+    ]
     size = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "2").rglob("*") if path.is_file())
     assert float(rows[1][1]) == pytest.approx(size / 2**20, abs=0.051) and size > 50_000
 
@@ -92,8 +95,12 @@ def test_other_folders_beside_the_steps(run_dir: Path, tmp_path: Path, capsys: p
 
 def test_average(run_dir: Path, tmp_path: Path) -> None:
     """The mean in float64, rounded once; all else is the newest's, and restored as the trainer does."""
-    config = config_of("gpt2-tied", model={"layers": 1}, mesh=MeshConfig(fsdp=2),
-                       parallel=ParallelConfig(strategy="zero3", min_shard_bytes=0))  # fmt: skip
+    config = config_of(
+        "gpt2-tied",
+        model={"layers": 1},
+        mesh=MeshConfig(fsdp=2),
+        parallel=ParallelConfig(strategy="zero3", min_shard_bytes=0),
+    )
     said = average(run_dir, tmp_path / "mean", last=3)
     assert said == f"the mean of steps 2, 4, 10 to {tmp_path / 'mean'}, as step 10"
     assert (tmp_path / "mean" / "config.yaml").read_text() == (run_dir / "config.yaml").read_text()
@@ -102,9 +109,10 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
     mean = lambda *leaves: np.mean([np.asarray(leaf, np.float64) for leaf in leaves], 0).astype(np.float32)  # noqa: E731
     assert bits(got.params) == bits(jax.tree.map(mean, *(state.params for state in steps)))
     assert bits(got._replace(params=())) == bits(steps[-1]._replace(params=()))
-    with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1) as mine, Checkpoints(
-        run_dir / "checkpoints", keep=9
-    ) as its:
+    with (
+        Checkpoints(tmp_path / "mean" / "checkpoints", keep=1) as mine,
+        Checkpoints(run_dir / "checkpoints", keep=9) as its,
+    ):
         assert mine.meta(10) == its.meta(10)
 
 
@@ -119,16 +127,20 @@ def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     for step, width in ((1, 32), (2, 64)):
         config = config_of("llama-tied", model={"layers": 1, "width": width})
         save_run(tmp_path / "run", config, random_params(config), step=step)
-    with pytest.raises(UserError, match=r"^blocks.attention.out.kernel: is float32\[1, 64, 64\] in step 2 and"
-                                        r" float32\[1, 32, 32\] in step 1; give --last a smaller"):  # fmt: skip
+    with pytest.raises(
+        UserError,
+        match=r"^blocks.attention.out.kernel: is float32\[1, 64, 64\] in step 2 and"
+        r" float32\[1, 32, 32\] in step 1; give --last a smaller",
+    ):
         average(tmp_path / "run", tmp_path / "mean", last=2)
     assert not (tmp_path / "mean").exists()
 
 
 def test_steps_of_several_pipelines_are_averaged(tmp_path: Path) -> None:
     plain = config_of("llama-tied")
-    piped = config_of("llama-tied", mesh=MeshConfig(pipe=2), parallel=ParallelConfig(
-        schedule="interleaved", chunks=2, microbatches=2))  # fmt: skip
+    piped = config_of(
+        "llama-tied", mesh=MeshConfig(pipe=2), parallel=ParallelConfig(schedule="interleaved", chunks=2, microbatches=2)
+    )
     for step, config in ((1, plain), (2, piped)):
         save_run(tmp_path / "run", config, random_params(config), step=step)
     average(tmp_path / "run", tmp_path / "mean", last=2)
@@ -143,8 +155,10 @@ def test_the_command_line(run_dir: Path, tmp_path: Path) -> None:
     done = command("export", run_dir, "--output", tmp_path / "out", "--step", "4")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"step 4 to {tmp_path / 'out'}: 16 tensors, 85,760 bytes of float32 in 1 file\n"
-    assert Stored(run_dir / "checkpoints" / "4").param("head.norm.scale").tobytes() in (
-        tmp_path / "out" / "model.safetensors").read_bytes()  # fmt: skip
+    assert (
+        Stored(run_dir / "checkpoints" / "4").param("head.norm.scale").tobytes()
+        in (tmp_path / "out" / "model.safetensors").read_bytes()
+    )
     bad = command("export", run_dir, "--output", tmp_path / "out")
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
     assert bad.stderr.startswith("error: --output: ")
@@ -162,8 +176,14 @@ def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:
     keys = ("train.steps=1", "train.eval_every=0", "train.sample_tokens=0", "observe.report=false")
     done = command("import", tmp_path / "hf", "--config", tmp_path / "c.yaml", "--run-dir", tmp_path / "new", *keys)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"{tmp_path / 'hf'} to ")
-    trained = command("--config", tmp_path / "new" / "config.yaml", "--run-dir", tmp_path / "new",
-                      "checkpoint.resume=must", script=child.ROOT / "scripts" / "train.py")  # fmt: skip
+    trained = command(
+        "--config",
+        tmp_path / "new" / "config.yaml",
+        "--run-dir",
+        tmp_path / "new",
+        "checkpoint.resume=must",
+        script=child.ROOT / "scripts" / "train.py",
+    )
     assert trained.returncode == 0, trained.stderr
     assert json.loads((tmp_path / "new" / "metrics.jsonl").read_text())["step"] == 1
     again = command("import", tmp_path / "hf", "--config", tmp_path / "c.yaml", "--run-dir", tmp_path / "new")

@@ -67,8 +67,14 @@ def test_all_pairs_of_one_process_are_measured() -> None:
 
 
 def report(rank: int, **changes: Any) -> dict[str, Any]:
-    base = {"rank": rank, "host": f"host{rank}", "address": f"10.0.0.{rank + 1}", "devices": ["cpu"],
-            "versions": {"jax": "0.12.0"}, "environment": {"JAX_PROCESS_ID": str(rank), "NCCL_DEBUG": "INFO"}}
+    base = {
+        "rank": rank,
+        "host": f"host{rank}",
+        "address": f"10.0.0.{rank + 1}",
+        "devices": ["cpu"],
+        "versions": {"jax": "0.12.0"},
+        "environment": {"JAX_PROCESS_ID": str(rank), "NCCL_DEBUG": "INFO"},
+    }
     return base | changes
 
 
@@ -124,8 +130,10 @@ def test_a_job_that_does_not_come_together() -> None:
     command = [*SCRIPT, "--platform", "cpu"]
     done = subprocess.run(command, env=child.environment() | job, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"error: ranks 1 and 2 of 3 did not come to 127.0.0.1:{job['MASTER_PORT']} within 0.5 s" \
-        " (an address that only processes of the same host can reach)\n"  # fmt: skip
+    assert (
+        done.stderr == f"error: ranks 1 and 2 of 3 did not come to 127.0.0.1:{job['MASTER_PORT']} within 0.5 s"
+        " (an address that only processes of the same host can reach)\n"
+    )
 
 
 @pytest.mark.slow
@@ -140,8 +148,10 @@ def test_three_hosts(rate: str, slow: list[int]) -> None:
     assert exit_status(results) == (1 if slow else 0), results
     found = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
     assert [link["ends"] for link in found["slow_links"]] == [[end] for end in slow]
-    assert [text.startswith(f"slow link of rank {end} (host{end}):") for text, end in
-            zip(found["findings"], slow, strict=True)] == [True] * len(slow)  # fmt: skip
+    assert [
+        text.startswith(f"slow link of rank {end} (host{end}):")
+        for text, end in zip(found["findings"], slow, strict=True)
+    ] == [True] * len(slow)
     bound = np.array([[100.0 if {i, j}.isdisjoint(slow) else 20.0 for j in range(3)] for i in range(3)]) / 8
     measured = np.array([[np.nan if v is None else v for v in row] for row in found["mb_per_s"]])
     ratio = (measured / bound)[~np.eye(3, dtype=bool)]

@@ -10,14 +10,7 @@ from collective_cases import BY_HAND, on_every_device
 from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
 
-from jaxdist.collectives import (
-    all_gather,
-    all_reduce,
-    all_reduce_with_feedback,
-    broadcast,
-    make_link,
-    reduce_scatter,
-)
+from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, make_link, reduce_scatter
 from jaxdist.collectives.compression import BLOCK, LOSSY, decode, encode, encoded_bytes
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
@@ -38,8 +31,11 @@ def test_bf16_is_within_its_bound_and_the_same_on_all_devices(name: str, n: int)
 
     def function(x: jax.Array) -> list[jax.Array]:
         kind = {"algorithm": name, "wire_dtype": "bfloat16"}
-        return [all_reduce(x, "data", **kind), reduce_scatter(x[:-1], "data", **kind),
-                all_reduce(x, "data", op="max", **kind)]  # fmt: skip
+        return [
+            all_reduce(x, "data", **kind),
+            reduce_scatter(x[:-1], "data", **kind),
+            all_reduce(x, "data", op="max", **kind),
+        ]
 
     whole, parts, largest = on_every_device(function, x, data=n)
     assert whole.dtype == parts.dtype == np.float32
@@ -108,10 +104,13 @@ def test_only_narrow_values_travel(wire_dtype: str) -> None:
         (np.int32, {"wire_dtype": "bfloat16", "algorithm": "ring"}, "for floats, not for int32"),
         (np.int32, {"wire_dtype": "int8", "algorithm": "ring"}, "for floats, not for int32"),
         (np.float32, {"wire_dtype": "int8", "algorithm": "ring", "op": "max"}, "not with op='max'"),
-        *[(np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed: ring, balanced_fusion")
-          for name in BY_HAND if name not in LOSSY],
+        *[
+            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed: ring, balanced_fusion")
+            for name in BY_HAND
+            if name not in LOSSY
+        ],
     ],
-)  # fmt: skip
+)
 def test_wrong_wire_formats_are_named_in_one_line(dtype: Any, options: dict[str, str], message: str) -> None:
     for function in (all_reduce, reduce_scatter):
         with pytest.raises(UserError, match=f"wire_dtype=.*{message}") as error:

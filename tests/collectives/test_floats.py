@@ -114,8 +114,9 @@ def test_ordered_adds_pairs_of_pairs_on_any_number_of_devices(n: int) -> None:
     x = random_rows((n, n * 300), np.float32)
     whole, parts = on_every_device(
         lambda x: [all_reduce(x, "data", algorithm="ordered"), reduce_scatter(x, "data", algorithm="ordered")],
-        x, data=n,
-    )  # fmt: skip
+        x,
+        data=n,
+    )
     tree = pairwise(list(x))
     assert all(row.tobytes() == tree.tobytes() for row in whole)
     assert parts.tobytes() == tree.tobytes()

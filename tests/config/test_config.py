@@ -94,9 +94,18 @@ def test_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "prompt"),
-    [("import ", "import "), ("def f(x):", "def f(x):"), ("a=b", "a=b"), ("", ""), ("7", "7"), ("'null'", "null"),
-     ("[", "["), ('"a\\nb"', "a\nb"), ("a # b", "a # b")],
-)  # fmt: skip
+    [
+        ("import ", "import "),
+        ("def f(x):", "def f(x):"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("7", "7"),
+        ("'null'", "null"),
+        ("[", "["),
+        ('"a\\nb"', "a\nb"),
+        ("a # b", "a # b"),
+    ],
+)
 def test_text_on_the_command_line_is_taken_as_it_stands(given: str, prompt: str, tmp_path: Path) -> None:
     assert load(tmp_path, "{}", f"train.sample_prompt={given}").train.sample_prompt == prompt
 
@@ -321,8 +330,12 @@ def test_nearest(word: str, name: str | None) -> None:
 def test_reference_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "config_reference.py")],
-        env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, encoding="utf-8", check=True,
-    )  # fmt: skip
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+    )
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert done.stdout == page, "run: python scripts/docs/config_reference.py > docs/config.md"
     assert all(f"`{name}`" in page for name, key in all_keys(Config) if not key.nested)
@@ -330,8 +343,10 @@ def test_reference_is_up_to_date() -> None:
 
 def test_imports_no_jax_and_is_quick() -> None:
     # Of this process alone: whatever else the machine is doing.
-    code = "import time; t = time.process_time(); import jaxdist.config.schema, sys; assert 'jax' not in sys.modules;" \
-        " assert 'numpy' not in sys.modules; print(time.process_time() - t)"  # fmt: skip
+    code = (
+        "import time; t = time.process_time(); import jaxdist.config.schema, sys; assert 'jax' not in sys.modules;"
+        " assert 'numpy' not in sys.modules; print(time.process_time() - t)"
+    )
     runs = [
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         for _ in range(3)

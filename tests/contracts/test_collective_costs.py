@@ -268,9 +268,7 @@ def test_exchanges_between_pairs_are_in_the_costs() -> None:
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])  # which chooses by the bytes
 def test_bf16_on_the_wire_halves_the_bytes(name: str, operation: str) -> None:
-    full, half = (
-        counted(messages(name, operation, 1000, 8, wire_dtype=wire), 8) for wire in (None, "bfloat16")
-    )
+    full, half = (counted(messages(name, operation, 1000, 8, wire_dtype=wire), 8) for wire in (None, "bfloat16"))
     assert half == full.scaled(0.5)
 
 

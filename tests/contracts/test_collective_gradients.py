@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_cases import (
-    BY_HAND,
-    NAMES,
-    OPERATIONS,
-    REDUCTIONS,
-    Call,
-    Groups,
-    has,
-    on_every_device,
-    run,
-)
+from collective_cases import BY_HAND, NAMES, OPERATIONS, REDUCTIONS, Call, Groups, has, on_every_device, run
 from jax.sharding import PartitionSpec as P
 from levels import levels
 
@@ -141,10 +131,18 @@ def test_derivatives_of_every_op(name: str) -> None:
     check_gradients(name, 4, second=True)
 
 
-@pytest.mark.parametrize(("name", "n", "groups"), levels(
-    ((name, *groups) for groups in ((6, ((0, 2, 4), (5, 3, 1))), (8, ((3, 1, 0, 2), (4, 6, 5, 7)))) for name in NAMES),
-    slow=2,
-), ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "n", "groups"),
+    levels(
+        (
+            (name, *groups)
+            for groups in ((6, ((0, 2, 4), (5, 3, 1))), (8, ((3, 1, 0, 2), (4, 6, 5, 7))))
+            for name in NAMES
+        ),
+        slow=2,
+    ),
+    ids=str,
+)
 def test_derivatives_in_groups(name: str, n: int, groups: Groups) -> None:
     check_gradients(name, n, second=False, groups=groups)
 

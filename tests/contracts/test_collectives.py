@@ -184,7 +184,7 @@ def test_unknown_axis_and_algorithm_and_size_are_named() -> None:
         (lambda x: send_recv(x, "data", [(0, 2)]), "pairs=.*each rank from 0 to 1 once as source"),
         (lambda x: all_reduce_with_feedback(x, x, "data", algorithm="tree"), "not with algorithm='tree'.*ring"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named_in_one_line(function: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         on_every_device(function, np.zeros((2, 3), np.float32), data=2)

@@ -97,9 +97,14 @@ def run(
     sync, model = GradSync(deterministic=deterministic), gpt(model_config(style), max_length=LENGTH)
     state = init_state(model, optimizer, mesh, strategy=case.strategy)
     step = make_train_step(
-        model, optimizer, mesh, strategy=case.strategy, precision=precision, microbatches=case.microbatches,
+        model,
+        optimizer,
+        mesh,
+        strategy=case.strategy,
+        precision=precision,
+        microbatches=case.microbatches,
         grad_sync=sync,
-    )  # fmt: skip
+    )
     seen = []
     for batch in batches()[:steps]:
         state, metrics = step(state, batch)
@@ -131,9 +136,11 @@ def check_same(case: Case, precision: str, style: str) -> None:
 
 
 @pytest.mark.xdist_group("deterministic-fp32")
-@pytest.mark.parametrize("case", [
-    pytest.param(CASES[0], marks=pytest.mark.slow), pytest.param(CASES[1], marks=pytest.mark.exhaustive),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES[0], marks=pytest.mark.slow), pytest.param(CASES[1], marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_same_bits_in_fp32(case: Case) -> None:
     check_same(case, "fp32", "gpt2")
 
@@ -151,12 +158,15 @@ def test_same_bits_in_every_layout(precision: str, style: str) -> None:
         check_same(case, precision, style)
 
 
-@pytest.mark.parametrize(("name", "case"), [
-    pytest.param("momentum", Case("zero3", (1, 8, 1)), marks=pytest.mark.slow),
-    pytest.param("lion", Case("ddp", (2, 1, 1)), marks=pytest.mark.exhaustive),
-    pytest.param("momentum", Case("ddp", (2, 1, 1)), marks=pytest.mark.exhaustive),
-    pytest.param("adamw", Case("zero3", (1, 8, 1)), marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param("momentum", Case("zero3", (1, 8, 1)), marks=pytest.mark.slow),
+        pytest.param("lion", Case("ddp", (2, 1, 1)), marks=pytest.mark.exhaustive),
+        pytest.param("momentum", Case("ddp", (2, 1, 1)), marks=pytest.mark.exhaustive),
+        pytest.param("adamw", Case("zero3", (1, 8, 1)), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_same_bits_with_other_optimizers(name: str, case: Case) -> None:
     """Nothing clips: what divides the gradients by the weight meets the optimizer's sums."""
     want, got = (run(each, "fp32", "gpt2", True, name, 3) for each in (ONE, case))
@@ -210,9 +220,7 @@ def test_products_of_an_optimizer_are_rounded_wherever_they_stand() -> None:
 @pytest.mark.xdist_group("deterministic-fp32")
 def test_native_sums_differ_from_one_device() -> None:
     """What the others would show if the order of sums were left to chance; also that dropout is on."""
-    want, got = (
-        run(case, "fp32", "gpt2", False, "native clip and adamw") for case in (ONE, Case("ddp", (8, 1, 1)))
-    )
+    want, got = (run(case, "fp32", "gpt2", False, "native clip and adamw") for case in (ONE, Case("ddp", (8, 1, 1))))
     assert (got[0] != want[0]).mean() > 0.5
     assert (got[1] != want[1]).any()
 
@@ -312,8 +320,10 @@ def test_the_example_prints_what_readme_shows() -> None:
     done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     deterministic, native = done.stdout.removeprefix("deterministic\n").split("native sums\n")
-    differ = {name: [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of 34,176 words differ", text)]
-              for name, text in (("deterministic", deterministic), ("native", native))}  # fmt: skip
+    differ = {
+        name: [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of 34,176 words differ", text)]
+        for name, text in (("deterministic", deterministic), ("native", native))
+    }
     assert differ["deterministic"] == [0, 0, 0] and len(differ["native"]) == 3 and all(differ["native"])
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = readme[readme.index("deterministic\n  ddp") :].partition("```")[0]

@@ -32,9 +32,15 @@ SEQ, VOCAB = 8, 48
 STRATEGIES = tuple(registry.names("jaxdist.parallel.strategies"))
 POWERS = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
 ODD = {
-    (3, 1, 1): "ddp", (1, 3, 1): "zero1", (1, 1, 3): "ddp", (2, 3, 1): "zero2", (1, 2, 3): "zero3", (3, 1, 2): "zero3",
-    (7, 1, 1): "ddp", (1, 5, 1): "zero2",
-}  # fmt: skip
+    (3, 1, 1): "ddp",
+    (1, 3, 1): "zero1",
+    (1, 1, 3): "ddp",
+    (2, 3, 1): "zero2",
+    (1, 2, 3): "zero3",
+    (3, 1, 2): "zero3",
+    (7, 1, 1): "ddp",
+    (1, 5, 1): "zero2",
+}
 
 
 class Case(NamedTuple):
@@ -58,7 +64,6 @@ class Case(NamedTuple):
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
         last = ("collective_matmul",) if self.collective_matmul else ()
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
-
 
 
 def strategies(mesh: tuple[int, int, int]) -> tuple[str, ...]:
@@ -98,7 +103,7 @@ EXTRA = [
     Case("gpt2", True, "zero3", 1, (3, 2, 1), "ring"),
     Case("llama", True, "zero3", 1, (1, 4, 2), "native", "full"),
     Case("gpt2", False, "ddp", 4, (2, 1, 4), "native", "full"),
-]  # fmt: skip
+]
 
 
 ALGORITHMS = [
@@ -106,27 +111,39 @@ ALGORITHMS = [
         Case(("gpt2", "llama")[i % 2], i % 4 < 2, ("ddp", "zero3")[i // 2 % 2], 1 + i % 2, mesh, algorithm)
         for i, (algorithm, mesh) in enumerate(
             {
-                "auto": (2, 2, 1), "balanced_fusion": (1, 3, 1), "bidirectional_ring": (3, 1, 1),
-                "deterministic": (2, 2, 1), "double_tree": (5, 1, 1), "halving_doubling": (1, 4, 2),
-                "master_worker": (3, 1, 1), "ordered": (1, 4, 1), "tree": (1, 3, 2), "two_level": (2, 2, 2),
+                "auto": (2, 2, 1),
+                "balanced_fusion": (1, 3, 1),
+                "bidirectional_ring": (3, 1, 1),
+                "deterministic": (2, 2, 1),
+                "double_tree": (5, 1, 1),
+                "halving_doubling": (1, 4, 2),
+                "master_worker": (3, 1, 1),
+                "ordered": (1, 4, 1),
+                "tree": (1, 3, 2),
+                "two_level": (2, 2, 2),
             }.items()
         )
-    ),
-]  # fmt: skip
+    )
+]
 SOME = [case for case in ALGORITHMS if case.algorithm in ("deterministic", "two_level")]
 # Communication away from the computation that it is for, under every strategy of the folder.
 APART = [
     Case(style, tied, strategy, microbatches, mesh, algorithm, remat, prefetch, microbatches == 1)
     for strategy in STRATEGIES
     for style, tied, microbatches, mesh, algorithm, remat, prefetch in (
-        ("gpt2", True, 1, (2, 2, 2), "native", "full", 1), ("llama", False, 1, (2, 4, 1), "ring", "none", 1),
-        ("llama", True, 4, (1, 4, 2), "native", "none", 1), ("gpt2", False, 1, (4, 2, 1), "native", "none", 0),
-        ("llama", False, 1, (8, 1, 1), "native", "full", 1), ("gpt2", True, 2, (2, 3, 1), "native", "full", 1),
+        ("gpt2", True, 1, (2, 2, 2), "native", "full", 1),
+        ("llama", False, 1, (2, 4, 1), "ring", "none", 1),
+        ("llama", True, 4, (1, 4, 2), "native", "none", 1),
+        ("gpt2", False, 1, (4, 2, 1), "native", "none", 0),
+        ("llama", False, 1, (8, 1, 1), "native", "full", 1),
+        ("gpt2", True, 2, (2, 3, 1), "native", "full", 1),
     )
-]  # fmt: skip
-SOME_APART = [case for case in APART if case[2:5] in {
-    ("zero3", 1, (2, 2, 2)), ("ddp", 1, (2, 4, 1)), ("zero3", 4, (1, 4, 2)), ("zero2", 1, (4, 2, 1)),
-}]  # fmt: skip
+]
+SOME_APART = [
+    case
+    for case in APART
+    if case[2:5] in {("zero3", 1, (2, 2, 2)), ("ddp", 1, (2, 4, 1)), ("zero3", 4, (1, 4, 2)), ("zero2", 1, (4, 2, 1))}
+]
 
 
 def sync_of(case: Case) -> GradSync:
@@ -141,11 +158,18 @@ def model_config(case: Case) -> ModelConfig:
     heads, width = (12, 48) if odd else (16, 32)
     return resolve_model(
         ModelConfig(
-            style=case.style, tied=case.tied, layers=layers_of(case), width=width, heads=heads, vocab=VOCAB,
-            mlp_width=width * 2, loss_chunk=case.loss_chunk, kv_heads=heads // 2 if case.style == "llama" else None,
+            style=case.style,
+            tied=case.tied,
+            layers=layers_of(case),
+            width=width,
+            heads=heads,
+            vocab=VOCAB,
+            mlp_width=width * 2,
+            loss_chunk=case.loss_chunk,
+            kv_heads=heads // 2 if case.style == "llama" else None,
             scan_blocks=case.scan_blocks,
         )
-    )  # fmt: skip
+    )
 
 
 def layers_of(case: Case) -> int:
@@ -206,17 +230,29 @@ def reference(config: ModelConfig, size: int, policy: str) -> Reference:
 def run(case: Case, policy: str, steps: int) -> Reference:
     mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
     model = gpt(
-        model_config(case), max_length=SEQ, param_dtype=POLICIES[policy].param, sequence_parallel=case.sequence,
+        model_config(case),
+        max_length=SEQ,
+        param_dtype=POLICIES[policy].param,
+        sequence_parallel=case.sequence,
         collective_matmul=case.collective_matmul,
-    )  # fmt: skip
+    )
     tx = optimizer(deterministic=case.algorithm == "deterministic")
     target = state_target(model, tx, mesh, strategy=case.strategy)
     state = place_params(initial(model_config(case), policy), tx, target)
     step = make_train_step(
-        model, tx, mesh, strategy=case.strategy, schedule=case.schedule, microbatches=case.microbatches,
-        precision=policy, grad_sync=sync_of(case), remat=case.remat, prefetch=case.prefetch, return_grads=True,
+        model,
+        tx,
+        mesh,
+        strategy=case.strategy,
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        precision=policy,
+        grad_sync=sync_of(case),
+        remat=case.remat,
+        prefetch=case.prefetch,
+        return_grads=True,
         pipeline_cond=not case.collective_matmul,
-    )  # fmt: skip
+    )
     losses, grads = [], []
     for i in range(steps):
         batch = jax.device_put(make_batch(batch_size(case), i), NamedSharding(mesh, BATCH_SPEC))
@@ -268,11 +304,15 @@ def crossed() -> list[Case]:
 CROSSED = [case for case in crossed() if case not in EACH_MESH]
 
 
-@pytest.mark.parametrize("case", [
-    *levels(CROSSED, slow=4),
-    *levels(case for case in ALGORITHMS if case not in SOME),
-    *levels((case for case in APART if case not in SOME_APART), slow=2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        *levels(CROSSED, slow=4),
+        *levels(case for case in ALGORITHMS if case not in SOME),
+        *levels((case for case in APART if case not in SOME_APART), slow=2),
+    ],
+    ids=str,
+)
 def test_every_strategy_on_every_mesh_equals_one_device(case: Case) -> None:
     check_wide(case)
 
@@ -285,11 +325,15 @@ def test_every_layout_equals_one_device(case: Case) -> None:
     check_fp32(case)
 
 
-@pytest.mark.parametrize("case", [
-    Case("gpt2", True, "zero3", 4, (2, 2, 2)),
-    pytest.param(Case("llama", False, "ddp", 1, (1, 1, 8)), marks=pytest.mark.slow),
-    pytest.param(Case("llama", True, "ddp", 4, (8, 1, 1)), marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", True, "zero3", 4, (2, 2, 2)),
+        pytest.param(Case("llama", False, "ddp", 1, (1, 1, 8)), marks=pytest.mark.slow),
+        pytest.param(Case("llama", True, "ddp", 4, (8, 1, 1)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> None:
     def grads(case: Case) -> Any:
         mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])

@@ -151,11 +151,14 @@ def test_what_a_prefetching_round_waits_for() -> None:
     assert not list(scans_with(plain, "reduce_scatter"))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"prefetch": 2}, "prefetch=2: allowed: 0, 1"),
-    ({"prefetch": 1, "reshard_after_forward": False}, "leave out reshard_after_forward"),
-    ({"prefetch": 1, "grad_sync": GradSync(deterministic=True)}, "deterministic"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch": 2}, "prefetch=2: allowed: 0, 1"),
+        ({"prefetch": 1, "reshard_after_forward": False}, "leave out reshard_after_forward"),
+        ({"prefetch": 1, "grad_sync": GradSync(deterministic=True)}, "deterministic"),
+    ],
+)
 def test_what_does_not_go_with_prefetching_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         jaxpr_of("zero3", fsdp=4, **options)
@@ -178,9 +181,11 @@ CUBE, ODD = {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}
 EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
 
 
-@pytest.mark.parametrize(("name", "sizes", "config"), [
-    *EVERYDAY, *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=4),
-], ids=lambda value: value.style if isinstance(value, ModelConfig) else str(value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sizes", "config"),
+    [*EVERYDAY, *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=4)],
+    ids=lambda value: value.style if isinstance(value, ModelConfig) else str(value),
+)
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     model = gpt(config, max_length=8)
@@ -264,10 +269,10 @@ def test_optimizer_state_rests_like_its_parameter() -> None:
     assert len(sharded) == 2 * len(jax.tree.leaves(target.params))
 
 
-@pytest.mark.parametrize(("name", "algorithm"), [
-    *itertools.product(NAMES, ("native", "ring")),
-    *levels(itertools.product(NAMES, ALGORITHMS), slow=3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [*itertools.product(NAMES, ("native", "ring")), *levels(itertools.product(NAMES, ALGORITHMS), slow=3)],
+)
 def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     """As far as a machine without a GPU can take it: StableHLO for CUDA, with every collective in it."""
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)

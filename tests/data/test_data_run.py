@@ -55,8 +55,9 @@ def test_a_run_on_prepared_documents_that_waits_for_them(
     assert "bits per byte" in printed  # as the manifest says
     with pytest.raises(UserError, match=r"^data\.packing: 'none', but the run in .* was started with 'documents'"):
         train(load_config(tmp_path / "tiny.yaml", ["data.packing=none"]), tmp_path / "run")
-    assert train(load_config(tmp_path / "tiny.yaml", ["data.prefetch=3", "data.token_dtype=uint8"]),
-                 tmp_path / "run") == 0  # fmt: skip
+    assert (
+        train(load_config(tmp_path / "tiny.yaml", ["data.prefetch=3", "data.token_dtype=uint8"]), tmp_path / "run") == 0
+    )
     with pytest.raises(UserError, match=r"^data\.packing: 'documents' needs .* source text gives none"):
         train(load_config(tmp_path / "tiny.yaml", ["data.source=text"]), tmp_path / "other")
     assert json.loads((tmp_path / "run" / "env.json").read_text())["data"]["unit"] == "bytes"

@@ -24,6 +24,7 @@ FAST = settings(max_examples=60, deadline=None)
 
 # Shuffle
 
+
 @FAST
 @given(count=st.integers(1, 700), seed=st.integers(0, 2**32 - 1))
 def test_permute_is_a_permutation(count: int, seed: int) -> None:

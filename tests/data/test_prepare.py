@@ -216,16 +216,42 @@ def test_without_the_package_tokenizers(tmp_path: Path, monkeypatch: pytest.Monk
 
 def word_tokenizer(path: Path) -> Path:
     """A tokenizer file: words at blanks; it would cut texts to 2 ids and pad them to 9."""
-    path.write_text(json.dumps({
-        "version": "1.0", "added_tokens": [{"id": 700, "content": "<end>", "single_word": False, "lstrip": False,
-                                            "rstrip": False, "normalized": False, "special": True}],
-        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-        "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-                    "pad_type_id": 0, "pad_token": "the"},
-        "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {"the": 0, "cat": 1, "sat": 2, "?": 3, "<end>": 700},
-                  "unk_token": "?"},
-    }))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [
+                    {
+                        "id": 700,
+                        "content": "<end>",
+                        "single_word": False,
+                        "lstrip": False,
+                        "rstrip": False,
+                        "normalized": False,
+                        "special": True,
+                    }
+                ],
+                "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+                "padding": {
+                    "strategy": {"Fixed": 9},
+                    "direction": "Right",
+                    "pad_to_multiple_of": None,
+                    "pad_id": 0,
+                    "pad_type_id": 0,
+                    "pad_token": "the",
+                },
+                "normalizer": None,
+                "pre_tokenizer": {"type": "WhitespaceSplit"},
+                "post_processor": None,
+                "decoder": None,
+                "model": {
+                    "type": "WordLevel",
+                    "vocab": {"the": 0, "cat": 1, "sat": 2, "?": 3, "<end>": 700},
+                    "unk_token": "?",
+                },
+            }
+        )
+    )
     return path
 
 

@@ -52,8 +52,11 @@ def test_parquet_text(kind: str, tmp_path: Path) -> None:
 def test_parquet_tokens(kind: str, tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra parquet) is not installed")
     ids = [each[:4] for each in IDS] if kind == "fixed" else IDS
-    made = {"list": arrow.list_(arrow.int64()), "large_list": arrow.large_list(arrow.uint16()),
-            "fixed": arrow.list_(arrow.int32(), 4)}[kind]  # fmt: skip
+    made = {
+        "list": arrow.list_(arrow.int64()),
+        "large_list": arrow.large_list(arrow.uint16()),
+        "fixed": arrow.list_(arrow.int32(), 4),
+    }[kind]
     path = write_parquet(tmp_path / "a.parquet", tokens=arrow.array(ids, made))
     check(parquet(config(path, held_out=0.2)), ids, unit="tokens", dtype="uint16", vocab=39_001)
 
@@ -74,8 +77,13 @@ def test_a_folder_of_parquet_is_one_file(tmp_path: Path) -> None:
 
 def test_array_records(tmp_path: Path) -> None:
     text = write_records(tmp_path / "a.arrayrecord", [text.encode() for text in TEXTS])
-    check(arrayrecord(config(text, held_out=0.2)), [list(text.encode()) for text in TEXTS], unit="bytes", dtype="uint8",
-          vocab=256)  # fmt: skip
+    check(
+        arrayrecord(config(text, held_out=0.2)),
+        [list(text.encode()) for text in TEXTS],
+        unit="bytes",
+        dtype="uint8",
+        vocab=256,
+    )
     ids = write_records(tmp_path / "b.array_record", [np.array(each, "<u2").tobytes() for each in IDS])
     source = arrayrecord(config(ids, held_out=0.2, token_dtype="uint16"))
     check(source, IDS, unit="tokens", dtype="uint16", vocab=39_001)
@@ -85,8 +93,10 @@ def test_array_records(tmp_path: Path) -> None:
 
 
 def test_held_out_files_and_one_document(tmp_path: Path) -> None:
-    train, val = (write_parquet(tmp_path / f"{name}.parquet", text=texts) for name, texts in (
-        ("train", TEXTS), ("val", ["another text"])))  # fmt: skip
+    train, val = (
+        write_parquet(tmp_path / f"{name}.parquet", text=texts)
+        for name, texts in (("train", TEXTS), ("val", ["another text"]))
+    )
     source = parquet(config(train, val_path=str(val)))
     assert isinstance(source.train, np.ndarray) and isinstance(source.held_out, np.ndarray)
     assert source.train.tobytes() == "".join(TEXTS).encode() and source.held_out.tobytes() == b"another text"
@@ -138,8 +148,11 @@ def test_damaged_and_missing_files(source: Any, suffix: str, tmp_path: Path) -> 
         with pytest.raises(UserError, match=f"^data.path: .*{message}") as error:
             source(config(tmp_path / name))
         assert "\n" not in str(error.value)
-    good = (write_parquet(tmp_path / "a.parquet", text=TEXTS) if source is parquet
-            else write_records(tmp_path / "a.arrayrecord", [text.encode() for text in TEXTS]))  # fmt: skip
+    good = (
+        write_parquet(tmp_path / "a.parquet", text=TEXTS)
+        if source is parquet
+        else write_records(tmp_path / "a.arrayrecord", [text.encode() for text in TEXTS])
+    )
     content = bytearray(good.read_bytes())
     good.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"^data.path: .*or damaged") as error:
@@ -147,9 +160,10 @@ def test_damaged_and_missing_files(source: Any, suffix: str, tmp_path: Path) -> 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("source", "package", "extra"), [
-    (parquet, "pyarrow", "parquet"), (arrayrecord, "array_record.python.array_record_module", "arrayrecord"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "package", "extra"),
+    [(parquet, "pyarrow", "parquet"), (arrayrecord, "array_record.python.array_record_module", "arrayrecord")],
+)
 def test_a_package_that_is_missing_is_named(
     source: Any, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

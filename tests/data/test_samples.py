@@ -89,7 +89,10 @@ def test_every_image_once_an_epoch_on_any_devices(tmp_path: Path) -> None:
     assert sorted(one[:40]) == sorted(one[40:80]) and one[:40] != one[40:80]  # 40 samples to train on
     batch = loader_of(source).batch(3)
     assert {leaf: (value.shape, value.dtype) for leaf, value in batch.items()} == {
-        "image": ((8, 4, 3), np.uint8), "label": ((8,), np.int32), "weights": ((8,), np.float32)}  # fmt: skip
+        "image": ((8, 4, 3), np.uint8),
+        "label": ((8,), np.int32),
+        "weights": ((8,), np.float32),
+    }
     assert np.array_equal(loader_of(source).host_rows(3, slice(2, 5))["label"], np.asarray(batch["label"])[2:5])
 
 
@@ -132,8 +135,12 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"no zip")
     (tmp_path / "empty").mkdir()
     np.savez(tmp_path / "b.npz", image=np.zeros((3, 2)))
-    wrong = {"none.npz": "is no .npz file and no folder", "a.npz": "holds something else",
-             "empty": "has no array 'image', only nothing", "b.npz": "has no array 'label', only image"}  # fmt: skip
+    wrong = {
+        "none.npz": "is no .npz file and no folder",
+        "a.npz": "holds something else",
+        "empty": "has no array 'image', only nothing",
+        "b.npz": "has no array 'label', only image",
+    }
     for name, message in wrong.items():
         with pytest.raises(UserError, match=f"^data.path: .*{message}"):
             images(config(tmp_path / name))
@@ -225,12 +232,18 @@ def test_what_a_stream_reads_and_computes(given: Callable[..., DataConfig]) -> N
 def test_an_endless_stream(given: Callable[..., DataConfig]) -> None:
     found = labels(loader_of(iterable(given(Numbers(None)))), 10)
     assert [sorted(found[start : start + 16]) for start in range(0, 80, 16)] == [
-        list(range(start, start + 16)) for start in range(0, 80, 16)]  # fmt: skip
+        list(range(start, start + 16)) for start in range(0, 80, 16)
+    ]
 
 
 def test_a_batch_of_several_epochs() -> None:
-    stream = Stream(3, sample_leaves({"label": 0}, where=""), lambda first: iter(range(first, 3)),
-                    lambda raw, number: {"label": np.asarray(raw, np.int32)}, 16)  # fmt: skip
+    stream = Stream(
+        3,
+        sample_leaves({"label": 0}, where=""),
+        lambda first: iter(range(first, 3)),
+        lambda raw, number: {"label": np.asarray(raw, np.int32)},
+        16,
+    )
     read = ShuffledStream(stream, seed=0, across=32).read(np.arange(32))["label"]
     assert [sorted(read[start : start + 3]) for start in range(0, 30, 3)] == [[0, 1, 2]] * 10
 
@@ -299,8 +312,11 @@ def once() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (3, "is a int without __iter__"), ([], "gives no samples"), (once(), "can be read once only"),
-        (["x"], r"sample 0 is a str of .*allowed: a dict"), ([{"a": "x"}], r"a is of type <U1; allowed: numbers"),
+        (3, "is a int without __iter__"),
+        ([], "gives no samples"),
+        (once(), "can be read once only"),
+        (["x"], r"sample 0 is a str of .*allowed: a dict"),
+        ([{"a": "x"}], r"a is of type <U1; allowed: numbers"),
         ([[1, 2]], r"sample 0 is a list of int64\[2\]; allowed: a dict of arrays, or data.seq_len \+ 1 = 5"),
         ([[1, 2, 3, 4, 5]], "allowed: an attribute vocab"),
         ([{"a": [1]}, {"a": [1, 2]}], r"sample 1 has a \[2\], unlike the first"),
@@ -316,7 +332,7 @@ def once() -> Iterator[int]:
         (with_vocab([{"inputs": [-1]}]), "inputs holds ids from -1 to -1, .*; allowed: .* ids from 0 to vocab - 1"),
         (with_vocab([{"inputs": [0], "targets": [9]}, {"inputs": [0], "targets": [10]}]), "1: targets holds ids"),
     ],
-)  # fmt: skip
+)
 def test_iterable_errors(given: Callable[..., DataConfig], made: Any, message: str) -> None:
     with pytest.raises(UserError, match="^data.path: 'users_data.*" + message) as error:
         loader_of(iterable(given(made))).batch(0)

@@ -38,9 +38,20 @@ def test_stdlib() -> None:
 
 def test_stdlib_is_the_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"ast.py": b"import ast\n", "json/_tests_helper.py": b"import json\n", "xml/sax/a.py": b"import xml\n"}
-    dropped = ("site-packages/a.py", "dist-packages/a.py", "test/a.py", "ctypes/test/a.py", "lib2to3/tests/a.py",
-               "idlelib/idle_test/a.py", "pydoc_data/topics.py", "_sysconfigdata__linux.py", "config-3.11/a.py",
-               "__pycache__/a.py", "os.pyc", "LICENSE.txt")  # fmt: skip
+    dropped = (
+        "site-packages/a.py",
+        "dist-packages/a.py",
+        "test/a.py",
+        "ctypes/test/a.py",
+        "lib2to3/tests/a.py",
+        "idlelib/idle_test/a.py",
+        "pydoc_data/topics.py",
+        "_sysconfigdata__linux.py",
+        "config-3.11/a.py",
+        "__pycache__/a.py",
+        "os.pyc",
+        "LICENSE.txt",
+    )
     folder_of(tmp_path, kept | dict.fromkeys(dropped, b"not wanted\n"))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     source = text(config("stdlib"))

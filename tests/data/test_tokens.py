@@ -108,7 +108,8 @@ def test_every_source_keeps_the_contract(name: str, tmp_path: Path) -> None:
     held = make_eval_loader(source, seq_len=4, global_batch=8, sharding=sharding(data=8), batches=1)
     for batch in (made.batch(5), held.batch(0)):
         assert {leaf: (value.shape, value.dtype) for leaf, value in batch.items()} == {
-            leaf: (like.shape, like.dtype) for leaf, like in made.leaves.items()}  # fmt: skip
+            leaf: (like.shape, like.dtype) for leaf, like in made.leaves.items()
+        }
     if not isinstance(source.train, np.ndarray):
         assert source.train.leaves == source.held_out.leaves and source.documents is None
         return

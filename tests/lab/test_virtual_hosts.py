@@ -243,8 +243,11 @@ def test_output_is_prefixed(network: None) -> None:
     assert out.splitlines() == ["[host1] out 1", "[host1] no end", "[host0] out 0"]
     lines = sorted(err.splitlines())
     assert [line.partition(",")[0] for line in lines] == [
-        "[host0] err 0", "[host0] exit 0", "[host1] err 1", "[host1] exit 1"
-    ]  # fmt: skip
+        "[host0] err 0",
+        "[host0] exit 0",
+        "[host1] err 1",
+        "[host1] exit 1",
+    ]
     assert "MB" in lines[1]
 
 
@@ -253,8 +256,11 @@ def test_quiet_shows_host_0(network: None) -> None:
     status, out, err = script("-n", "2", "--rate", "none", "--quiet", "--", "sh", "-c", SPEAK)
     assert (status, out) == (1, "out 0\n")
     assert [line.partition(",")[0] for line in err.splitlines()] == [
-        "err 0", "[host0] exit 0", "err 1", "[host1] exit 1"
-    ]  # fmt: skip
+        "err 0",
+        "[host0] exit 0",
+        "err 1",
+        "[host1] exit 1",
+    ]
 
 
 def test_closed_output_ends_the_run(start: Start) -> None:

@@ -30,16 +30,18 @@ Environ = dict[str, str]
 class Launcher:
     """A launcher that runs in a folder, and what it has printed."""
 
-    def __init__(
-        self, folder: Path, arguments: Sequence[str], environ: Environ, before: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], environ: Environ, before: Sequence[str] = ()) -> None:
         self.folder = folder
         clean = {name: text for name, text in child.environment().items() if name not in ("RANK", "WORLD_SIZE")}
         with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
             self.process = subprocess.Popen(
-                [*before, *LAUNCH, *arguments], cwd=folder, env=clean | environ, stdout=out, stderr=err,
+                [*before, *LAUNCH, *arguments],
+                cwd=folder,
+                env=clean | environ,
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def out(self) -> str:
         return (self.folder / "out").read_text()
@@ -109,8 +111,14 @@ def test_environment_and_logs_of_the_ranks(launch: Callable[..., Launcher]) -> N
     port = re.search(r"MASTER_PORT=(\d+)", job.out())
     assert port is not None and int(port[1]) > 1
     for rank in range(2):
-        wanted = [f"LOCAL_RANK={rank}", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port[0], f"RANK={rank}",
-                  "WORLD_SIZE=2"]  # fmt: skip
+        wanted = [
+            f"LOCAL_RANK={rank}",
+            "LOCAL_WORLD_SIZE=2",
+            "MASTER_ADDR=127.0.0.1",
+            port[0],
+            f"RANK={rank}",
+            "WORLD_SIZE=2",
+        ]
         shown = [line.removeprefix(f"[{rank}] ") for line in job.out().splitlines() if line.startswith(f"[{rank}] ")]
         assert shown == wanted
         log = (job.folder / "run" / "logs" / f"rank{rank}.log").read_text().splitlines()
@@ -251,8 +259,10 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(launch: Callable[...,
     assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on" and "restart" not in job.err()
     assert not (job.folder / "outer").exists()
     assert sorted(path.name for path in (job.folder / "run" / "logs").iterdir()) == [
-        "launch.log", "rank0.log", "rank1.log"
-    ]  # fmt: skip
+        "launch.log",
+        "rank0.log",
+        "rank1.log",
+    ]
 
 
 def test_status_75_alone_is_a_lost_rank(launch: Callable[..., Launcher]) -> None:
@@ -350,8 +360,10 @@ def test_a_signal_ends_the_back_off(launch: Callable[..., Launcher]) -> None:
 
 def test_fewer_processes(launch: Callable[..., Launcher]) -> None:
     """Local rank 3 never comes up, and 3 processes do not divide the batch: 2 remain."""
-    script = "echo $RANK $WORLD_SIZE >>starts; [ $RANK = 3 ] && exit 1; [ $WORLD_SIZE = 3 ] && exit 2;" \
-             " [ $WORLD_SIZE = 4 ] && sleep 300; exit 0"  # fmt: skip
+    script = (
+        "echo $RANK $WORLD_SIZE >>starts; [ $RANK = 3 ] && exit 1; [ $WORLD_SIZE = 3 ] && exit 2;"
+        " [ $WORLD_SIZE = 4 ] && sleep 300; exit 0"
+    )
     job = launch(script, "-n", "4", "--min-procs", "2", "--max-restarts", "1", "--grace", "0.2", "--backoff", "0")
     assert job.wait() == 0, job.err()
     starts = sorted((job.folder / "starts").read_text().split("\n")[:-1], key=lambda line: line[::-1])
@@ -420,10 +432,16 @@ def test_two_hosts_are_one_job(hosts: Callable[..., Launcher]) -> None:
     time.sleep(0.3)
     first = hosts(0, SAY)
     assert [first.wait(), second.wait()] == [0, 0], first.err() + second.err()
-    said = [(job.folder / f"said{rank}").read_text().split() for job, rank in
-            [(first, 0), (first, 1), (second, 2), (second, 3), (second, 4)]]  # fmt: skip
+    said = [
+        (job.folder / f"said{rank}").read_text().split()
+        for job, rank in [(first, 0), (first, 1), (second, 2), (second, 3), (second, 4)]
+    ]
     assert [each[:3] for each in said] == [
-        ["0/5", "0/2", "0"], ["1/5", "1/2", "0"], ["2/5", "0/3", "1"], ["3/5", "1/3", "1"], ["4/5", "2/3", "1"]
+        ["0/5", "0/2", "0"],
+        ["1/5", "1/2", "0"],
+        ["2/5", "0/3", "1"],
+        ["3/5", "1/3", "1"],
+        ["4/5", "2/3", "1"],
     ]
     assert len({each[3] for each in said}) == 1
 
@@ -442,8 +460,9 @@ def test_a_lost_rank_of_another_host_restarts_both(rank: int, hosts: Callable[..
 
 @pytest.mark.parametrize(("end", "status"), [("exit 2", 2), ("exit 1", 1)])
 def test_hosts_end_with_one_status(end: str, status: int, hosts: Callable[..., Launcher]) -> None:
-    jobs = [hosts(node, f"[ $RANK = 2 ] && {end}; sleep 300", "--max-restarts", "1", "--backoff", "0")
-            for node in range(2)]  # fmt: skip
+    jobs = [
+        hosts(node, f"[ $RANK = 2 ] && {end}; sleep 300", "--max-restarts", "1", "--backoff", "0") for node in range(2)
+    ]
     assert [job.wait() for job in jobs] == [status, status], jobs[0].err() + jobs[1].err()
     assert f"host 0 says exit {status}" in jobs[1].err()
 
@@ -529,8 +548,10 @@ def test_a_line_to_a_host_that_is_silent_ends() -> None:
         line = agents.Line(socket.create_connection(server.getsockname()))
         get = line.connection.getsockopt
         assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        idle, every, count, limit = (get(socket.IPPROTO_TCP, option) for option in (
-            socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT))  # fmt: skip
+        idle, every, count, limit = (
+            get(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        )
         assert idle + every * count <= 30 and limit == 30_000
         line.close()
 
@@ -586,9 +607,10 @@ def test_run_directory_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_directory("own", "configs/quick.yaml") == Path("own")
 
 
-@pytest.mark.parametrize("name", [
-    "..", "...", "a/../../b", "\n", "\x1b[31mred", "-rf", "~", "$(touch x)", "a\0b", "é" * 300, "CON ", ".hidden", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["..", "...", "a/../../b", "\n", "\x1b[31mred", "-rf", "~", "$(touch x)", "a\0b", "é" * 300, "CON ", ".hidden", ""],
+)
 def test_names_stay_inside_their_folder(name: str) -> None:
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", safe_name(name))
     found = run_directory_of(["train", "--config", f"/etc/{name}.yaml"], {})

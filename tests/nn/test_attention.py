@@ -38,14 +38,22 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({}, None), ({"dtype": jnp.float16}, None), ({"head_width": 256}, None), ({"capability": "12.0"}, None),
+        ({}, None),
+        ({"dtype": jnp.float16}, None),
+        ({"head_width": 256}, None),
+        ({"capability": "12.0"}, None),
         ({"capability": "8.0", "head_width": 128}, None),
-        ({"capability": ""}, "no NVIDIA GPUs"), ({"capability": "gfx942"}, "no NVIDIA GPUs"),
-        ({"capability": "7.5"}, "8.0"), ({"dtype": jnp.float32}, "not float32"), ({"dropout": 0.1}, "model.dropout"),
-        ({"per_op": True}, "per_op"), ({"head_width": 60}, "not 60"), ({"head_width": 264}, "8, 16, ... 256"),
+        ({"capability": ""}, "no NVIDIA GPUs"),
+        ({"capability": "gfx942"}, "no NVIDIA GPUs"),
+        ({"capability": "7.5"}, "8.0"),
+        ({"dtype": jnp.float32}, "not float32"),
+        ({"dropout": 0.1}, "model.dropout"),
+        ({"per_op": True}, "per_op"),
+        ({"head_width": 60}, "not 60"),
+        ({"head_width": 264}, "8, 16, ... 256"),
         ({"capability": "8.9", "head_width": 136}, "8, 16, ... 128"),
     ],
-)  # fmt: skip
+)
 def test_what_cudnn_can_compute(changes: dict[str, Any], why: str | None) -> None:
     found = why_not_cudnn(**FITS | changes)
     assert found is None if why is None else why in (found or "")
@@ -58,15 +66,18 @@ def on(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "policy", "capability", "want"),
     [
-        ("auto", PrecisionConfig("bf16"), "9.0", "cudnn"), ("cudnn", PrecisionConfig("fp16"), "8.0", "cudnn"),
-        ("auto", PrecisionConfig("fp8"), "9.0", "cudnn"), ("xla", PrecisionConfig("bf16"), "9.0", "xla"),
-        ("auto", PrecisionConfig("fp32"), "9.0", "xla"), ("auto", PrecisionConfig("bf16"), "", "xla"),
+        ("auto", PrecisionConfig("bf16"), "9.0", "cudnn"),
+        ("cudnn", PrecisionConfig("fp16"), "8.0", "cudnn"),
+        ("auto", PrecisionConfig("fp8"), "9.0", "cudnn"),
+        ("xla", PrecisionConfig("bf16"), "9.0", "xla"),
+        ("auto", PrecisionConfig("fp32"), "9.0", "xla"),
+        ("auto", PrecisionConfig("bf16"), "", "xla"),
         ("auto", PrecisionConfig("O1"), "9.0", "xla"),
         ("auto", PrecisionConfig("bf16", keep_fp32=("*.qkv.*",)), "9.0", "xla"),
         ("auto", PrecisionConfig("bf16", keep_fp32=("embed.*",)), "9.0", "xla"),  # the whole residual stream is fp32
         ("auto", PrecisionConfig("bf16", keep_fp32=("*norm*",)), "9.0", "cudnn"),
     ],
-)  # fmt: skip
+)
 def test_what_auto_takes(
     asked: str, policy: PrecisionConfig, capability: str, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,9 +94,10 @@ def test_rings_are_the_plain_products(ring: Product, plain: Product, tensor: int
 
 @pytest.mark.parametrize(("ring", "plain"), PAIRS)
 def test_half_precision_rounds_once_a_device_and_gradients_of_kernels_once(ring: Product, plain: Product) -> None:
-    got, usual, exact = (run(each, 4, (8,), dtype=dtype) for each, dtype in (
-        (ring, jnp.bfloat16), (plain, jnp.bfloat16), (plain, jnp.float32),
-    ))  # fmt: skip
+    got, usual, exact = (
+        run(each, 4, (8,), dtype=dtype)
+        for each, dtype in ((ring, jnp.bfloat16), (plain, jnp.bfloat16), (plain, jnp.float32))
+    )
     for allowed, one, usually, right in zip((4, 4, 2), got, usual, exact, strict=True):
         wrong, before = (np.abs(each - right).max() / np.abs(right).max() for each in (one, usually))
         assert 0 < wrong < allowed * 2**-8 and wrong < 3 * before
@@ -141,9 +142,11 @@ def test_the_backward_pass_keeps_what_it_keeps_without(ring: Product, plain: Pro
 def sent(tensor: int, *, collective_matmul: bool, remat: str) -> tuple[collections.Counter[str], float, set[str]]:
     """(calls by op; bytes that a device sends of activations; types that travel in rings)."""
     model = gpt(
-        ModelConfig(layers=LAYERS, width=WIDTH, heads=8, vocab=64, mlp_width=64), max_length=LENGTH,
-        sequence_parallel=True, collective_matmul=collective_matmul,
-    )  # fmt: skip
+        ModelConfig(layers=LAYERS, width=WIDTH, heads=8, vocab=64, mlp_width=64),
+        max_length=LENGTH,
+        sequence_parallel=True,
+        collective_matmul=collective_matmul,
+    )
     mesh, tx = make_mesh(tensor=tensor), optax.sgd(0.1)
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), kind) for name, kind in kinds.items()}
@@ -155,9 +158,20 @@ def sent(tensor: int, *, collective_matmul: bool, remat: str) -> tuple[collectio
     return calls, sum(each.wire_bytes for each in found), {each.dtype for each in found if each.op == "ppermute"}
 
 
-@pytest.mark.parametrize(("tensor", "remat", "rings"), levels([  # rings of a block
-    (4, "none", 8), (2, "none", 8), (8, "none", 8), (2, "full", 11), (4, "full", 11), (8, "full", 11),
-], everyday=4))  # fmt: skip
+@pytest.mark.parametrize(
+    ("tensor", "remat", "rings"),
+    levels(
+        [  # rings of a block
+            (4, "none", 8),
+            (2, "none", 8),
+            (8, "none", 8),
+            (2, "full", 11),
+            (4, "full", 11),
+            (8, "full", 11),
+        ],
+        everyday=4,
+    ),
+)
 def test_the_same_bytes_in_pieces(tensor: int, remat: str, rings: int) -> None:
     before, plain, _ = sent(tensor, collective_matmul=False, remat=remat)
     after, in_pieces, dtypes = sent(tensor, collective_matmul=True, remat=remat)
@@ -169,8 +183,9 @@ def test_the_same_bytes_in_pieces(tensor: int, remat: str, rings: int) -> None:
 
 def test_in_conditions_of_a_pipeline_is_one_line() -> None:
     mesh, tx = make_mesh(pipe=2, tensor=2), optax.sgd(0.1)
-    model = gpt(ModelConfig(layers=2, width=32, heads=4, vocab=16), max_length=8, sequence_parallel=True,
-                collective_matmul=True)  # fmt: skip
+    model = gpt(
+        ModelConfig(layers=2, width=32, heads=4, vocab=16), max_length=8, sequence_parallel=True, collective_matmul=True
+    )
     batch = {name: np.zeros((4, 8), np.int32) for name in ("inputs", "targets")} | {"weights": np.ones((4, 8))}
     step = make_train_step(model, tx, mesh, schedule="gpipe", microbatches=2)
     with pytest.raises(UserError, match="parallel.collective_matmul: true sends .*; or parallel.pipeline_cond=false"):

@@ -113,9 +113,10 @@ def test_what_is_not_finite_is_seen(bad: float) -> None:
     assert not np.isfinite(dx).any() and not np.isfinite(dk).any()
 
 
-@pytest.mark.parametrize(("sizes", "fit"), [
-    ((16, 16, 16), True), ((8, 16, 16), False), ((16, 24, 16), False), ((16, 16, 40), False), ((0, 16, 16), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "fit"),
+    [((16, 16, 16), True), ((8, 16, 16), False), ((16, 24, 16), False), ((16, 16, 40), False), ((0, 16, 16), False)],
+)
 def test_products_of_other_sizes_are_not_in_float8(sizes: tuple[int, int, int], fit: bool) -> None:
     tokens, inputs, outputs = sizes
     assert fits(*sizes) == fit
@@ -199,9 +200,16 @@ def first_step(strategy: str, schedule: str, remat: str, axes: tuple[tuple[str, 
     mesh, tx = make_mesh(**dict(axes)), optax.sgd(0.1)
     model = gpt(GPT2, max_length=8, fp8=fp8)
     step = make_train_step(
-        model, tx, mesh, strategy=strategy, schedule=schedule, precision="fp8" if fp8 else "bf16", remat=remat,
-        return_grads=True, microbatches=2 if mesh.shape["pipe"] > 1 else 1,
-    )  # fmt: skip
+        model,
+        tx,
+        mesh,
+        strategy=strategy,
+        schedule=schedule,
+        precision="fp8" if fp8 else "bf16",
+        remat=remat,
+        return_grads=True,
+        microbatches=2 if mesh.shape["pipe"] > 1 else 1,
+    )
     metrics = step(init_state(model, tx, mesh, strategy=strategy), batch(16))[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
@@ -253,11 +261,21 @@ def test_deterministic_runs_have_the_same_bits(emulated: None) -> None:
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
-@pytest.mark.parametrize(("platform", "capability", "has"), [
-    ("cpu", None, False), ("gpu", "8.0", False), ("gpu", "8.6", False), ("gpu", "8.9", True), ("gpu", "9.0", True),
-    ("gpu", "12.0", True), ("gpu", "gfx90a", False), ("gpu", "gfx942", False), ("gpu", "gfx950", True),
-    ("tpu", None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("platform", "capability", "has"),
+    [
+        ("cpu", None, False),
+        ("gpu", "8.0", False),
+        ("gpu", "8.6", False),
+        ("gpu", "8.9", True),
+        ("gpu", "9.0", True),
+        ("gpu", "12.0", True),
+        ("gpu", "gfx90a", False),
+        ("gpu", "gfx942", False),
+        ("gpu", "gfx950", True),
+        ("tpu", None, False),
+    ],
+)
 def test_devices_with_float8(platform: str, capability: str | None, has: bool) -> None:
     given = {} if capability is None else {"compute_capability": capability}
     assert has_float8(SimpleNamespace(platform=platform, **given)) == has
@@ -272,8 +290,10 @@ def refused(message: str, work: Any) -> str:
 
 
 def test_devices_without_float8_are_refused_but_plans_are_made() -> None:
-    message = (r"precision.policy: 'fp8' needs GPUs .*8\.9.*, this is a CPU; allowed here: fp32, bf16, fp16, fp64, O0,"
-               " O1, O2, O3$")  # fmt: skip
+    message = (
+        r"precision.policy: 'fp8' needs GPUs .*8\.9.*, this is a CPU; allowed here: fp32, bf16, fp16, fp64, O0,"
+        " O1, O2, O3$"
+    )
     config = Config(model=GPT2, data=DataConfig(seq_len=8, global_batch=4), precision=PrecisionConfig("fp8"))
     refused(message, lambda: start(config))
     mesh, tx = make_mesh(), optax.sgd(0.1)
@@ -312,8 +332,10 @@ def test_models_and_policies_agree_on_float8() -> None:
         return make_model(config, make_precision(policy), stages=1, training=True)
 
     assert not build("test_float8.without_option", "bf16").fp8 and build("test_float8.with_others", "fp8").fp8
-    refused("'fp8' needs a model that can be built with fp8=True, and model.name 'test_float8.without_option' takes no",
-            lambda: build("test_float8.without_option", "fp8"))  # fmt: skip
+    refused(
+        "'fp8' needs a model that can be built with fp8=True, and model.name 'test_float8.without_option' takes no",
+        lambda: build("test_float8.without_option", "fp8"),
+    )
     mesh, tx = abstract_mesh(fsdp=2), optax.sgd(0.1)
     for fp8, policy, message in ((False, "fp8", "build it with fp8=True"), (True, "bf16", "or build it without")):
         model = gpt(GPT2, max_length=8, fp8=fp8)

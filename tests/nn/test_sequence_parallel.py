@@ -79,9 +79,7 @@ def test_the_same_bytes_in_other_collectives(tensor: int) -> None:
 
 
 def test_rematerialisation_gathers_again_what_it_does_not_keep() -> None:
-    assert sent(2, sequence=True, remat="full")[0] == {
-        "all_gather": 6 * LAYERS + 2, "reduce_scatter": 5 * LAYERS + 2,
-    }  # fmt: skip
+    assert sent(2, sequence=True, remat="full")[0] == {"all_gather": 6 * LAYERS + 2, "reduce_scatter": 5 * LAYERS + 2}
 
 
 @pytest.mark.slow

@@ -34,9 +34,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [
-    CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
+)
 def test_layout_equals_one_device(case: layouts.Case) -> None:
     """Chunks of a number of tokens that does not divide theirs; masks; the table split over tensor."""
     layouts.check_wide(case)
@@ -175,6 +175,7 @@ def lower(config: ModelConfig, rows: int, length: int, mesh: Any) -> Any:
 
 def largest(jaxpr: Any) -> int:
     """Elements of the largest array that an equation makes, at any depth."""
+
     def found(jaxpr: Any) -> Iterator[int]:
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             yield from (int(np.prod(getattr(each.aval, "shape", ()))) for each in equation.outvars)
@@ -193,6 +194,7 @@ def test_logits_are_never_whole(chunk: int | None, most: int) -> None:
 @pytest.mark.slow
 def test_temporary_memory_is_a_tenth() -> None:
     """Compiled, not run: 32,768 tokens, a vocabulary of 50,304, one device."""
+
     def temporary(chunk: int | None) -> int:
         traced = lower(dataclasses.replace(LARGE, loss_chunk=chunk), 256, 128, make_mesh())
         return int(traced.lower().compile().memory_analysis().temp_size_in_bytes)

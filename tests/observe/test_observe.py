@@ -14,15 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.errors import UserError
-from jaxdist.observe import (
-    Console,
-    MetricsWriter,
-    environment,
-    read_metrics,
-    redact,
-    redact_command,
-    write_environment,
-)
+from jaxdist.observe import Console, MetricsWriter, environment, read_metrics, redact, redact_command, write_environment
 from jaxdist.observe.console import format_duration
 from jaxdist.observe.metrics import Curve, decimate, replace_file, smooth
 
@@ -61,9 +53,14 @@ def test_metrics_line_is_as_documented_and_flushed(tmp_path):
     writer = MetricsWriter(path, resume_step=None)
     writer.write(10, {"loss": 0.1 + 0.2, "grad_norm": np.float32(0.1), "tokens_per_s": math.nan, "up": -math.inf})
     assert strict(path.read_text()) == {
-        "step": 10, "loss": 0.30000000000000004, "grad_norm": float(np.float32(0.1)),
-        "tokens_per_s": None, "tokens_per_s/nonfinite": "nan", "up": None, "up/nonfinite": "-inf",
-    }  # fmt: skip
+        "step": 10,
+        "loss": 0.30000000000000004,
+        "grad_norm": float(np.float32(0.1)),
+        "tokens_per_s": None,
+        "tokens_per_s/nonfinite": "nan",
+        "up": None,
+        "up/nonfinite": "-inf",
+    }
     for taken in ("step", "loss/nonfinite"):
         with pytest.raises(ValueError, match=taken):
             writer.write(11, {taken: 1.0})
@@ -247,8 +244,12 @@ def test_console_line_disarms_terminal_escapes_and_narrow_encodings():
 
 def test_format_duration():
     assert [format_duration(s) for s in (0, 59.6, 3661, 90061, math.inf)] == [
-        "0:00:00", "0:01:00", "1:01:01", "1d 1:01:01", "-:--:--"
-    ]  # fmt: skip
+        "0:00:00",
+        "0:01:00",
+        "1:01:01",
+        "1d 1:01:01",
+        "-:--:--",
+    ]
 
 
 # ---------------------------------------------------------------- environment
@@ -289,8 +290,13 @@ def test_environment_holds_no_planted_secret(tmp_path):
     assert SECRET not in text
     assert json.loads(text) == values
     assert values["command"] == [
-        "train.py", "--api-key", "[redacted]", "data.token=[redacted]", "data.path=s3://[redacted]@b/c", "train.steps=2"
-    ]  # fmt: skip
+        "train.py",
+        "--api-key",
+        "[redacted]",
+        "data.token=[redacted]",
+        "data.path=s3://[redacted]@b/c",
+        "train.steps=2",
+    ]
     variables = values["variables"]
     assert {name: variables[name] for name in allowed if name != "SLURM_JWT"} == {
         name: value for name, value in allowed.items() if name != "SLURM_JWT"
@@ -304,11 +310,21 @@ def test_environment_holds_no_planted_secret(tmp_path):
 @pytest.mark.parametrize(
     "argument",
     [
-        "--token={}", "wandb.API_KEY={}", "my-secret-name={}", "Password = {}", "--opt=HF_TOKEN={}",
-        'x={{"token": "{} b"}}', "observe={{api_key: {}}}", "https://u:{}@h/p", "https://{}@h", "url=ssh://u:a/{}@h",
-        "https://h/?access_token={}&a=1",        "a=http://x:1@h,http://u:{}@i", "--db_passwd='a {} b'",
+        "--token={}",
+        "wandb.API_KEY={}",
+        "my-secret-name={}",
+        "Password = {}",
+        "--opt=HF_TOKEN={}",
+        'x={{"token": "{} b"}}',
+        "observe={{api_key: {}}}",
+        "https://u:{}@h/p",
+        "https://{}@h",
+        "url=ssh://u:a/{}@h",
+        "https://h/?access_token={}&a=1",
+        "a=http://x:1@h,http://u:{}@i",
+        "--db_passwd='a {} b'",
     ],
-)  # fmt: skip
+)
 def test_secrets_in_arguments_are_redacted(argument):
     for shown in (redact_command([argument.format(SECRET)])[0], redact(argument.format(SECRET))):
         assert SECRET not in shown and "[redacted]" in shown
@@ -327,9 +343,18 @@ def test_any_secret_assignment_is_redacted(name, secret):
 
 @pytest.mark.parametrize(
     "argument",
-    ["train.sample_tokens=200", "data.token_dtype=uint16", "data.source=tokens", "--config", "data.path=/a/b@c",
-     "--coordinator", "host:8080", "http://host:8080/x@y", "model.kv_heads=2"],
-)  # fmt: skip
+    [
+        "train.sample_tokens=200",
+        "data.token_dtype=uint16",
+        "data.source=tokens",
+        "--config",
+        "data.path=/a/b@c",
+        "--coordinator",
+        "host:8080",
+        "http://host:8080/x@y",
+        "model.kv_heads=2",
+    ],
+)
 def test_harmless_arguments_stay(argument):
     assert redact_command([argument]) == [argument]
 

@@ -71,13 +71,17 @@ def records(count: int, every: int = 50) -> list[dict]:
 
 def report(path: Path, **changes) -> tuple[str, Page]:
     arguments = {
-        "title": "gpt & <friends>", "config_yaml": "model: {name: gpt}\ndata: {path: 's3://u:hunter2@b/x'}\n",
+        "title": "gpt & <friends>",
+        "config_yaml": "model: {name: gpt}\ndata: {path: 's3://u:hunter2@b/x'}\n",
         "environment": {"command": ["train.py", "<b>"], "versions": {"jax": "0.12"}, "git": None},
         "metrics": records(200),
-        "layout": LAYOUT, "mesh_axes": AXES, "devices": ["cpu"] * 8, "baselines": {"uniform": 8.0, "gzip $x^$": 2.5},
+        "layout": LAYOUT,
+        "mesh_axes": AXES,
+        "devices": ["cpu"] * 8,
+        "baselines": {"uniform": 8.0, "gzip $x^$": 2.5},
         "samples": "import os\n<script>alert(1)</script>\x1b[0m\x00 </pre>",
         "data_info": {"unit": "bytes", "files": [f"{i}.py" for i in range(40)], "tokens_per_step": 4096},
-    }  # fmt: skip
+    }
     write_report(path / "report.html", **(arguments | changes))
     text = (path / "report.html").read_text()
     return text, Page(text)
@@ -133,15 +137,22 @@ NAN = [{"step": 1, "loss": math.nan, "tokens_per_s": math.nan}, {"step": 2, "los
 @pytest.mark.parametrize(
     "changes",
     [
-        {"metrics": []}, {"metrics": records(1)}, {"metrics": records(2, every=1)}, {"metrics": NAN},
-        {"metrics": [*records(3), *NAN]}, {"metrics": [{"step": 0, "loss": 0.0, "tokens_per_s": 0.0}], "baselines": {}},
-        {"metrics": [{"step": 5, "eval/loss": 2.0}]}, {"samples": ""}, {"layout": [], "devices": [], "data_info": {}},
+        {"metrics": []},
+        {"metrics": records(1)},
+        {"metrics": records(2, every=1)},
+        {"metrics": NAN},
+        {"metrics": [*records(3), *NAN]},
+        {"metrics": [{"step": 0, "loss": 0.0, "tokens_per_s": 0.0}], "baselines": {}},
+        {"metrics": [{"step": 5, "eval/loss": 2.0}]},
+        {"samples": ""},
+        {"layout": [], "devices": [], "data_info": {}},
         {"environment": {}, "config_yaml": "", "baselines": {"a" * 60: 3.0, "b": 3.0, "c": math.nan}},
-        {"mesh_axes": {"data": 1}, "devices": ["cuda:0"]}, {"mesh_axes": {}, "devices": []},
+        {"mesh_axes": {"data": 1}, "devices": ["cuda:0"]},
+        {"mesh_axes": {}, "devices": []},
         {"title": "\u5b66\u7fd2", "baselines": {"\u5b66\u7fd2": 2.0}, "layout": [LAYOUT[0]._replace(path="\u5b66/$^")]},
     ],
     ids=range(13),
-)  # fmt: skip
+)
 def test_report_of_little_or_odd_data(tmp_path, changes, recwarn):
     text, page = report(tmp_path, **changes)
     assert len(page.labels) == 4 and "http" not in text

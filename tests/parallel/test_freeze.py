@@ -175,11 +175,14 @@ def test_muon_and_adafactor_with_frozen_parameters() -> None:
         assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize(("patterns", "message"), [
-    (("embed.*", "blokcs.*"), r"optimizer.freeze: 'blokcs.\*' fits no parameter.*blocks.mlp.up.kernel"),
-    (("*",), "optimizer.freeze: .* leaves nothing to train"),
-    ("embed.*", r"optimizer.freeze: 'embed.\*' is one text; give a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("embed.*", "blokcs.*"), r"optimizer.freeze: 'blokcs.\*' fits no parameter.*blocks.mlp.up.kernel"),
+        (("*",), "optimizer.freeze: .* leaves nothing to train"),
+        ("embed.*", r"optimizer.freeze: 'embed.\*' is one text; give a list"),
+    ],
+)
 def test_patterns_that_make_no_sense(patterns: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         init_state(model(), optax.sgd(0.1), make_mesh(), freeze=patterns)

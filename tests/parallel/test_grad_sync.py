@@ -59,11 +59,19 @@ def test_a_configuration_allows_what_the_collectives_have() -> None:
     assert grad_sync.INT8 == compression.LOSSY
 
 
-@pytest.mark.parametrize(("strategy", "sizes", "sync"), levels([
-    ("zero3", {"data": 2, "fsdp": 2}, INT8), ("ddp", {"data": 3}, INT8),
-    ("ddp", {"data": 3}, GradSync("ring", wire_dtype="bfloat16")),
-    ("zero3", {"data": 2, "fsdp": 2}, GradSync("ring", wire_dtype="bfloat16")),
-], slow=2), ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "sync"),
+    levels(
+        [
+            ("zero3", {"data": 2, "fsdp": 2}, INT8),
+            ("ddp", {"data": 3}, INT8),
+            ("ddp", {"data": 3}, GradSync("ring", wire_dtype="bfloat16")),
+            ("zero3", {"data": 2, "fsdp": 2}, GradSync("ring", wire_dtype="bfloat16")),
+        ],
+        slow=2,
+    ),
+    ids=str,
+)
 def test_training_with_fewer_bytes_reaches_the_same_loss(strategy: str, sizes: Mesh, sync: GradSync) -> None:
     _, want = train(GradSync(), sizes, strategy, 60)
     state, got = train(sync, sizes, strategy, 60)
@@ -98,9 +106,11 @@ def test_the_residual_is_saved_and_goes_on(tmp_path: Path) -> None:
             target = targets(INT8, sizes, strategy)
             other = checkpoints.restore(3, target)
             for before, after, asked in zip(
-                jax.tree.leaves(state.residual), jax.tree.leaves(other.residual), jax.tree.leaves(target.residual),
+                jax.tree.leaves(state.residual),
+                jax.tree.leaves(other.residual),
+                jax.tree.leaves(target.residual),
                 strict=True,
-            ):  # fmt: skip
+            ):
                 assert after.shape == asked.shape
                 assert after.sharding == asked.sharding
                 if after.shape[0] > 1:
@@ -128,8 +138,9 @@ def reduction(sizes: Mesh, sync: GradSync, shapes: dict[str, Any], specs: Any) -
     varying = map_specs(lambda spec: P(tuple(axis for axis in BATCH_LIKE if mesh.shape[axis] > 1)), specs)
     grads = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct((mesh.size, *shape), jnp.float32, sharding=NamedSharding(mesh, P("data"))),
-        shapes, is_leaf=lambda node: isinstance(node, tuple),
-    )  # fmt: skip
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(varying,), out_specs=varying)), grads
 
 
@@ -158,7 +169,7 @@ def test_fusing_copies_each_gradient_once_at_most() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "sizes"), [("zero3", {"fsdp": 4}), ("ddp", {"data": 1})], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "sizes"), [("zero3", {"fsdp": 4}), ("ddp", {"data": 1})], ids=str)
 def test_a_residual_of_parameters_without_copies_is_saved(strategy: str, sizes: Mesh, tmp_path: Path) -> None:
     """Nothing is summed over copies there, and orbax saves no empty arrays."""
     state, _ = train(INT8, sizes, strategy, 1)

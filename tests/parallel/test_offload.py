@@ -64,12 +64,15 @@ def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, in
     return state
 
 
-@pytest.mark.parametrize(("optimizer", "strategy", "options"), [
-    ("adamw", "zero3", {}),
-    pytest.param("muon", "zero1", {}, marks=pytest.mark.slow),
-    pytest.param("adamw", "zero2", {"freeze": ("up",)}, marks=pytest.mark.slow),
-    pytest.param("adamw", "ddp", {"grad_sync": GradSync(deterministic=True)}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "options"),
+    [
+        ("adamw", "zero3", {}),
+        pytest.param("muon", "zero1", {}, marks=pytest.mark.slow),
+        pytest.param("adamw", "zero2", {"freeze": ("up",)}, marks=pytest.mark.slow),
+        pytest.param("adamw", "ddp", {"grad_sync": GradSync(deterministic=True)}, marks=pytest.mark.slow),
+    ],
+)
 def test_trains_as_on_the_device(optimizer: str, strategy: str, options: dict[str, Any]) -> None:
     """Bit for bit: the program is the same but for where the state rests."""
     case = {"optimizer": optimizer, "strategy": strategy, "sizes": {"data": 2, "fsdp": 2}} | options
@@ -123,8 +126,10 @@ def test_a_program_for_gpus_moves_it() -> None:
 
 
 def test_explain_finds_no_moment_on_the_device() -> None:
-    found = [explain(load_config(QUICKSTART, ["optimizer.name=adamw", f"memory.offload.optimizer={on}"], planned=True))
-             for on in ("false", "true")]  # fmt: skip
+    found = [
+        explain(load_config(QUICKSTART, ["optimizer.name=adamw", f"memory.offload.optimizer={on}"], planned=True))
+        for on in ("false", "true")
+    ]
     before, after = (each.memory for each in found)
     counts = 2 * 4  # of steps: one for Adam, one for the schedule
     assert before["optimizer state"] == 2 * before["parameters"] + counts and "host memory" not in "".join(before)

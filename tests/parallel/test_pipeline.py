@@ -65,16 +65,30 @@ SLOW = [
     Case("zero_bubble", 2, "gpt2", True, "ddp", 2, (1, 1, 2), dropout=0.2),
     *(
         Case(
-            schedule, pipe, ("gpt2", "llama")[(i + j) % 2], (i + j) % 3 == 0, strategy, microbatches, mesh,
-            layers=2 * pipe if schedule == "interleaved" else 8, chunks=2 if schedule == "interleaved" else 1,
+            schedule,
+            pipe,
+            ("gpt2", "llama")[(i + j) % 2],
+            (i + j) % 3 == 0,
+            strategy,
+            microbatches,
+            mesh,
+            layers=2 * pipe if schedule == "interleaved" else 8,
+            chunks=2 if schedule == "interleaved" else 1,
             remat=("none", "full")[j % 2],
         )
         for i, schedule in enumerate(SCHEDULES)
-        for j, (pipe, strategy, microbatches, mesh) in enumerate((
-            (2, "zero3", 2, (2, 2, 1)), (2, "zero2", 4, (2, 1, 2)), (2, "ddp", 8, (4, 1, 1)),
-            (4, "zero1", 4, (1, 2, 1)), (4, "zero3", 8, (1, 1, 2)), (8, "ddp", 8, (1, 1, 1)),
-            (2, "zero1", 4, (1, 4, 1)), (2, "zero3", 4, (1, 1, 4)),
-        ))
+        for j, (pipe, strategy, microbatches, mesh) in enumerate(
+            (
+                (2, "zero3", 2, (2, 2, 1)),
+                (2, "zero2", 4, (2, 1, 2)),
+                (2, "ddp", 8, (4, 1, 1)),
+                (4, "zero1", 4, (1, 2, 1)),
+                (4, "zero3", 8, (1, 1, 2)),
+                (8, "ddp", 8, (1, 1, 1)),
+                (2, "zero1", 4, (1, 4, 1)),
+                (2, "zero3", 4, (1, 1, 4)),
+            )
+        )
     ),
     Case("one_f_one_b", 8, "llama", False, "zero3", 16, (1, 1, 1), layers=8),
     Case("one_f_one_b", 4, "gpt2", True, "ddp", 2, (1, 1, 1)),  # fewer microbatches than stages
@@ -85,15 +99,21 @@ SLOW = [
     *(Case(schedule, 2, "llama", True, "zero3", 4, (1, 2, 1), pipeline_cond=False) for schedule in SCHEDULES),
     Case("one_f_one_b", 2, "gpt2", True, "zero3", 4, (1, 1, 2), loss_chunk=24),
     Case("zero_bubble", 2, "llama", False, "ddp", 2, (2, 1, 1), remat="full", loss_chunk=7),
-    *(Case(schedule, 2, "llama", False, "zero3", 4, (1, 2, 2), layers=10, remat="sqrt")
-      for schedule in ("gpipe", "one_f_one_b")),
+    *(
+        Case(schedule, 2, "llama", False, "zero3", 4, (1, 2, 2), layers=10, remat="sqrt")
+        for schedule in ("gpipe", "one_f_one_b")
+    ),
     Case("interleaved", 2, "gpt2", True, "zero2", 4, (1, 2, 1), layers=20, chunks=2, remat="sqrt"),
-    *(Case(schedule, 2, "gpt2", True, strategy, 4, (1, 2, 1), chunks=1 + (schedule == "interleaved"), remat=remat)
-      for schedule, strategy, remat in zip(
-          SCHEDULES, ("zero3", "zero1", "zero2", "zero3"), ("dots", ("attention.out",), "dots", ("mlp.hidden",)),
-          strict=True,
-      )),
-]  # fmt: skip
+    *(
+        Case(schedule, 2, "gpt2", True, strategy, 4, (1, 2, 1), chunks=1 + (schedule == "interleaved"), remat=remat)
+        for schedule, strategy, remat in zip(
+            SCHEDULES,
+            ("zero3", "zero1", "zero2", "zero3"),
+            ("dots", ("attention.out",), "dots", ("mlp.hidden",)),
+            strict=True,
+        )
+    ),
+]
 
 
 def config_of(case: Case) -> ModelConfig:
@@ -119,9 +139,17 @@ def start(case: Case, policy: str = "fp64") -> tuple[ModelDef, TrainState, Train
     params = reordered(layouts.initial(dataclasses.replace(config_of(case), dropout=0.0), policy), order)
     state = place_params(params, tx, state_target(model, tx, mesh, strategy=case.strategy))
     step = make_train_step(
-        model, tx, mesh, strategy=case.strategy, schedule=case.schedule, microbatches=case.microbatches,
-        precision=policy, remat=case.remat, pipeline_cond=case.pipeline_cond, return_grads=True,
-    )  # fmt: skip
+        model,
+        tx,
+        mesh,
+        strategy=case.strategy,
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        precision=policy,
+        remat=case.remat,
+        pipeline_cond=case.pipeline_cond,
+        return_grads=True,
+    )
     return model, state, step, np.argsort(order)[-case.layers :]
 
 
@@ -219,9 +247,15 @@ def test_sums_by_hand_inside_stages_are_refused() -> None:
 
     def trace(strategy: str, *, pipeline_cond: bool = True) -> None:
         step = make_train_step(
-            model, tx, mesh, strategy=strategy, schedule="gpipe", microbatches=2, grad_sync=GradSync("ring"),
+            model,
+            tx,
+            mesh,
+            strategy=strategy,
+            schedule="gpipe",
+            microbatches=2,
+            grad_sync=GradSync("ring"),
             pipeline_cond=pipeline_cond,
-        )  # fmt: skip
+        )
         step.lower(state_target(model, tx, mesh, strategy=strategy), layouts.make_batch(32, 0))
 
     for strategy in ("zero2", "zero3"):
@@ -232,12 +266,19 @@ def test_sums_by_hand_inside_stages_are_refused() -> None:
     trace("zero3", pipeline_cond=False)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"schedule": "accumulate"}, "mesh.pipe: this schedule runs the model as one stage"),
-    ({"schedule": "interleaved", "chunks": 2, "microbatches": 3}, "parallel.microbatches: 3 is no multiple of the 2"),
-    ({"chunks": 2}, "parallel.chunks: 2 is not for parallel.schedule one_f_one_b"),
-    ({"schedule": "interleaved", "chunks": 3}, "parallel.chunks: 3 does not divide the 2 blocks of a stage"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "accumulate"}, "mesh.pipe: this schedule runs the model as one stage"),
+        (
+            {"schedule": "interleaved", "chunks": 2, "microbatches": 3},
+            "parallel.microbatches: 3 is no multiple of the 2",
+        ),
+        ({"chunks": 2}, "parallel.chunks: 2 is not for parallel.schedule one_f_one_b"),
+        ({"schedule": "interleaved", "chunks": 3}, "parallel.chunks: 3 does not divide the 2 blocks of a stage"),
+    ],
+    ids=str,
+)
 def test_what_makes_no_pipeline_is_named(options: dict[str, Any], message: str) -> None:
     case = Case("one_f_one_b", 2, "gpt2", True, "ddp", 4, (1, 1, 1))._replace(**options)
     with pytest.raises(UserError, match=message) as error:

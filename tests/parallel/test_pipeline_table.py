@@ -12,8 +12,12 @@ from jaxdist.parallel.pipeline.table import Buffer, Slots, Ticks, allocate, chec
 from jaxdist.parallel.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 
 Pair = tuple[int, int]
-TABLES = {"gpipe": gpipe.table, "one_f_one_b": one_f_one_b.table, "interleaved": interleaved.table,
-          "zero_bubble": zero_bubble.table}  # fmt: skip
+TABLES = {
+    "gpipe": gpipe.table,
+    "one_f_one_b": one_f_one_b.table,
+    "interleaved": interleaved.table,
+    "zero_bubble": zero_bubble.table,
+}
 MICROBATCHES = range(1, 41)
 
 
@@ -210,7 +214,7 @@ DAMAGE = [  # of zero_bubble with S = 3, M = 6: F of microbatch m on stage s at 
     (lambda ticks: ticks._replace(weights=ticks.weights[..., 0]), "weights has shape"),
     (lambda ticks: ticks._replace(microbatches=7), "microbatch 6, chunk 0 has 0 F"),
     (lambda ticks: ticks._replace(chunks=2), "microbatch 0, chunk 1 has 0 F"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
@@ -282,7 +286,7 @@ def test_the_machine_notices_wrong_places(buffer: str) -> None:
         ("interleaved", (4, 10, 2), ("parallel.microbatches: 10", "4 stages", "chunks 2", "8 or 12", ".chunks=1")),
         ("interleaved", (4, 3, 2), ("parallel.microbatches: 3", "work: 4;")),
     ],
-)  # fmt: skip
+)
 def test_wrong_counts_are_named_and_mended(name: str, counts: tuple[int, int, int], parts: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         TABLES[name](*counts)

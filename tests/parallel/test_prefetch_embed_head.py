@@ -53,9 +53,9 @@ ROWS = 16
 
 
 def config(style: str, *, tied: bool, layers: int, vocab: int, width: int = 32, **more: Any) -> ModelConfig:
-    return resolve_model(ModelConfig(
-        style=style, tied=tied, layers=layers, vocab=vocab, width=width, heads=4, mlp_width=48, **more,
-    ))  # fmt: skip
+    return resolve_model(
+        ModelConfig(style=style, tied=tied, layers=layers, vocab=vocab, width=width, heads=4, mlp_width=48, **more)
+    )
 
 
 CASES = {  # five blocks cut neither 52 rows nor 32 columns into equal slices, three not 64
@@ -107,10 +107,13 @@ def test_gradients_are_those_of_one_device(name: str) -> None:
 
 SMALL = {"gpt2, tied, small": (config("gpt2", tied=True, layers=3, vocab=52), {"fsdp": 4})}
 WHOLE = [  # all but zero3 have whole parameters on a device: nothing is cut
-    ("zero1", "gpt2, tied, small", {"microbatches": 2}), ("ddp", "gpt2, tied, small", {"microbatches": 2}),
-    ("zero2", "gpt2, tied, small", {"microbatches": 2}), ("zero3", "gpt2, tied, small", {"microbatches": 2}),
-    ("zero2", "llama, untied, hybrid", {"remat": "full"}), ("zero1", "llama, untied, hybrid", {}),
-]  # fmt: skip
+    ("zero1", "gpt2, tied, small", {"microbatches": 2}),
+    ("ddp", "gpt2, tied, small", {"microbatches": 2}),
+    ("zero2", "gpt2, tied, small", {"microbatches": 2}),
+    ("zero3", "gpt2, tied, small", {"microbatches": 2}),
+    ("zero2", "llama, untied, hybrid", {"remat": "full"}),
+    ("zero1", "llama, untied, hybrid", {}),
+]
 
 
 @pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, everyday=3))
@@ -120,9 +123,11 @@ def test_gradients_under_other_strategies(strategy: str, name: str, options: dic
 
 GPT2, OTHER = CASES["gpt2, tied"][0], config("llama", tied=False, layers=6, vocab=70, width=48, kv_heads=2)
 PLAIN = {
-    "untuned": (OTHER, {"fsdp": 4}, {"remat": "full"}), "two blocks": (replace(OTHER, layers=2), {"fsdp": 4}, {}),
+    "untuned": (OTHER, {"fsdp": 4}, {"remat": "full"}),
+    "two blocks": (replace(OTHER, layers=2), {"fsdp": 4}, {}),
     "four blocks, hybrid": (replace(OTHER, layers=4), {"data": 2, "fsdp": 2}, {}),
-    "microbatches": (GPT2, {"fsdp": 4}, {"microbatches": 2}), "full": (GPT2, {"fsdp": 4}, {"remat": "full"}),
+    "microbatches": (GPT2, {"fsdp": 4}, {"microbatches": 2}),
+    "full": (GPT2, {"fsdp": 4}, {"remat": "full"}),
     "dropout": (replace(GPT2, dropout=0.5), {"fsdp": 4}, {}),
     "frozen": (GPT2, {"fsdp": 4}, {"freeze": ("embed.tokens.*", "head.norm.*")}),
     "blocks frozen": (replace(GPT2, layers=4), {"data": 2, "fsdp": 2}, {"freeze": ("blocks.*",)}),
@@ -218,8 +223,11 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     assert jax.tree.all(jax.tree.map(lambda leaf: (leaf == 2).all(), reduce(ones, ())[0]))
     (lost,) = reduce([ones[0], ones[1] * jnp.inf, *ones[2:]], ())
     assert {name: bool(jnp.isnan(leaf).all()) for name, leaf in lost.items()} == {
-        "a": True, "b": False, "c": False, "d": True,
-    }  # fmt: skip
+        "a": True,
+        "b": False,
+        "c": False,
+        "d": True,
+    }
     (lost,) = reduce(ones, [jnp.full(1, jnp.inf)])  # what was reduced before
     assert jnp.isnan(lost["b"]).all() and jnp.isnan(lost["c"]).all()
     unit, _ = in_two(of, w | {"a": w["a"].at[0].set(jnp.inf)}, held, late)  # known to be lost, another row is read
@@ -249,9 +257,7 @@ NARROW = {"zero3": {"data": 2, "fsdp": 2}, "zero2": {"data": 2, "fsdp": 2}, "ddp
 
 
 @pytest.mark.parametrize("strategy", levels(NARROW, everyday=len(NARROW)))
-def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At half the memory, and with the bits that they would have in the parameters' dtype."""
     model, sync = config("llama", tied=False, layers=5, vocab=64), GradSync(bucket_mb=1e-3)
     half = POLICIES["bf16"]._replace(reduce=jnp.bfloat16)

@@ -32,8 +32,10 @@ LENGTH, ROWS = 8, 16
 NAMED = ("attention.out", "mlp.hidden")
 LLAMA = ModelConfig(style="llama", layers=7, width=16, heads=4, kv_heads=2, vocab=32, mlp_width=24)
 BLOCK = 6  # parameters of a block
-BATCH = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), kind)
-         for name, kind in (("inputs", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))}  # fmt: skip
+BATCH = {
+    name: jax.ShapeDtypeStruct((ROWS, LENGTH), kind)
+    for name, kind in (("inputs", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))
+}
 
 
 class Traced:
@@ -64,15 +66,22 @@ CASES = [
 SLOW = [
     layouts.Case(("gpt2", "llama")[i % 2], i % 3 == 0, strategy, 1 + i % 2, mesh, remat=remat)
     for j, strategy in enumerate(layouts.STRATEGIES)
-    for i, (remat, mesh) in enumerate((
-        ("sqrt", (2, 2, 2)), ("dots", (1, 2, 4)), (NAMED, (2, 4, 1)), ("offload", (4, 2, 1)), ("sqrt", (1, 8, 1)),
-        (("attention.qkv", "mlp.out"), (1, 3, 1)),
-    ), start=j)
+    for i, (remat, mesh) in enumerate(
+        (
+            ("sqrt", (2, 2, 2)),
+            ("dots", (1, 2, 4)),
+            (NAMED, (2, 4, 1)),
+            ("offload", (4, 2, 1)),
+            ("sqrt", (1, 8, 1)),
+            (("attention.qkv", "mlp.out"), (1, 3, 1)),
+        ),
+        start=j,
+    )
 ] + [
     layouts.Case("gpt2", True, "zero3", 1, (2, 2, 2), remat="dots", prefetch=1),
     layouts.Case("llama", False, "ddp", 1, (2, 2, 1), remat=NAMED, prefetch=1, overlap=True),
     layouts.Case("llama", False, "ddp", 1, (2, 2, 1), remat="sqrt", overlap=True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", [*CASES, *levels(SLOW, slow=3)], ids=str)
@@ -146,8 +155,11 @@ def test_what_is_computed_again() -> None:
 def test_offloaded_inputs_are_in_host_memory_of_a_gpu() -> None:
     """Lowered for CUDA from here: one array goes to the host, and comes back."""
     text = traced("offload").traced.lower(lowering_platforms=("cuda",)).as_text()
-    places = [line.split('_xla_buffer_placement = "')[1].split('"')[0] for line in text.splitlines()
-              if "@annotate_device_placement" in line]  # fmt: skip
+    places = [
+        line.split('_xla_buffer_placement = "')[1].split('"')[0]
+        for line in text.splitlines()
+        if "@annotate_device_placement" in line
+    ]
     assert sorted(places) == ["device", "pinned_host"]
     assert "pinned_host" not in traced("full").traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -161,19 +173,32 @@ def test_a_cpu_has_nowhere_to_offload_to(caplog: pytest.LogCaptureFixture) -> No
     assert not [each for each in offload.kept() if each.kind == ON_HOST]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"remat": ("attention.ot",)}, r"memory.remat\[0\]: 'attention.ot' is not known; allowed: one of attention.qkv, "),
-    ({"remat": "attention.out"}, r"memory.remat: 'attention.out' is not known; .*; write \[attention.out\]"),
-    ({"remat": "sqrt", "prefetch": 1}, "memory.remat: 'sqrt' does not go with parallel.prefetch 1"),
-    ({"remat": "offload", "prefetch": 1}, "memory.remat: 'offload' does not go with parallel.prefetch 1"),
-    ({"remat": NAMED, "grad_sync": GradSync(deterministic=True)},
-     r"memory.remat: \[attention.out, mlp.hidden\] does not go with parallel.grad_sync.deterministic"),
-    ({"remat": "full", "grad_sync": GradSync(deterministic=True)},
-     "memory.remat: 'full' does not go with parallel.grad_sync.deterministic"),
-    ({"remat": "sqrt", "schedule": "zero_bubble", "microbatches": 2},
-     "memory.remat: 'sqrt' does not go with parallel.schedule zero_bubble"),
-    ({"remat": "offload", "schedule": "one_f_one_b", "microbatches": 2}, "without prefetch and offload"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"remat": ("attention.ot",)},
+            r"memory.remat\[0\]: 'attention.ot' is not known; allowed: one of attention.qkv, ",
+        ),
+        ({"remat": "attention.out"}, r"memory.remat: 'attention.out' is not known; .*; write \[attention.out\]"),
+        ({"remat": "sqrt", "prefetch": 1}, "memory.remat: 'sqrt' does not go with parallel.prefetch 1"),
+        ({"remat": "offload", "prefetch": 1}, "memory.remat: 'offload' does not go with parallel.prefetch 1"),
+        (
+            {"remat": NAMED, "grad_sync": GradSync(deterministic=True)},
+            r"memory.remat: \[attention.out, mlp.hidden\] does not go with parallel.grad_sync.deterministic",
+        ),
+        (
+            {"remat": "full", "grad_sync": GradSync(deterministic=True)},
+            "memory.remat: 'full' does not go with parallel.grad_sync.deterministic",
+        ),
+        (
+            {"remat": "sqrt", "schedule": "zero_bubble", "microbatches": 2},
+            "memory.remat: 'sqrt' does not go with parallel.schedule zero_bubble",
+        ),
+        ({"remat": "offload", "schedule": "one_f_one_b", "microbatches": 2}, "without prefetch and offload"),
+    ],
+    ids=str,
+)
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Traced(layers=4, mesh=abstract_mesh(pipe=2) if "schedule" in options else None, **options)
@@ -197,8 +222,9 @@ def test_segments_are_named_as_run_again() -> None:
     assert phases == {
         ("all_gather", "forward"): BLOCK * layers + 3,
         ("all_gather", "recompute"): BLOCK * (layers + count * (size - 1)),
-        ("reduce_scatter", "backward"): BLOCK * layers + 3, ("psum", "once a step"): 1,
-    }  # fmt: skip
+        ("reduce_scatter", "backward"): BLOCK * layers + 3,
+        ("psum", "once a step"): 1,
+    }
 
 
 def grown(remat: Any, layers: int) -> int:

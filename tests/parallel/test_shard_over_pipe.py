@@ -109,9 +109,16 @@ def check(case: Case) -> None:
         assert {0: all(split), SOME: any(split) and not all(split), NONE: not any(split)}[case.min_shard_bytes]
         state = place_params(test_layouts.initial(config, "fp64"), only_trained(tx, case.freeze), target)
         step = make_train_step(
-            model, tx, mesh, schedule=case.schedule, microbatches=MICROBATCHES, precision="fp64",
-            grad_sync=GradSync(case.algorithm), return_grads=True, **options,
-        )  # fmt: skip
+            model,
+            tx,
+            mesh,
+            schedule=case.schedule,
+            microbatches=MICROBATCHES,
+            precision="fp64",
+            grad_sync=GradSync(case.algorithm),
+            return_grads=True,
+            **options,
+        )
         all_grads, params = reference(config, case.freeze)
         for i, grads in enumerate(all_grads):
             batch = jax.device_put(test_layouts.make_batch(BATCH, i), NamedSharding(mesh, BATCH_SPEC))
@@ -129,19 +136,20 @@ EVERYDAY = [
 MESHES = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2)]
 OPTIONS = list(itertools.product(("gpt2", "llama"), (True, False), (0, SOME)))
 CROSSED = [
-    *(Case(name, mesh, *OPTIONS[(5 * i + 3 * j) % 8])
-      for i, name in enumerate(NAMES) for j, mesh in enumerate(MESHES)),
+    *(Case(name, mesh, *OPTIONS[(5 * i + 3 * j) % 8]) for i, name in enumerate(NAMES) for j, mesh in enumerate(MESHES)),
     *(Case(name, (1, 2, 1), "gpt2", i % 2 == 0, SOME * (i // 2), ("embed.*",)) for i, name in enumerate(NAMES)),
     *(Case(name, (1, 2, 2), "llama", i % 2 == 0, NONE) for i, name in enumerate(NAMES)),
     Case("zero1", (1, 2, 1), "gpt2", True, pipe=4, algorithm="ring"),
     Case("zero1", (2, 1, 1), "llama", False, pipe=4, schedule="gpipe"),
     Case(SOMEONES, (1, 2, 2), "gpt2", False, schedule="gpipe"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("case", [
-    *levels(EVERYDAY, everyday=2), *levels((case for case in CROSSED if case not in EVERYDAY), slow=4)
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [*levels(EVERYDAY, everyday=2), *levels((case for case in CROSSED if case not in EVERYDAY), slow=4)],
+    ids=str,
+)
 def test_spread_parameters_train_like_on_one_device(case: Case) -> None:
     check(case)
 
@@ -156,10 +164,15 @@ def test_crossed_cases_hold_every_value_of_every_option() -> None:
             assert all(len(set(values)) == 2 for values in zip(*own, strict=True)), name
 
 
-@pytest.mark.parametrize(("name", "sizes"), [
-    ("ddp", {"pipe": 4, "data": 2}), ("zero3", {"pipe": 2, "fsdp": 2, "tensor": 2}),
-    *(pytest.param(name, {"pipe": 4, "fsdp": 2}, marks=pytest.mark.slow) for name in NAMES),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("ddp", {"pipe": 4, "data": 2}),
+        ("zero3", {"pipe": 2, "fsdp": 2, "tensor": 2}),
+        *(pytest.param(name, {"pipe": 4, "fsdp": 2}, marks=pytest.mark.slow) for name in NAMES),
+    ],
+    ids=str,
+)
 def test_a_device_holds_a_stages_part(name: str, sizes: dict[str, int]) -> None:
     """Parameters and both moments of Adam of embedding and head, on every device: closed form, and all of it aliased
     by the next state."""
@@ -225,12 +238,21 @@ def test_a_program_without_stages_stays_as_it_is(strategy: str, monkeypatch: pyt
 
 
 def test_pipe_takes_a_dim_that_is_free_or_the_minor_part_of_one() -> None:
-    def place(shape: tuple[int, ...], *spec: Any, unit: str = "head", pipe: int = 2, small: int = 0,
-              strategy: str = "zero3", sync: GradSync = GradSync()) -> P:  # noqa: B008
+    def place(
+        shape: tuple[int, ...],
+        *spec: Any,
+        unit: str = "head",
+        pipe: int = 2,
+        small: int = 0,
+        strategy: str = "zero3",
+        sync: GradSync = GradSync(),  # noqa: B008
+    ) -> P:
         mesh = abstract_mesh(pipe=pipe, fsdp=4, tensor=2)
         options = StrategyOptions(POLICIES["fp32"], sync, min_shard_bytes=small)
-        shapes, specs = ({"embed": {}, "blocks": {}, "head": {}} | {unit: {"leaf": leaf}}
-                         for leaf in (jax.ShapeDtypeStruct(shape, jnp.float32), P(*spec)))  # fmt: skip
+        shapes, specs = (
+            {"embed": {}, "blocks": {}, "head": {}} | {unit: {"leaf": leaf}}
+            for leaf in (jax.ShapeDtypeStruct(shape, jnp.float32), P(*spec))
+        )
         return get_strategy(strategy, options).place(shapes, specs, mesh)[unit]["leaf"]
 
     assert place((8, 16), None, None) == P("fsdp", "pipe")
@@ -250,8 +272,15 @@ def test_pipe_takes_a_dim_that_is_free_or_the_minor_part_of_one() -> None:
 
 
 def explained(strategy: str, *overrides: str) -> Explanation:
-    always = ("mesh.pipe=2", "mesh.data=1", "mesh.tensor=1", "parallel.schedule=one_f_one_b",
-              "parallel.microbatches=4", f"parallel.strategy={strategy}", "parallel.min_shard_bytes=0")  # fmt: skip
+    always = (
+        "mesh.pipe=2",
+        "mesh.data=1",
+        "mesh.tensor=1",
+        "parallel.schedule=one_f_one_b",
+        "parallel.microbatches=4",
+        f"parallel.strategy={strategy}",
+        "parallel.min_shard_bytes=0",
+    )
     return explain(load_config(ROOT / "configs" / "quickstart.yaml", [*always, *overrides], planned=True))
 
 

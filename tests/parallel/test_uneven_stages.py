@@ -39,25 +39,44 @@ FIRST = Case("one_f_one_b", 2, "gpt2", True, "zero1", 2, (1, 2, 1), layers=3, st
 CASES = [
     Case("zero_bubble", 2, "llama", False, "zero3", 2, (1, 2, 1), layers=3, stages=(2, 1)),
     *(
-        Case(schedule, pipe, ("llama", "gpt2")[(i + j) % 2], (i + j) % 3 == 0, strategy, 4, mesh, layers=sum(stages),
-             stages=stages, remat=("none", "full")[j % 2])
+        Case(
+            schedule,
+            pipe,
+            ("llama", "gpt2")[(i + j) % 2],
+            (i + j) % 3 == 0,
+            strategy,
+            4,
+            mesh,
+            layers=sum(stages),
+            stages=stages,
+            remat=("none", "full")[j % 2],
+        )
         for i, schedule in enumerate(pipelines.SCHEDULES)
-        for j, (pipe, stages, strategy, mesh) in enumerate((
-            (2, (3, 1), "zero2", (1, 2, 2)), (4, (2, 1, 1, 1), "ddp", (2, 1, 1)), (3, (1, 3, 1), "zero3", (1, 2, 1)),
-            (2, (1, 2), "zero1", (2, 2, 1)), (2, (1, 4), "zero3", (1, 1, 2)),
-        ))
+        for j, (pipe, stages, strategy, mesh) in enumerate(
+            (
+                (2, (3, 1), "zero2", (1, 2, 2)),
+                (4, (2, 1, 1, 1), "ddp", (2, 1, 1)),
+                (3, (1, 3, 1), "zero3", (1, 2, 1)),
+                (2, (1, 2), "zero1", (2, 2, 1)),
+                (2, (1, 4), "zero3", (1, 1, 2)),
+            )
+        )
         if (j - i) % 5 < 2  # each layout and each schedule, not their product
     ),
-    *(Case(schedule, 2, "llama", True, "zero3", 4, (1, 2, 1), layers=3, stages=(1, 2), pipeline_cond=False)
-      for schedule in ("one_f_one_b", "zero_bubble")),
+    *(
+        Case(schedule, 2, "llama", True, "zero3", 4, (1, 2, 1), layers=3, stages=(1, 2), pipeline_cond=False)
+        for schedule in ("one_f_one_b", "zero_bubble")
+    ),
     Case("one_f_one_b", 2, "gpt2", True, "zero3", 4, (1, 2, 1), layers=9, stages=(5, 4), remat="sqrt"),
     Case("gpipe", 2, "llama", False, "ddp", 2, (1, 1, 2), layers=4, stages=(1, 3), remat="sqrt", pipeline_cond=False),
-    *(Case(schedule, 4, "gpt2", True, "ddp", 4, (1, 1, 2), layers=5, stages=(1, 2, 1, 1), dropout=0.2, remat=remat)
-      for schedule, remat in zip(pipelines.SCHEDULES, ("none", "full") * 2, strict=True)),
+    *(
+        Case(schedule, 4, "gpt2", True, "ddp", 4, (1, 1, 2), layers=5, stages=(1, 2, 1, 1), dropout=0.2, remat=remat)
+        for schedule, remat in zip(pipelines.SCHEDULES, ("none", "full") * 2, strict=True)
+    ),
     Case("interleaved", 2, "gpt2", True, "zero2", 4, (1, 2, 1), layers=5, chunks=2, stages=(1, 2, 1, 1), dropout=0.2),
     Case("interleaved", 2, "llama", False, "ddp", 4, (1, 1, 2), layers=6, chunks=2, stages=(1, 3, 1, 1), remat="full"),
     Case("interleaved", 1, "gpt2", True, "ddp", 4, (1, 2, 1), layers=3, chunks=2, stages=(1, 2)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", levels(CASES, slow=3), ids=str)  # everyday: the first, below
@@ -150,6 +169,7 @@ def test_rows_without_a_block_are_passed_over(choose: Callable[..., Any]) -> Non
         run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 5))
         got = jax.device_get(run(weights_SL, layers_SL, h_S, dh_S))
         for stage, held in enumerate(layers_SL > 0):
+
             def plain(w: jax.Array, h: jax.Array, layers: Any = layers_SL[stage][held]) -> jax.Array:
                 for each, layer in zip(w, layers, strict=True):
                     h = block({"w": each}, h, layer, None)
@@ -187,8 +207,9 @@ def test_equal_stages_are_as_without() -> None:
 
 
 def test_parameters_are_counted_without_rows_that_hold_none() -> None:
-    plain, uneven = (pipelines.model_of(FIRST._replace(stages=stages, pipe=pipe), "fp32")
-                     for stages, pipe in (((), 1), ((1, 2), 2)))  # fmt: skip
+    plain, uneven = (
+        pipelines.model_of(FIRST._replace(stages=stages, pipe=pipe), "fp32") for stages, pipe in (((), 1), ((1, 2), 2))
+    )
     held = sum(leaf.size for leaf in jax.tree.leaves(plain.shapes))
     assert plain.parameters == uneven.parameters == held
     assert (plain.empty_rows, uneven.empty_rows) == (0, 1)
@@ -207,8 +228,11 @@ def test_what_optimizers_do_to_zeros(name: str) -> None:
     shapes = {"mlp": {"kernel": (3, 4, 6), "bias": (3, 6)}}
 
     def tree() -> Any:
-        blocks = jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), shapes,
-                              is_leaf=lambda node: isinstance(node, tuple))  # fmt: skip
+        blocks = jax.tree.map(
+            lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+            shapes,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
         head = {"kernel": jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)}
         return {"embed": {}, "blocks": blocks, "head": head}
 
@@ -233,12 +257,15 @@ def test_what_optimizers_do_to_zeros(name: str) -> None:
     assert same == (name != "adafactor")
 
 
-@pytest.mark.parametrize(("blocks", "message"), [
-    ((1, 1), r"parallel.stages: \[1, 1\] has 2 sizes, 2 blocks in all; allowed: 2 sizes .*, 3 in all .*\[2,1\]"),
-    ((1, 1, 1), r"parallel.stages: \[1, 1, 1\] has 3 sizes.*allowed: 2 sizes \(mesh.pipe 2\)"),
-    ((3, 0), r"parallel.stages: \[3, 0\] .* 1 and more"),
-    ((), r"mesh.pipe: 2 does not divide model.layers 3; .*; or parallel.stages=\[2,1\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((1, 1), r"parallel.stages: \[1, 1\] has 2 sizes, 2 blocks in all; allowed: 2 sizes .*, 3 in all .*\[2,1\]"),
+        ((1, 1, 1), r"parallel.stages: \[1, 1, 1\] has 3 sizes.*allowed: 2 sizes \(mesh.pipe 2\)"),
+        ((3, 0), r"parallel.stages: \[3, 0\] .* 1 and more"),
+        ((), r"mesh.pipe: 2 does not divide model.layers 3; .*; or parallel.stages=\[2,1\]"),
+    ],
+)
 def test_sizes_that_do_not_fit_are_named(blocks: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         pipelines.model_of(FIRST._replace(stages=blocks), "fp32")

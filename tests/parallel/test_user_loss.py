@@ -68,8 +68,10 @@ def every_pair() -> list[Any]:
     marks = {0: [], 1: pytest.mark.exhaustive, 2: pytest.mark.exhaustive}
     return [
         pytest.param(strategy, sizes, *work, marks=marks[(i + j + k) % 3] or ([pytest.mark.slow] if i % 2 else []))
-        for i, strategy in enumerate(STRATEGIES) for j, sizes in enumerate(SIZES) for k, work in enumerate(WORK)
-    ]  # fmt: skip
+        for i, strategy in enumerate(STRATEGIES)
+        for j, sizes in enumerate(SIZES)
+        for k, work in enumerate(WORK)
+    ]
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "microbatches", "algorithm"), every_pair(), ids=str)
@@ -77,7 +79,11 @@ def test_foreign_loss_equals_one_device(strategy: str, sizes: Any, microbatches:
     with jax.enable_x64(True):
         want = train(rnn_loss, make_params())
         got = train(
-            rnn_loss, make_params(), sizes=sizes, strategy=strategy, microbatches=microbatches,
+            rnn_loss,
+            make_params(),
+            sizes=sizes,
+            strategy=strategy,
+            microbatches=microbatches,
             grad_sync=GradSync(algorithm),
         )
         np.testing.assert_allclose(got[0], want[0], rtol=1e-12)
@@ -167,15 +173,19 @@ def test_rules_say_where_parameters_rest() -> None:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jax.device_get(state.params), want)
 
 
-@pytest.mark.parametrize(("rules", "message"), [
-    ([("w", P("data"))], "rules: 'w': .*allowed: one dim over fsdp"),
-    ([("*", P()), ("w", P("fsdp"))], "rules: 'w' is reached by no parameter"),
-    ([("w", P(None, "fsdp"))], "w: dim 1 of .* not divisible by fsdp=4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("w", P("data"))], "rules: 'w': .*allowed: one dim over fsdp"),
+        ([("*", P()), ("w", P("fsdp"))], "rules: 'w' is reached by no parameter"),
+        ([("w", P(None, "fsdp"))], "w: dim 1 of .* not divisible by fsdp=4"),
+    ],
+)
 def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        init_state({"w": jnp.ones((8, 6)), "b": jnp.ones(8)}, optax.sgd(0.1), make_mesh(fsdp=4), strategy="zero3",
-                   rules=rules)  # fmt: skip
+        init_state(
+            {"w": jnp.ones((8, 6)), "b": jnp.ones(8)}, optax.sgd(0.1), make_mesh(fsdp=4), strategy="zero3", rules=rules
+        )
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

@@ -62,8 +62,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(UserError, match="cuDNN's, and nor-this not installed; .*model.attention=xla"):
         ahead_of_time.check_toolkit(config, "cudnn")
     library = tmp_path / "xla_cuda_plugin.so"
-    library.write_bytes(b'\0gpu_device_info {\n device_description_str: "A"\n}\0more\0gpu_device_info {\n b: 1\n'
-                        b'}\ndevice_description_str: "NVIDIA B200"\n\0rest')  # fmt: skip
+    library.write_bytes(
+        b'\0gpu_device_info {\n device_description_str: "A"\n}\0more\0gpu_device_info {\n b: 1\n'
+        b'}\ndevice_description_str: "NVIDIA B200"\n\0rest'
+    )
     assert ahead_of_time.target_config(get_gpu("b200"), library) == (
         'gpu_device_info {\n b: 1\n}\ndevice_description_str: "NVIDIA B200"\n'
     )

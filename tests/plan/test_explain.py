@@ -64,16 +64,26 @@ def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
 
 def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "explain.py"), "--config", "configs/llama_8b_fsdp.yaml"]
-    done = subprocess.run([*command, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--parameters",
-                           "--activations"], cwd=ROOT, capture_output=True, text=True, timeout=60)  # fmt: skip
+    done = subprocess.run(
+        [*command, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--parameters", "--activations"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     assert set(found["collectives"][0]) >= {
-        "op", "axes", "group_size", "dtype", "bytes_per_call", "calls", "wire_bytes", "source",
-    }  # fmt: skip
-    assert {each["op"] for each in found["collectives"]} == {
-        "psum", "all_gather", "reduce_scatter", "all_to_all",
-    }  # fmt: skip
+        "op",
+        "axes",
+        "group_size",
+        "dtype",
+        "bytes_per_call",
+        "calls",
+        "wire_bytes",
+        "source",
+    }
+    assert {each["op"] for each in found["collectives"]} == {"psum", "all_gather", "reduce_scatter", "all_to_all"}
     assert found["mesh"]["data"] * found["mesh"]["fsdp"] == 1024
     assert sum(each["bytes_per_device"] for each in found["parameters"]) == found["memory"]["parameters"]
     kept = [each for each in found["activations"] if each["kind"] == "activations"]
@@ -100,12 +110,18 @@ def test_readme_shows_what_is_printed() -> None:
     assert [lines.sub("", text) for text in done.stdout.splitlines()] == [lines.sub("", text) for text in shown[1:]]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["mesh.data=-1"], "mesh.data: -1, but nothing says how many devices"),
-    (["mesh.dta=2"], "mesh.dta: unknown key"),
-    (["--budget", "nowhere.json"], "--budget nowhere.json: not a budget"),
-    (["--timeline", "nowhere.png"], "parallel.schedule: 'accumulate' is no pipeline and has no timeline; these have"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mesh.data=-1"], "mesh.data: -1, but nothing says how many devices"),
+        (["mesh.dta=2"], "mesh.dta: unknown key"),
+        (["--budget", "nowhere.json"], "--budget nowhere.json: not a budget"),
+        (
+            ["--timeline", "nowhere.png"],
+            "parallel.schedule: 'accumulate' is no pipeline and has no timeline; these have",
+        ),
+    ],
+)
 def test_explain_refuses_in_one_line(arguments: list[str], message: str) -> None:
     command = [sys.executable, "scripts/explain.py", "--config", "configs/quickstart.yaml", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -113,8 +129,10 @@ def test_explain_refuses_in_one_line(arguments: list[str], message: str) -> None
 
 
 def test_memory_of_a_step_is_that_of_the_strategy() -> None:
-    config = load_config(ROOT / "configs" / "quickstart.yaml", ["mesh.tensor=1", "mesh.data=1", "mesh.fsdp=4"],
-                         planned=True)  # fmt: skip
+    config = load_config(
+        ROOT / "configs" / "quickstart.yaml", ["mesh.tensor=1", "mesh.data=1", "mesh.fsdp=4"], planned=True
+    )
+
     def memory(strategy: str) -> dict[str, int]:
         parallel = replace(config.parallel, strategy=strategy, min_shard_bytes=0)
         return to_json(explain(replace(config, parallel=parallel)))["memory"]
@@ -168,17 +186,25 @@ def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
     """And the last one its output, in fp32: in bf16 the head keeps a wide one. The embedding nothing. To the byte,
     whatever the number of blocks."""
     for layers, precision, size in ((3, "fp32", 4), (5, "fp32", 4), (3, "bf16", 2)):
-        found = kept(f"parallel.strategy={strategy}", f"model.layers={layers}", f"precision={precision}",
-                     "memory.remat=full", head=False)  # fmt: skip
+        found = kept(
+            f"parallel.strategy={strategy}",
+            f"model.layers={layers}",
+            f"precision={precision}",
+            "memory.remat=full",
+            head=False,
+        )
         assert found == {"activations": (layers + (precision == "fp32")) * INPUT * size}
 
 
-@pytest.mark.parametrize(("option", "want"), [
-    ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
-    ("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}),
-    ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
-    ("optimizer.freeze=[embed.*,blocks.*]", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "want"),
+    [
+        ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
+        ("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}),
+        ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
+        ("optimizer.freeze=[embed.*,blocks.*]", {}),
+    ],
+)
 def test_with_full_remat_inputs_are_those_of_a_microbatch(option: str, want: dict[str, int]) -> None:
     assert kept("memory.remat=full", option, head=False) == want
 
@@ -210,9 +236,15 @@ def test_copies_of_parameters_are_told_apart() -> None:
     assert held["copies of parameters"] == whole  # gathered once a microbatch
     shards = [each for each in everything_kept() if each.kind == "copies of parameters"]  # zero3 gathers again
     assert {each.what.removeprefix("blocks.") for each in shards} == {
-        "norm1.scale", "attention.qkv.linear.kernel", "attention.out.kernel", "norm2.scale", "mlp.up.kernel",
-        "mlp.down.kernel", "head", "head.projection.table",  # the head's from its forward pass to its backward pass
-    }  # fmt: skip
+        "norm1.scale",
+        "attention.qkv.linear.kernel",
+        "attention.out.kernel",
+        "norm2.scale",
+        "mlp.up.kernel",
+        "mlp.down.kernel",
+        "head",
+        "head.projection.table",  # the head's from its forward pass to its backward pass
+    }
 
 
 def kept_of_loss(loss: Any, *, remat: str = "none") -> list[Kept]:
@@ -253,8 +285,9 @@ def test_a_carry_comes_from_all_that_goes_into_it() -> None:
 
     found = kept_of_loss(loss)  # the first carry is a constant
     assert {(each.kind, each.what, each.shape) for each in found} == {
-        ("activations", "carry of a loop", (8, 16)), ("activations", "the loss", (8, 16)),
-    }  # fmt: skip
+        ("activations", "carry of a loop", (8, 16)),
+        ("activations", "the loss", (8, 16)),
+    }
 
 
 @pytest.mark.slow
@@ -281,16 +314,23 @@ def compiled(op: str, **fields: Any) -> Compiled:
 
 def test_the_ledger_beside_what_is_compiled() -> None:
     planned = Ledger((collective("psum"), collective("all_gather", calls=1), collective("reduce_scatter")), {"data": 8})
-    found = compare(planned, [
-        compiled("psum", calls=1, elements_per_call=120),  # merged: as much is sent
-        compiled("all_gather"),  # back into the loop
-        compiled("reduce_scatter", group_size=4),
-        compiled("psum", added=True), compiled("all_gather", group_size=1, elements_per_call=7),
-        compiled("ppermute"),
-    ])  # fmt: skip
+    found = compare(
+        planned,
+        [
+            compiled("psum", calls=1, elements_per_call=120),  # merged: as much is sent
+            compiled("all_gather"),  # back into the loop
+            compiled("reduce_scatter", group_size=4),
+            compiled("psum", added=True),
+            compiled("all_gather", group_size=1, elements_per_call=7),
+            compiled("ppermute"),
+        ],
+    )
     assert {op: each.agrees for op, each in found.items()} == {
-        "psum": True, "all_gather": False, "reduce_scatter": False, "ppermute": False,
-    }  # fmt: skip
+        "psum": True,
+        "all_gather": False,
+        "reduce_scatter": False,
+        "ppermute": False,
+    }
     assert found["psum"][:2] == pytest.approx((210, 210)) and found["psum"][2:] == (3, 1)  # 2 * 7/8 * 120
     assert found["all_gather"] == (7 * 40, 7 * 120, 1, 3)
     assert found["reduce_scatter"] == (7 / 8 * 120, 3 / 4 * 120, 3, 3)
@@ -304,8 +344,10 @@ def test_a_compiled_bf16_program_sends_as_many_elements() -> None:
     """XLA:CPU widens bf16, so that bytes would not agree."""
     config = configured(*LLAMA, "parallel.strategy=zero2", "precision=bf16", "model.layers=2")
     found = explain(config, compiled=True)
-    by_kind = {f"{kind}, kept for backward": sum(each.bytes_per_device for each in found.activations
-                                                 if each.kind == kind) for kind in KINDS}  # fmt: skip
+    by_kind = {
+        f"{kind}, kept for backward": sum(each.bytes_per_device for each in found.activations if each.kind == kind)
+        for kind in KINDS
+    }
     assert all(by_kind.values()) and by_kind.items() <= found.memory.items()
     report, text = to_json(found)["compiled"], to_text(found)
     assert set(report) == {"psum", "all_gather", "reduce_scatter"} and all(each["agrees"] for each in report.values())
@@ -330,5 +372,6 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
     found = compiled_collectives(text)
     assert [(each.op, each.elements_per_call, each.bytes_per_call) for each in found] == [
-        ("all_gather", 8, 32), ("psum", 8, 32),
-    ]  # fmt: skip
+        ("all_gather", 8, 32),
+        ("psum", 8, 32),
+    ]

@@ -39,8 +39,11 @@ def model(style: str = "llama", *, tied: bool = False, layers: int = LAYERS) -> 
 
 def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
     grid = (rows, LENGTH)
-    return {"inputs": jax.ShapeDtypeStruct(grid, np.int32), "targets": jax.ShapeDtypeStruct(grid, np.int32),
-            "weights": jax.ShapeDtypeStruct(grid, np.float32)}  # fmt: skip
+    return {
+        "inputs": jax.ShapeDtypeStruct(grid, np.int32),
+        "targets": jax.ShapeDtypeStruct(grid, np.int32),
+        "weights": jax.ShapeDtypeStruct(grid, np.float32),
+    }
 
 
 def ledger_of(definition: Any, strategy: str, **options: Any) -> Any:
@@ -59,9 +62,10 @@ def unit_bytes(definition: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("n", "microbatches"), [
-    (16, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 1), (2, 3), (2, 1)))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "microbatches"),
+    [(16, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 1), (2, 3), (2, 1)))],
+)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: int, tied: bool) -> None:
     definition = model(tied=tied)  # Llama: a GPT-2 block ends with a bias, which its backward pass does not read
@@ -73,16 +77,15 @@ def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: in
     want = {
         "ddp": {"psum": 2 * share * whole + loss},
         "zero1": {"all_gather": share * whole, "reduce_scatter": share * whole, "psum": loss},
-        "zero2": {
-            "all_gather": share * whole, "reduce_scatter": microbatches * share * (whole + again), "psum": loss,
-        },
+        "zero2": {"all_gather": share * whole, "reduce_scatter": microbatches * share * (whole + again), "psum": loss},
         # Blocks forward and, for the backward pass, again. A look-up's backward does not read the table; the head's is
         # the next thing after its forward pass.
         "zero3": {
             "all_gather": microbatches * share * (whole + units["blocks"] + again),
-            "reduce_scatter": microbatches * share * (whole + again), "psum": loss,
+            "reduce_scatter": microbatches * share * (whole + again),
+            "psum": loss,
         },
-    }[strategy]  # fmt: skip
+    }[strategy]
     assert found == pytest.approx(want, rel=1e-12)
 
 
@@ -149,14 +152,20 @@ def test_tensor_parallelism_sums_activations(t: int, remat: str, of_a_block: int
 NEW_COMPILER = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10's XLA merges several gathers here")
 
 
-@pytest.mark.parametrize(("strategy", "options"), [
-    *levels(((name, {}) for name in NAMES), everyday=2),
-    # The compiler must not move gathers out of the loop over microbatches, and merge none of those ahead.
-    ("zero3", {"microbatches": 2}), ("zero3", {"prefetch": 1, "remat": "full"}),
-    *(pytest.param("zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=NEW_COMPILER)
-      for prefetch, remat in ((0, "full"), (1, "none"))),
-    ("ddp", {"prefetch": 1, "grad_sync": jaxdist.GradSync(bucket_mb=1e-3)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        *levels(((name, {}) for name in NAMES), everyday=2),
+        # The compiler must not move gathers out of the loop over microbatches, and merge none of those ahead.
+        ("zero3", {"microbatches": 2}),
+        ("zero3", {"prefetch": 1, "remat": "full"}),
+        *(
+            pytest.param("zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=NEW_COMPILER)
+            for prefetch, remat in ((0, "full"), (1, "none"))
+        ),
+        ("ddp", {"prefetch": 1, "grad_sync": jaxdist.GradSync(bucket_mb=1e-3)}),
+    ],
+)
 def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> None:
     options = dict(options)
     style = options.pop("style", "llama")
@@ -164,8 +173,10 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
     state = state_target(definition, tx, mesh, strategy=strategy)
     step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
-    data = {name: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-            for name, leaf in batch().items()}  # fmt: skip
+    data = {
+        name: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+        for name, leaf in batch().items()
+    }
     compiled = compiled_collectives(step.lower(state, data).compile().as_text())
     planned, found = ledger(step, state, data), dict[str, float]()
     for each in compiled:
@@ -184,8 +195,10 @@ def test_what_the_compiler_adds_is_told_apart() -> None:
     mesh, tx, definition = make_mesh(fsdp=4), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), model()
     state = state_target(definition, tx, mesh, strategy="zero3")
     step = make_train_step(definition, tx, mesh, strategy="zero3")
-    data = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-            for name, leaf in batch().items()}  # fmt: skip
+    data = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+        for name, leaf in batch().items()
+    }
     added = [each for each in compiled_collectives(step.lower(state, data).compile().as_text()) if each.added]
     assert added and {each.op for each in added} == {"psum"} and sum(each.wire_bytes for each in added) < 1000
 
@@ -201,8 +214,11 @@ def test_lines_say_where_and_what_for() -> None:
     assert by_purpose["gradients", "once a step"].axes == ("data",)
     # 64 devices, 8 on a host: tensor pairs are neighbours, an fsdp group of 8 spreads over two hosts.
     assert {each.axes: each.link for each in found.collectives} == {
-        ("tensor",): INSIDE, ("fsdp",): BETWEEN, ("data",): BETWEEN, ("data", "fsdp"): BETWEEN,
-    }  # fmt: skip
+        ("tensor",): INSIDE,
+        ("fsdp",): BETWEEN,
+        ("data",): BETWEEN,
+        ("data", "fsdp"): BETWEEN,
+    }
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
@@ -264,10 +280,16 @@ def test_a_strategy_of_somebody_elses_is_one_file() -> None:
 # tensor splits it. Norms are smaller than `SMALL` for one block: they rest whole.
 V, D, H, K, F, L, SMALL = 512, 128, 4, 32, 384, 3, 1024
 PARAMETERS: dict[str, tuple[tuple[int, ...], bool]] = {
-    "table": ((V, D), True), "projection": ((V, D), True), "norm": ((D,), False), "norm1": ((L, D), False),
-    "norm2": ((L, D), False), "qkv": ((L, D, H, 3, K), True), "out": ((L, D, D), True), "up": ((L, D, 2, F), True),
+    "table": ((V, D), True),
+    "projection": ((V, D), True),
+    "norm": ((D,), False),
+    "norm1": ((L, D), False),
+    "norm2": ((L, D), False),
+    "qkv": ((L, D, H, 3, K), True),
+    "out": ((L, D, D), True),
+    "up": ((L, D, 2, F), True),
     "down": ((L, F, D), True),
-}  # fmt: skip
+}
 KERNELS = ("qkv", "out", "up", "down")  # what Muon takes
 # Beside what mirrors parameters: two int32, of the optimizer and its schedule; Muon has a pair for its Adam as well,
 # and three coefficients. sgd counts for the schedule only.
@@ -291,9 +313,9 @@ def optimizer_bytes(optimizer: str, name: str, shard: int) -> int:
 
 @pytest.mark.parametrize("optimizer", COUNTS)
 @pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize("sizes", [
-    {"data": 8}, {"fsdp": 8}, {"tensor": 4}, {"data": 2, "fsdp": 4, "tensor": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes", [{"data": 8}, {"fsdp": 8}, {"tensor": 4}, {"data": 2, "fsdp": 4, "tensor": 2}], ids=str
+)
 def test_state_bytes_are_closed_forms(strategy: str, sizes: dict[str, int], optimizer: str) -> None:
     options = OptimizerConfig("sgd" if optimizer == "momentum" else optimizer, momentum=float(optimizer != "sgd") / 2)
     mesh, tx = abstract_mesh(**sizes), make_optimizer(options, steps=10)

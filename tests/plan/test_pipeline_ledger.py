@@ -44,16 +44,27 @@ def model(*, tied: bool = False, layers: int = LAYERS) -> Any:
 
 def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
     grid = (rows, LENGTH)
-    return {"inputs": jax.ShapeDtypeStruct(grid, np.int32), "targets": jax.ShapeDtypeStruct(grid, np.int32),
-            "weights": jax.ShapeDtypeStruct(grid, np.float32)}  # fmt: skip
+    return {
+        "inputs": jax.ShapeDtypeStruct(grid, np.int32),
+        "targets": jax.ShapeDtypeStruct(grid, np.int32),
+        "weights": jax.ShapeDtypeStruct(grid, np.float32),
+    }
 
 
-def ledger_of(schedule: str, *, strategy: str = "ddp", tied: bool = False, microbatches: int, precision: str = "fp32",
-              **sizes: int) -> Ledger:  # fmt: skip
+def ledger_of(
+    schedule: str,
+    *,
+    strategy: str = "ddp",
+    tied: bool = False,
+    microbatches: int,
+    precision: str = "fp32",
+    **sizes: int,
+) -> Ledger:
     """On a mesh of these sizes, without devices."""
     mesh, tx, definition = abstract_mesh(**sizes), optax.adamw(1e-3), model(tied=tied)
-    step = make_train_step(definition, tx, mesh, strategy=strategy, schedule=schedule, microbatches=microbatches,
-                           precision=precision)  # fmt: skip
+    step = make_train_step(
+        definition, tx, mesh, strategy=strategy, schedule=schedule, microbatches=microbatches, precision=precision
+    )
     return ledger(step, state_target(definition, tx, mesh, strategy=strategy), batch())
 
 
@@ -67,10 +78,18 @@ def unit_bytes(definition: Any, *names: str) -> int:
     return sum(4 * math.prod(leaf.shape) for name in names for leaf in jax.tree.leaves(definition.shapes[name]))
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches", "tied"), levels(
-    ((name, *sizes, tied) for name in NAMES for sizes in ((2, 1), (2, 6), (4, 2), (4, 8)) for tied in (False, True)),
-    everyday=5,
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "tied"),
+    levels(
+        (
+            (name, *sizes, tied)
+            for name in NAMES
+            for sizes in ((2, 1), (2, 6), (4, 2), (4, 8))
+            for tied in (False, True)
+        ),
+        everyday=5,
+    ),
+)
 def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:
     """But for the last stage, which sends nothing on, and the first, which sends nothing back. And once a step
     embedding and head are gathered from the stages and their gradients scattered, and the loss is summed; nothing else.
@@ -88,10 +107,15 @@ def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, mi
         assert each.used == microbatches
         assert each.source.startswith("jaxdist/parallel/pipeline/run.py:") and pytorch_term(each) == "point to point"
     others, spread = (stages - 1) / stages, unit_bytes(model(tied=tied), "embed", "head")
-    assert found.total("op") == pytest.approx({
-        "ppermute": (1 if stages == 2 else 2) * ticks * h, "all_gather": others * spread,
-        "reduce_scatter": others * spread, "psum": 2 * others * LOSS,
-    }, rel=1e-12)  # fmt: skip
+    assert found.total("op") == pytest.approx(
+        {
+            "ppermute": (1 if stages == 2 else 2) * ticks * h,
+            "all_gather": others * spread,
+            "reduce_scatter": others * spread,
+            "psum": 2 * others * LOSS,
+        },
+        rel=1e-12,
+    )
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -103,8 +127,11 @@ def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> 
     assert [each.calls for each in sends] == [table(schedule, 2, 3).length] * 2
     # 32 devices, 8 on a host: 16 on a stage.
     assert {each.axes: each.link for each in found.collectives if len(each.axes) == 1} == {
-        ("pipe",): BETWEEN, ("data",): BETWEEN, ("fsdp",): INSIDE, ("tensor",): INSIDE,
-    }  # fmt: skip
+        ("pipe",): BETWEEN,
+        ("data",): BETWEEN,
+        ("fsdp",): INSIDE,
+        ("tensor",): INSIDE,
+    }
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -117,15 +144,21 @@ def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
     ticks = table(schedule, 2, 4).length
     assert all(each.at_most % ticks == 0 for each in found.collectives if each.phase != "once a step")
     purposes = {(each.phase, each.purpose) for each in found.collectives}
-    assert {("forward", "activations of embed"), ("recompute", "activations of embed"),
-            ("forward", "activations of blocks.mlp"), ("forward", "blocks.mlp.up.kernel"),
-            ("recompute", "blocks.mlp.up.kernel"), ("backward", "gradient of blocks.mlp.up.kernel"),
-            ("backward", "gradients of activations of blocks.mlp")} <= purposes  # fmt: skip
+    assert {
+        ("forward", "activations of embed"),
+        ("recompute", "activations of embed"),
+        ("forward", "activations of blocks.mlp"),
+        ("forward", "blocks.mlp.up.kernel"),
+        ("recompute", "blocks.mlp.up.kernel"),
+        ("backward", "gradient of blocks.mlp.up.kernel"),
+        ("backward", "gradients of activations of blocks.mlp"),
+    } <= purposes
     assert not any("pipeline" in each.purpose for each in found.collectives)
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches", "chunks"),
-                         [(name, 4, 6, 1) for name in NAMES] + [("interleaved", 2, 4, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "chunks"), [(name, 4, 6, 1) for name in NAMES] + [("interleaved", 2, 4, 2)]
+)
 def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
     schedule: str, stages: int, microbatches: int, chunks: int
 ) -> None:
@@ -168,8 +201,10 @@ def test_what_depends_on_data_counts_as_the_branch_that_sends_most() -> None:
 def test_the_compiled_program_sends_as_much(schedule: str) -> None:
     mesh, tx, definition = make_mesh(pipe=4, data=2), optax.sgd(1e-3), model()
     step = make_train_step(definition, tx, mesh, schedule=schedule, microbatches=4)
-    data = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-            for name, leaf in batch().items()}  # fmt: skip
+    data = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+        for name, leaf in batch().items()
+    }
     state = state_target(definition, tx, mesh)
     compiled = compiled_collectives(step.lower(state, data).compile().as_text())
     found = compare(ledger(step, state, data), compiled)
@@ -200,8 +235,14 @@ def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert (ticks.stages, ticks.microbatches, ticks.chunks, ticks.length) == (4, 8, 1, 14)
     text = show(config, ticks, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
-    for part in ("one_f_one_b: 4 stages, 8 microbatches\n14 ticks", "bubble 27.3 %", "stage 3  F ", "one a tick",
-                 "up to 7 microbatches, the first 7, the last 1", "once forward and once back: 8 of the"):  # fmt: skip
+    for part in (
+        "one_f_one_b: 4 stages, 8 microbatches\n14 ticks",
+        "bubble 27.3 %",
+        "stage 3  F ",
+        "one a tick",
+        "up to 7 microbatches, the first 7, the last 1",
+        "once forward and once back: 8 of the",
+    ):
         assert part in text
     large = replace(config, mesh=replace(config.mesh, pipe=512))  # no device is needed
     assert ticks_of(large).length == 8 + 2 * 512 - 2 and "stage 3" not in described(ticks_of(large), name="a")
@@ -218,8 +259,13 @@ def test_a_microbatch_goes_round_once_a_chunk() -> None:
 
 def test_chunks_and_split_backward_passes_are_described() -> None:
     text = described(MODULES["interleaved"].table(4, 8, 2), name="interleaved")
-    for part in ("8 microbatches, 2 chunks a stage", "F in 16 of them and B in 16", "bubble 15.8 %, if all stages are",
-                 "up to 11 chunks of microbatches", "2 times forward and 2 times back: 16 of the 26"):  # fmt: skip
+    for part in (
+        "8 microbatches, 2 chunks a stage",
+        "F in 16 of them and B in 16",
+        "bubble 15.8 %, if all stages are",
+        "up to 11 chunks of microbatches",
+        "2 times forward and 2 times back: 16 of the 26",
+    ):
         assert part in text
     text = described(MODULES["zero_bubble"].table(4, 8), name="zero_bubble")
     assert "bubble 11.1 %" in text and "F, B and W cost the same" in text and "what up to 6 B leave for W" in text
@@ -240,11 +286,17 @@ def test_uneven_stages_are_described(tmp_path: Path) -> None:
     assert "if all stages are equally fast" in show(equal, ticks_of(equal), tmp_path / "b.svg")
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["mesh.pipe=1"], "parallel.schedule: 'accumulate' is no pipeline.*: gpipe, interleaved, one_f_one_b, zero_bubble"),
-    (["mesh.pipe=1", "parallel.schedule=gpipe"], "mesh.pipe: 1 is one stage"),
-    (["mesh.pipe=1", "parallel.schedule=jaxdist.parallel.schedules.accumulate.accumulate"], "is no pipeline"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["mesh.pipe=1"],
+            "parallel.schedule: 'accumulate' is no pipeline.*: gpipe, interleaved, one_f_one_b, zero_bubble",
+        ),
+        (["mesh.pipe=1", "parallel.schedule=gpipe"], "mesh.pipe: 1 is one stage"),
+        (["mesh.pipe=1", "parallel.schedule=jaxdist.parallel.schedules.accumulate.accumulate"], "is no pipeline"),
+    ],
+)
 def test_what_has_no_timeline_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         ticks_of(configured(*overrides))

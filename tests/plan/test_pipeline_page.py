@@ -63,8 +63,10 @@ def test_the_page_has_the_figures_of_the_tables() -> None:
             ticks = table_of(name)(stages, microbatches, chunks)
             line = simulate(ticks)
             kept, sends = line.most_live[0] / chunks, 2 * ticks.length
-            want.append(f"| {stages} | {microbatches} | `{name}` | {chunks} | {ticks.length} | {line.total:g} |"
-                        f" {100 * line.bubble:.1f} % | {kept:g} | {sends} |")  # fmt: skip
+            want.append(
+                f"| {stages} | {microbatches} | `{name}` | {chunks} | {ticks.length} | {line.total:g} |"
+                f" {100 * line.bubble:.1f} % | {kept:g} | {sends} |"
+            )
             assert line.most_live[0] == line.most_live.max()
     shown = PAGE[PAGE.index("| S | M | schedule |") :].split("\n\n")[0].splitlines()
     assert shown[2:] == want, "\n".join(want)

@@ -40,8 +40,11 @@ def fake_cost(config: Config) -> Cost:
     """Full remat halves temporary out_of_memory, microbatches double it, host memory takes the moments."""
     temporary = 100 // (2 if config.memory.remat == "full" else 1) * config.parallel.microbatches
     host = 600 * config.memory.offload.optimizer
-    return Cost(Footprint(900 - host, 900 - host, 900 - host, temporary, host),
-                flops=100.0 + 33 * (config.memory.remat == "full"), wire_bytes=NOW.wire_bytes)  # fmt: skip
+    return Cost(
+        Footprint(900 - host, 900 - host, 900 - host, temporary, host),
+        flops=100.0 + 33 * (config.memory.remat == "full"),
+        wire_bytes=NOW.wire_bytes,
+    )
 
 
 @pytest.fixture
@@ -106,9 +109,19 @@ def test_what_is_offered() -> None:
 @pytest.mark.usefixtures("faked")
 def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured("data.global_batch=2")
-    arguments = {"timeline": None, "compile": False, "devices_per_host": 8, "rows": 1, "parameters": False,
-                 "activations": False, "remedies": True, "json": tmp_path / "out.json", "plot": None,
-                 "write_budget": None, "budget": None}  # fmt: skip
+    arguments = {
+        "timeline": None,
+        "compile": False,
+        "devices_per_host": 8,
+        "rows": 1,
+        "parameters": False,
+        "activations": False,
+        "remedies": True,
+        "json": tmp_path / "out.json",
+        "plot": None,
+        "write_budget": None,
+        "budget": None,
+    }
     assert command.run(config, Namespace(**arguments)) == []
     shown, progress = capsys.readouterr()
     assert re.match(r"compiling 1/\d: as it is\ncompiling 2/", progress) and ": memory.remat=full\n" in progress

@@ -20,9 +20,11 @@ HEAD = "HloModule test, is_scheduled=true, num_partitions=8\n"
 
 
 def computation(name: str, *lines: str, entry: bool = False) -> str:
-    first = ("%p = (s32[], f32[128,1024]{1,0}, f32[1024,1024]{1,0}) parameter(0)",
-             f"%w = {SHARD} get-tuple-element(%p), index=1",
-             f"%x = {WHOLE} get-tuple-element(%p), index=2")  # fmt: skip
+    first = (
+        "%p = (s32[], f32[128,1024]{1,0}, f32[1024,1024]{1,0}) parameter(0)",
+        f"%w = {SHARD} get-tuple-element(%p), index=1",
+        f"%x = {WHOLE} get-tuple-element(%p), index=2",
+    )
     body = "\n".join(f"  {line}" for line in (*first, *lines))
     return f"{'ENTRY ' * entry}%{name} (p: (s32[], f32[], f32[])) -> f32[1024,1024] {{\n{body}\n}}\n\n"
 
@@ -62,9 +64,12 @@ def test_a_collective_hides_behind_what_stands_between_start_and_done() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [f"%a = {WHOLE} all-gather(%w), {GROUPS}, dimensions={{0}}",
-             start("a", ', backend_config={"collective_backend_config":{"is_sync":true}}')],
-)  # fmt: skip
+    "line",
+    [
+        f"%a = {WHOLE} all-gather(%w), {GROUPS}, dimensions={{0}}",
+        start("a", ', backend_config={"collective_backend_config":{"is_sync":true}}'),
+    ],
+)
 def test_what_everything_waits_for_hides_nothing(line: str) -> None:
     body = computation("body", line, dot("m"), done("a"))
     found = overlap(HEAD + body + computation("main", loop("l", "body", 3), entry=True), RATES)
@@ -87,20 +92,29 @@ def test_the_stream_is_shared_with_the_loop_that_a_collective_passes() -> None:
 
 
 def test_a_collective_without_a_done_is_waited_for_at_the_end() -> None:
-    check(overlap(HEAD + computation("main", start("a"), dot("m"), entry=True), RATES), communication=1, stall=0.4,
-          compute=0.6)  # fmt: skip
+    check(
+        overlap(HEAD + computation("main", start("a"), dot("m"), entry=True), RATES),
+        communication=1,
+        stall=0.4,
+        compute=0.6,
+    )
 
 
 def test_collectives_and_products_are_found_in_what_wraps_them() -> None:
-    inner = (f"%sum (v: {WHOLE}) -> {SHARD} {{\n  %v = {WHOLE} parameter(0)\n"
-             f"  ROOT %s = {SHARD} reduce-scatter(%v), {GROUPS}, dimensions={{0}}, to_apply=%add\n}}\n\n"
-             f"%product (v: {WHOLE}) -> {WHOLE} {{\n  %v = {WHOLE} parameter(0)\n"
-             f"  ROOT %d = {WHOLE} dot(%v, %v), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n}}\n\n")
+    inner = (
+        f"%sum (v: {WHOLE}) -> {SHARD} {{\n  %v = {WHOLE} parameter(0)\n"
+        f"  ROOT %s = {SHARD} reduce-scatter(%v), {GROUPS}, dimensions={{0}}, to_apply=%add\n}}\n\n"
+        f"%product (v: {WHOLE}) -> {WHOLE} {{\n  %v = {WHOLE} parameter(0)\n"
+        f"  ROOT %d = {WHOLE} dot(%v, %v), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n}}\n\n"
+    )
     for opcode in ("async", "fusion"):
         text = computation(
-            "main", f"%a = (({WHOLE}), {SHARD}) {opcode}-start(%x), calls=%sum",
-            f"%m = {WHOLE} fusion(%x), kind=kCustom, calls=%product", f"%b = {SHARD} {opcode}-done(%a)", entry=True,
-        )  # fmt: skip
+            "main",
+            f"%a = (({WHOLE}), {SHARD}) {opcode}-start(%x), calls=%sum",
+            f"%m = {WHOLE} fusion(%x), kind=kCustom, calls=%product",
+            f"%b = {SHARD} {opcode}-done(%a)",
+            entry=True,
+        )
         found = overlap(HEAD + inner + text, RATES)
         assert [each.op for each in found.travels] == ["reduce_scatter"] and found.travels[0].asynchronous
         check(found, communication=1, stall=0.4, compute=0.6)

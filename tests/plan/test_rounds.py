@@ -63,6 +63,7 @@ def test_loops_are_unrolled() -> None:
 
     def two_chains(x: jax.Array) -> Any:
         """The carry passes two values on, each by itself; rows and results are not carried."""
+
         def body(carry: Any, row: jax.Array) -> Any:
             a, b = carry
             return (move(a, [(0, 1)]), move(b, [(1, 2)])), move(row, [(2, 0)])
@@ -182,8 +183,10 @@ def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     others = "bench_", "pipeline_"
-    drawn, kept = ({path.name: path for path in folder.glob("*_*.svg") if not path.name.startswith(others)}
-                   for folder in (tmp_path, PICTURES))  # fmt: skip
+    drawn, kept = (
+        {path.name: path for path in folder.glob("*_*.svg") if not path.name.startswith(others)}
+        for folder in (tmp_path, PICTURES)
+    )
     assert drawn.keys() == kept.keys() >= {f"all_reduce_{name}.svg" for name in NAMES}
     for name, path in kept.items():
         text = path.read_text(encoding="utf-8")
@@ -216,9 +219,11 @@ def figures(name: str) -> list[list[str]]:
             mesh = {"data": 2, "fsdp": n // 2} if name == "two_level" else {"data": n}
             shape = jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32)
             rounds = read(
-                lambda x, mesh=mesh: collectives.all_reduce(x, tuple(mesh), algorithm=name), shape,
-                ports=2 if name == "bidirectional_ring" else 1, **mesh,
-            )  # fmt: skip
+                lambda x, mesh=mesh: collectives.all_reduce(x, tuple(mesh), algorithm=name),
+                shape,
+                ports=2 if name == "bidirectional_ring" else 1,
+                **mesh,
+            )
             cost = counted(rounds, n)
             rows.append([str(n), text, str(cost.rounds), *(f"{v:,}" for v in (cost.busiest, cost.serial, cost.total))])
     return rows

@@ -15,8 +15,14 @@ from jaxdist.parallel.schedules import gpipe, interleaved, one_f_one_b, zero_bub
 from jaxdist.plan.report.timeline import Costs, Timeline, draw, simulate, to_text
 
 COSTS = (Costs(), Costs(1.0, 2.0, 0.25), Costs(3.0, 0.5, 1.0))
-EXAMPLES = [gpipe.table(3, 5), one_f_one_b.table(4, 2), interleaved.table(3, 6, 2), zero_bubble.table(4, 9),
-            zero_bubble.table(5, 4), one_f_one_b.table(1, 3)]  # fmt: skip
+EXAMPLES = [
+    gpipe.table(3, 5),
+    one_f_one_b.table(4, 2),
+    interleaved.table(3, 6, 2),
+    zero_bubble.table(4, 9),
+    zero_bubble.table(5, 4),
+    one_f_one_b.table(1, 3),
+]
 
 
 @pytest.mark.parametrize("costs", COSTS)
@@ -72,9 +78,15 @@ def test_by_hand() -> None:
     assert line.lengths.tolist() == [1, 3, 3, 2]
     assert line.starts.tolist() == [0, 1, 4, 7]
     assert [tuple(work) for work in line.work] == [
-        ("F", 0, 0, 0, 0, 0, 1), ("F", 0, 1, 1, 0, 1, 2), ("F", 1, 1, 0, 0, 1, 2), ("B", 1, 1, 0, 0, 2, 4),
-        ("B", 0, 2, 0, 0, 4, 6), ("F", 1, 2, 1, 0, 4, 5), ("B", 1, 2, 1, 0, 5, 7), ("B", 0, 3, 1, 0, 7, 9),
-    ]  # fmt: skip
+        ("F", 0, 0, 0, 0, 0, 1),
+        ("F", 0, 1, 1, 0, 1, 2),
+        ("F", 1, 1, 0, 0, 1, 2),
+        ("B", 1, 1, 0, 0, 2, 4),
+        ("B", 0, 2, 0, 0, 4, 6),
+        ("F", 1, 2, 1, 0, 4, 5),
+        ("B", 1, 2, 1, 0, 5, 7),
+        ("B", 0, 3, 1, 0, 7, 9),
+    ]
     assert (line.total, line.busy.tolist(), line.bubble) == (9, [6, 6], pytest.approx(1 / 3))
     assert line.live.tolist() == [[1, 0], [2, 1], [2, 1], [1, 0]]
     assert line.most_live.tolist() == [2, 1]
@@ -85,14 +97,23 @@ def test_uneven_stages_by_hand() -> None:
     line = simulate(one_f_one_b.table(2, 2), blocks=(3, 1))
     assert line.lengths.tolist() == [1.5, 1.5, 3, 3]
     assert [(work.kind, work.stage, work.start, work.end) for work in line.work] == [
-        ("F", 0, 0, 1.5), ("F", 0, 1.5, 3), ("F", 1, 1.5, 2), ("B", 1, 2, 3), ("B", 0, 3, 6), ("F", 1, 3, 3.5),
-        ("B", 1, 3.5, 4.5), ("B", 0, 6, 9),
-    ]  # fmt: skip
+        ("F", 0, 0, 1.5),
+        ("F", 0, 1.5, 3),
+        ("F", 1, 1.5, 2),
+        ("B", 1, 2, 3),
+        ("B", 0, 3, 6),
+        ("F", 1, 3, 3.5),
+        ("B", 1, 3.5, 4.5),
+        ("B", 0, 6, 9),
+    ]
     assert (line.total, line.busy.tolist(), line.bubble) == (9, [9, 3], pytest.approx(1 / 3))
     chunked = simulate(interleaved.table(2, 2, 2), blocks=(1, 2, 3, 2))  # in the order of the model
     assert {(work.chunk, work.stage): work.end - work.start for work in chunked.work if work.kind == "F"} == {
-        (0, 0): 0.25, (0, 1): 0.5, (1, 0): 0.75, (1, 1): 0.5,
-    }  # fmt: skip
+        (0, 0): 0.25,
+        (0, 1): 0.5,
+        (1, 0): 0.75,
+        (1, 1): 0.5,
+    }
 
 
 @pytest.mark.parametrize("ticks", EXAMPLES)

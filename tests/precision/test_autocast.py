@@ -38,38 +38,47 @@ def dtypes(function: Callable[..., Any], *arguments: Any) -> dict[str, set[tuple
 
 def cast(function: Callable[..., Any], *arguments: Any, half: Any = "float16") -> dict[str, set[tuple[Any, ...]]]:
     """The same, of the function under autocast, without the casts."""
-    return {name: kinds for name, kinds in dtypes(autocast(function, half), *arguments).items()
-            if name != "convert_element_type"}  # fmt: skip
+    return {
+        name: kinds
+        for name, kinds in dtypes(autocast(function, half), *arguments).items()
+        if name != "convert_element_type"
+    }
 
 
 def conv(x: Any, w: Any) -> Any:
     return lax.conv_general_dilated(x[None, None], w[None, None], (1, 1), "SAME")
 
 
-@pytest.mark.parametrize(("function", "arguments", "expected"), [
-    (jnp.matmul, (A, A), {"dot_general": {(F16, F16, F16)}}),
-    (conv, (A, A), {"conv_general_dilated": {(F16, F16, F16)}, "broadcast_in_dim": {(F32, F32)}}),
-    (jnp.exp, (H,), {"exp": {(F32, F32)}}),
-    (lax.rsqrt, (H,), {"rsqrt": {(F32, F32)}}),
-    (jnp.sum, (H,), {"reduce_sum": {(F32, F32)}}),
-    (lambda x: x * x, (H,), {"mul": {(F32, F32, F32)}}),
-    (jnp.tanh, (H,), {"tanh": {(F16, F16)}}),
-    (lax.logistic, (A,), {"logistic": {(F32, F32)}}),
-    (lambda x, y: lax.add(x, lax.convert_element_type(y, F16)), (H, A), {"add": {(F16, F16, F16)}}),
-    # What follows a product, in its type; with a parameter, in the parameter's.
-    (lambda x: jnp.tanh(x @ x), (A,), {"dot_general": {(F16, F16, F16)}, "tanh": {(F16, F16)}}),
-    (lambda x: x @ x + x, (A,), {"dot_general": {(F16, F16, F16)}, "add": {(F32, F32, F32)}}),
-    (lambda x: lax.exp(x @ x), (A,), {"dot_general": {(F16, F16, F16)}, "exp": {(F32, F32)}}),
-    # Constants take the type of what they meet, unless float16 cannot hold them.
-    (lambda x: (x @ x) * 0.5, (A,), {"dot_general": {(F16, F16, F16)}, "mul": {(F16, F16, F16)}}),
-    (lambda x: (x @ x) + 1e6, (A,), {"dot_general": {(F16, F16, F16)}, "add": {(F32, F32, F32)}}),
-    (lambda x: (x @ x) + 1e-8, (A,), {"dot_general": {(F16, F16, F16)}, "add": {(F32, F32, F32)}}),
-    (lambda x: lax.max(x @ x, jnp.zeros((4, 4))), (A,),
-     {"dot_general": {(F16, F16, F16)}, "broadcast_in_dim": {(F32, F32)}, "max": {(F16, F16, F16)}}),
-    (lambda x: (x @ x) * 2, (A,), {"dot_general": {(F16, F16, F16)}, "mul": {(F16, F16, F16)}}),
-    # No floats: as they are.
-    (lambda x: x @ x, (np.ones((2, 2), np.int32),), {"dot_general": {(np.dtype(np.int32),)}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "arguments", "expected"),
+    [
+        (jnp.matmul, (A, A), {"dot_general": {(F16, F16, F16)}}),
+        (conv, (A, A), {"conv_general_dilated": {(F16, F16, F16)}, "broadcast_in_dim": {(F32, F32)}}),
+        (jnp.exp, (H,), {"exp": {(F32, F32)}}),
+        (lax.rsqrt, (H,), {"rsqrt": {(F32, F32)}}),
+        (jnp.sum, (H,), {"reduce_sum": {(F32, F32)}}),
+        (lambda x: x * x, (H,), {"mul": {(F32, F32, F32)}}),
+        (jnp.tanh, (H,), {"tanh": {(F16, F16)}}),
+        (lax.logistic, (A,), {"logistic": {(F32, F32)}}),
+        (lambda x, y: lax.add(x, lax.convert_element_type(y, F16)), (H, A), {"add": {(F16, F16, F16)}}),
+        # What follows a product, in its type; with a parameter, in the parameter's.
+        (lambda x: jnp.tanh(x @ x), (A,), {"dot_general": {(F16, F16, F16)}, "tanh": {(F16, F16)}}),
+        (lambda x: x @ x + x, (A,), {"dot_general": {(F16, F16, F16)}, "add": {(F32, F32, F32)}}),
+        (lambda x: lax.exp(x @ x), (A,), {"dot_general": {(F16, F16, F16)}, "exp": {(F32, F32)}}),
+        # Constants take the type of what they meet, unless float16 cannot hold them.
+        (lambda x: (x @ x) * 0.5, (A,), {"dot_general": {(F16, F16, F16)}, "mul": {(F16, F16, F16)}}),
+        (lambda x: (x @ x) + 1e6, (A,), {"dot_general": {(F16, F16, F16)}, "add": {(F32, F32, F32)}}),
+        (lambda x: (x @ x) + 1e-8, (A,), {"dot_general": {(F16, F16, F16)}, "add": {(F32, F32, F32)}}),
+        (
+            lambda x: lax.max(x @ x, jnp.zeros((4, 4))),
+            (A,),
+            {"dot_general": {(F16, F16, F16)}, "broadcast_in_dim": {(F32, F32)}, "max": {(F16, F16, F16)}},
+        ),
+        (lambda x: (x @ x) * 2, (A,), {"dot_general": {(F16, F16, F16)}, "mul": {(F16, F16, F16)}}),
+        # No floats: as they are.
+        (lambda x: x @ x, (np.ones((2, 2), np.int32),), {"dot_general": {(np.dtype(np.int32),)}}),
+    ],
+)
 def test_operands_are_cast_by_kind(function: Any, arguments: Any, expected: Any) -> None:
     assert cast(function, *arguments) == expected
 
@@ -157,15 +166,21 @@ def test_rematerialisation_stays() -> None:
     inside = lambda x: jax.checkpoint(lambda x: jnp.exp(jnp.tanh(x @ x)))(x).sum()  # noqa: E731
     policy = jax.checkpoint_policies.dots_saveable
     plain = lambda x: jnp.exp(jnp.tanh(x @ x)).sum()  # noqa: E731
-    grads = [jax.grad(f)(A) for f in (
-        autocast(plain), autocast(inside), jax.checkpoint(autocast(plain)),
-        jax.checkpoint(autocast(plain), policy=policy),
-    )]  # fmt: skip
+    grads = [
+        jax.grad(f)(A)
+        for f in (
+            autocast(plain),
+            autocast(inside),
+            jax.checkpoint(autocast(plain)),
+            jax.checkpoint(autocast(plain), policy=policy),
+        )
+    ]
     for each in grads[1:]:
         np.testing.assert_array_equal(each, grads[0])
-    counts = [primitive_counts(jax.make_jaxpr(jax.grad(f))(A))["dot_general"] for f in (
-        autocast(plain), autocast(inside), jax.checkpoint(autocast(plain), policy=policy)
-    )]  # fmt: skip
+    counts = [
+        primitive_counts(jax.make_jaxpr(jax.grad(f))(A))["dot_general"]
+        for f in (autocast(plain), autocast(inside), jax.checkpoint(autocast(plain), policy=policy))
+    ]
     assert counts == [3, 4, 3]
 
 
@@ -180,9 +195,11 @@ def test_sums_over_the_mesh_are_as_written() -> None:
 
     def loss(function: Any) -> Any:
         mapped = jax.shard_map(
-            lambda x, w: lax.psum(function(x, w), "tensor"), mesh=mesh, in_specs=(P("data", "tensor"), P("tensor")),
+            lambda x, w: lax.psum(function(x, w), "tensor"),
+            mesh=mesh,
+            in_specs=(P("data", "tensor"), P("tensor")),
             out_specs=P(),
-        )  # fmt: skip
+        )
         return jax.jit(jax.value_and_grad(mapped))
 
     found = dtypes(loss(autocast(region)), A, A)

@@ -254,8 +254,9 @@ def spoil(patch: pytest.MonkeyPatch, bad: tuple[int, ...], *, read: list[int] | 
     patch.setattr(Loader, "batch", batch)
 
 
-def test_a_run_skips(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_run_skips(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil(monkeypatch, (2,))
     config = configure("train.on_nonfinite=skip", "mesh.data=1")
     assert train(config, tmp_path) == 0
@@ -269,8 +270,9 @@ def test_a_run_skips(configure: Configure, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_run_stops_and_says_why(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_run_stops_and_says_why(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with monkeypatch.context() as patch:
         spoil(patch, (2,))
         assert train(configure("parallel.microbatches=2"), tmp_path) == 1
@@ -286,8 +288,9 @@ def test_a_run_stops_and_says_why(configure: Configure, tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_run_ends_after_too_many_skips(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_run_ends_after_too_many_skips(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil(monkeypatch, (1, 3, 4, 5))
     config = configure("train.on_nonfinite=skip", "precision.max_consecutive_skips=1", "mesh.data=1")
     assert train(config, tmp_path) == 1
@@ -297,8 +300,9 @@ def test_a_run_ends_after_too_many_skips(configure: Configure, tmp_path: Path, m
     assert "found: the sum of the batch's weights" in text
 
 
-def test_a_run_rolls_back_past_the_batches(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                           capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_run_rolls_back_past_the_batches(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And goes on as if the data had been without them; so does a run that resumes it."""
     here, there, read = tmp_path / "a", tmp_path / "b", list[int]()
     rolling = ("train.on_nonfinite=rollback", "mesh.data=1", "optimizer.schedule=constant")
@@ -320,8 +324,9 @@ def test_a_run_rolls_back_past_the_batches(configure: Configure, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_rollbacks_end(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_rollbacks_end(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with monkeypatch.context() as patch:
         spoil(patch, tuple(range(2, 30)))
         assert train(configure("train.on_nonfinite=rollback", "mesh.data=1"), tmp_path / "a") == 1
@@ -334,27 +339,56 @@ def test_rollbacks_end(configure: Configure, tmp_path: Path, monkeypatch: pytest
     assert record["action"].startswith("there is no checkpoint yet")
 
 
-def test_a_state_that_is_not_finite_is_not_saved(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_state_that_is_not_finite_is_not_saved(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Finite gradients, and a learning rate that makes the update overflow."""
-    config = configure("optimizer.lr=1e38", "optimizer.weight_decay=1e3", "optimizer.schedule=constant", "mesh.data=1",
-                       "checkpoint.every=1")  # fmt: skip
+    config = configure(
+        "optimizer.lr=1e38",
+        "optimizer.weight_decay=1e3",
+        "optimizer.schedule=constant",
+        "mesh.data=1",
+        "checkpoint.every=1",
+    )
     assert train(config, tmp_path) == 1
     assert "the state after step 1 is not finite, though loss and gradients were" in capsys.readouterr().out
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()]
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["train.on_nonfinite=ignore"], "train.on_nonfinite: 'ignore' is not known; allowed: one of stop, skip, rollback"),
-    (["train.loss_spike=2", "train.on_nonfinite=skip"], "train.loss_spike: 2 with train.on_nonfinite skip; allowed: 0"),
-    (["train.loss_spike=0.5"], "train.loss_spike: 0.5 with train.on_nonfinite stop; allowed: 0, or above 1"),
-    (["train.on_nonfinite=rollback", "checkpoint.every=0"], "train.on_nonfinite: 'rollback' goes back to a checkpoint"),
-    (["precision=bf16", "precision.loss_scale.init_scale=8"], "precision.loss_scale.init_scale: 8 has no effect where"),
-    (["precision=O1", "precision.loss_scale={mode: fixed, growth_factor: 4}"],
-     "precision.loss_scale.growth_factor: 4 has no effect where the scale is fixed; allowed: 2"),
-    (["precision.max_consecutive_skips=3"], "precision.max_consecutive_skips: 3 has no effect: without a loss scale"),
-    (["precision.loss_scale=moving"], "precision.loss_scale.mode: 'moving' is not known; allowed: one of none, fixed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.on_nonfinite=ignore"],
+            "train.on_nonfinite: 'ignore' is not known; allowed: one of stop, skip, rollback",
+        ),
+        (
+            ["train.loss_spike=2", "train.on_nonfinite=skip"],
+            "train.loss_spike: 2 with train.on_nonfinite skip; allowed: 0",
+        ),
+        (["train.loss_spike=0.5"], "train.loss_spike: 0.5 with train.on_nonfinite stop; allowed: 0, or above 1"),
+        (
+            ["train.on_nonfinite=rollback", "checkpoint.every=0"],
+            "train.on_nonfinite: 'rollback' goes back to a checkpoint",
+        ),
+        (
+            ["precision=bf16", "precision.loss_scale.init_scale=8"],
+            "precision.loss_scale.init_scale: 8 has no effect where",
+        ),
+        (
+            ["precision=O1", "precision.loss_scale={mode: fixed, growth_factor: 4}"],
+            "precision.loss_scale.growth_factor: 4 has no effect where the scale is fixed; allowed: 2",
+        ),
+        (
+            ["precision.max_consecutive_skips=3"],
+            "precision.max_consecutive_skips: 3 has no effect: without a loss scale",
+        ),
+        (
+            ["precision.loss_scale=moving"],
+            "precision.loss_scale.mode: 'moving' is not known; allowed: one of none, fixed",
+        ),
+    ],
+)
 def test_settings_that_do_not_go_together(configure: Configure, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         configure(*overrides)

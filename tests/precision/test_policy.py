@@ -96,9 +96,16 @@ def floats(equation: Any) -> set[str]:
 
 
 def trace(
-    precision: str | Precision, strategy: str = "zero3", *, schedule: str = "accumulate", config: ModelConfig = GPT2,
-    seen: dict[str, str] | None = None, optimizer: Any = None, prefetch: int = 0, **axes: int,
-) -> tuple[Any, Any]:  # fmt: skip
+    precision: str | Precision,
+    strategy: str = "zero3",
+    *,
+    schedule: str = "accumulate",
+    config: ModelConfig = GPT2,
+    seen: dict[str, str] | None = None,
+    optimizer: Any = None,
+    prefetch: int = 0,
+    **axes: int,
+) -> tuple[Any, Any]:
     """(state as shapes, jaxpr of a step)."""
     policy = make_precision(precision) if isinstance(precision, str) else precision
     model = gpt(config, max_length=8, param_dtype=policy.param, fp8=policy.fp8)
@@ -106,9 +113,15 @@ def trace(
     target = state_target(model, tx, mesh, strategy=strategy)
     model = model if seen is None else spied(model, seen)
     step = make_train_step(
-        model, tx, mesh, strategy=strategy, precision=policy, schedule=schedule, prefetch=prefetch,
+        model,
+        tx,
+        mesh,
+        strategy=strategy,
+        precision=policy,
+        schedule=schedule,
+        prefetch=prefetch,
         microbatches=2 if axes.get("pipe", 1) > 1 else 1,
-    )  # fmt: skip
+    )
     return target, step.jitted(target).trace(target, batch()).jaxpr
 
 
@@ -264,10 +277,14 @@ EVERY = [
     Case(policy, *layout)
     for policy in ("bf16", "fp16", "O1", "O2", "O3")
     for layout in (
-        ("zero1", HYBRID), ("zero2", HYBRID), ("zero3", HYBRID), ("ddp", REPLICAS), ("ddp", TENSOR),
+        ("zero1", HYBRID),
+        ("zero2", HYBRID),
+        ("zero3", HYBRID),
+        ("ddp", REPLICAS),
+        ("ddp", TENSOR),
         ("zero3", STAGES, "one_f_one_b"),
     )
-]  # fmt: skip
+]
 
 
 @functools.cache
@@ -276,9 +293,15 @@ def first_step(policy: str, strategy: str, schedule: str, axes: tuple[tuple[str,
     precision, mesh, tx = make_precision(policy), make_mesh(**dict(axes)), optax.sgd(0.1)
     model = gpt(GPT2, max_length=8, param_dtype=precision.param)
     step = make_train_step(
-        model, tx, mesh, strategy=strategy, schedule=schedule, precision=precision, return_grads=True,
+        model,
+        tx,
+        mesh,
+        strategy=strategy,
+        schedule=schedule,
+        precision=precision,
+        return_grads=True,
         microbatches=2 if mesh.shape["pipe"] > 1 else 1,
-    )  # fmt: skip
+    )
     metrics = step(init_state(model, tx, mesh, strategy=strategy), batch())[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
@@ -290,9 +313,7 @@ def without_key_bias(grads: Any) -> Any:
     return grads
 
 
-@pytest.mark.parametrize("case", [
-    EVERYDAY, *levels(EVERY, slow=5),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", [EVERYDAY, *levels(EVERY, slow=5)], ids=str)
 def test_layouts_agree_within_a_policy(case: Case) -> None:
     """A layout adds in another order: single values differ by a rounding of the half type, 2^-11 (float16) or 2^-8
     (bfloat16); losses by less than one, gradients whose parts cancel by up to five. A missing or doubled sum, or a
@@ -326,19 +347,25 @@ def trained(name: str) -> float:
     return float(metrics["loss"])
 
 
-@pytest.mark.parametrize(("policy", "fields", "expected"), [
-    ("O1", {"half": BF16}, (F32, BF16, F32, (), True, 1.0)),
-    ("O3", {"half": BF16}, (BF16, BF16, BF16, (), False, 1.0)),
-    ("O1", {"half": F16}, (F32, F16, F32, (), True, "dynamic")),
-    ("bf16", {"param_dtype": BF16, "reduce_dtype": BF16, "keep_fp32": ["head.*"]},
-     (BF16, BF16, BF16, ("head.*",), False, 1.0)),
-    ("fp32", {"compute_dtype": F16, "per_op": True}, (F32, F16, F32, (), True, "dynamic")),
-    ("O2", {"compute_dtype": BF16, "keep_fp32": ()}, (F32, BF16, F32, (), False, 1.0)),
-    ("O2", {"keep_fp32": ()}, (F32, F16, F32, (), False, "dynamic")),
-    ("O1", {"per_op": False}, (F32, F16, F32, (), False, "dynamic")),
-    ("fp8", {"compute_dtype": F32}, (F32, F32, F32, (), False, 1.0)),
-    ("fp8", {"keep_fp32": ["*norm*"]}, (F32, BF16, F32, ("*norm*",), False, 1.0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "fields", "expected"),
+    [
+        ("O1", {"half": BF16}, (F32, BF16, F32, (), True, 1.0)),
+        ("O3", {"half": BF16}, (BF16, BF16, BF16, (), False, 1.0)),
+        ("O1", {"half": F16}, (F32, F16, F32, (), True, "dynamic")),
+        (
+            "bf16",
+            {"param_dtype": BF16, "reduce_dtype": BF16, "keep_fp32": ["head.*"]},
+            (BF16, BF16, BF16, ("head.*",), False, 1.0),
+        ),
+        ("fp32", {"compute_dtype": F16, "per_op": True}, (F32, F16, F32, (), True, "dynamic")),
+        ("O2", {"compute_dtype": BF16, "keep_fp32": ()}, (F32, BF16, F32, (), False, 1.0)),
+        ("O2", {"keep_fp32": ()}, (F32, F16, F32, (), False, "dynamic")),
+        ("O1", {"per_op": False}, (F32, F16, F32, (), False, "dynamic")),
+        ("fp8", {"compute_dtype": F32}, (F32, F32, F32, (), False, 1.0)),
+        ("fp8", {"keep_fp32": ["*norm*"]}, (F32, BF16, F32, ("*norm*",), False, 1.0)),
+    ],
+)
 def test_fields_replace_those_of_the_policy(policy: str, fields: Any, expected: Any) -> None:
     found = make_precision(policy, **fields)
     expected = *expected, policy == "fp8"
@@ -346,19 +373,25 @@ def test_fields_replace_those_of_the_policy(policy: str, fields: Any, expected: 
     assert Precision(*expected[:3]) == (*expected[:3], (), False, 1.0, False)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"policy": "fp4"}, "precision.policy: 'fp4' is not known; allowed: fp32, bf16, fp16, fp8, fp64, O0, O1, O2, O3"),
-    ({"policy": "fp8", "per_op": True}, "'fp8' with per_op True, compute_dtype bfloat16: .* allowed: per_op false"),
-    ({"policy": "fp8", "compute_dtype": F16}, "'fp8' with per_op False, compute_dtype float16: .* or float32"),
-    ({"policy": "O2", "half": "fp16"}, "precision.half: 'fp16' is not known; allowed: float16, bfloat16"),
-    ({"policy": "bf16", "half": "float16"}, "bf16 has none; allowed with fp16, O1, O2, O3"),
-    ({"policy": "fp32", "per_op": True}, "compute_dtype is float32; allowed compute_dtype: float16, bfloat16"),
-    ({"policy": "O1", "compute_dtype": "float32"}, "precision.per_op"),
-    ({"policy": "fp32", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),
-    ({"policy": "O1", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),
-    ({"policy": "O2", "keep_fp32": "*norm*"}, r"give a list of patterns, \['\*norm\*'\]"),
-    ({"policy": "O2", "compute_dtype": "float64"}, "64-bit types need jax_enable_x64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"policy": "fp4"},
+            "precision.policy: 'fp4' is not known; allowed: fp32, bf16, fp16, fp8, fp64, O0, O1, O2, O3",
+        ),
+        ({"policy": "fp8", "per_op": True}, "'fp8' with per_op True, compute_dtype bfloat16: .* allowed: per_op false"),
+        ({"policy": "fp8", "compute_dtype": F16}, "'fp8' with per_op False, compute_dtype float16: .* or float32"),
+        ({"policy": "O2", "half": "fp16"}, "precision.half: 'fp16' is not known; allowed: float16, bfloat16"),
+        ({"policy": "bf16", "half": "float16"}, "bf16 has none; allowed with fp16, O1, O2, O3"),
+        ({"policy": "fp32", "per_op": True}, "compute_dtype is float32; allowed compute_dtype: float16, bfloat16"),
+        ({"policy": "O1", "compute_dtype": "float32"}, "precision.per_op"),
+        ({"policy": "fp32", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),
+        ({"policy": "O1", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),
+        ({"policy": "O2", "keep_fp32": "*norm*"}, r"give a list of patterns, \['\*norm\*'\]"),
+        ({"policy": "O2", "compute_dtype": "float64"}, "64-bit types need jax_enable_x64"),
+    ],
+)
 def test_what_is_no_policy_is_named(arguments: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         make_precision(**arguments)

@@ -25,12 +25,16 @@ LLAMA = ModelConfig(style="llama", layers=2, width=16, heads=4, kv_heads=2, voca
 GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32, dropout=0.1, loss_chunk=5)
 
 
-@pytest.mark.parametrize(("config", "axes", "options"), [
-    (LLAMA, {"fsdp": 2, "tensor": 2}, {"strategy": "zero3", "remat": "full", "prefetch": 1}),
-    (GPT2, {"data": 2, "tensor": 2}, {"remat": "dots"}),
-    (GPT2, {"pipe": 2}, {"strategy": "zero1", "schedule": "zero_bubble", "microbatches": 2}),
-    (LLAMA, {"pipe": 2, "fsdp": 2}, {"strategy": "zero2", "schedule": "one_f_one_b", "microbatches": 2}),
-], ids=["llama-zero3", "gpt2-dots", "gpt2-zero_bubble", "llama-zero2"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "axes", "options"),
+    [
+        (LLAMA, {"fsdp": 2, "tensor": 2}, {"strategy": "zero3", "remat": "full", "prefetch": 1}),
+        (GPT2, {"data": 2, "tensor": 2}, {"remat": "dots"}),
+        (GPT2, {"pipe": 2}, {"strategy": "zero1", "schedule": "zero_bubble", "microbatches": 2}),
+        (LLAMA, {"pipe": 2, "fsdp": 2}, {"strategy": "zero2", "schedule": "one_f_one_b", "microbatches": 2}),
+    ],
+    ids=["llama-zero3", "gpt2-dots", "gpt2-zero_bubble", "llama-zero2"],
+)
 def test_every_product_of_a_bf16_step_has_bf16_operands(config: ModelConfig, axes: Any, options: Any) -> None:
     model, mesh, tx = gpt(config, max_length=8), make_mesh(**axes), optax.adamw(1e-3)
     target = state_target(model, tx, mesh, strategy=options.get("strategy", "ddp"))

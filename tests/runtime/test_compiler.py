@@ -44,8 +44,10 @@ def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_installed_compiler_knows_every_flag_of_the_tables() -> None:
-    here, gone = ([f"{each.name}={each.value}" for each in SETTINGS if each.name.startswith("--") and each.here is here]
-                  for here in (True, False))  # fmt: skip
+    here, gone = (
+        [f"{each.name}={each.value}" for each in SETTINGS if each.name.startswith("--") and each.here is here]
+        for here in (True, False)
+    )
     assert refused(here) is None and all(each.reason and each.source for each in SETTINGS)
     assert not gone or "unknown" in (refused(gone) or "")
 
@@ -56,8 +58,12 @@ def test_the_page_has_every_setting() -> None:
 
 
 def test_the_environment_wins_over_flags_and_flags_over_the_preset() -> None:
-    preset = (Setting("--xla_a", "1", "", ""), Setting("--xla_b", "1", "", ""), Setting("jax_option", "1", "", ""),
-              Setting("--xla_old", "1", "", "", ((0, 1), (0, 2))))  # fmt: skip
+    preset = (
+        Setting("--xla_a", "1", "", ""),
+        Setting("--xla_b", "1", "", ""),
+        Setting("jax_option", "1", "", ""),
+        Setting("--xla_old", "1", "", "", ((0, 1), (0, 2))),
+    )
     assert resolve(preset, (), "") == ["--xla_a=1", "--xla_b=1"]
     assert resolve(preset, ("--xla_b=2", "--xla_c"), "") == ["--xla_a=1", "--xla_b=2", "--xla_c"]
     assert resolve(preset, ("--xla_b=2", "--xla_c"), "--xla_b=3  --xla_a") == ["--xla_c"]
@@ -65,9 +71,13 @@ def test_the_environment_wins_over_flags_and_flags_over_the_preset() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "text"),
-    [(("xla_a=1",), "'xla_a=1' is no flag"), (("--xla_a=1 --xla_b",), "without spaces"), (("--help",), "no flag"),
-     (("--xla_a=1", "--xla_b", "--xla_a"), "--xla_a is given 2 times")],
-)  # fmt: skip
+    [
+        (("xla_a=1",), "'xla_a=1' is no flag"),
+        (("--xla_a=1 --xla_b",), "without spaces"),
+        (("--help",), "no flag"),
+        (("--xla_a=1", "--xla_b", "--xla_a"), "--xla_a is given 2 times"),
+    ],
+)
 def test_what_is_no_flag(flags: tuple[str, ...], text: str) -> None:
     with pytest.raises(UserError, match=rf"devices\.xla\.flags: .*{text}"):
         check_flags(flags)
@@ -131,10 +141,15 @@ def level() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("changes", "backend", "want"),
-    [({}, "gpu", "O1"), ({"prefetch": 1}, "gpu", "UNKNOWN"), ({"preset": "plain"}, "gpu", "UNKNOWN"),
-     ({}, "cpu", "UNKNOWN"), ({"strategy": "zero3", "fsdp": 8}, "gpu", "UNKNOWN"),
-     ({"strategy": "zero3", "fsdp": 8, "prefetch": 0}, "gpu", "O1")],
-)  # fmt: skip
+    [
+        ({}, "gpu", "O1"),
+        ({"prefetch": 1}, "gpu", "UNKNOWN"),
+        ({"preset": "plain"}, "gpu", "UNKNOWN"),
+        ({}, "cpu", "UNKNOWN"),
+        ({"strategy": "zero3", "fsdp": 8}, "gpu", "UNKNOWN"),
+        ({"strategy": "zero3", "fsdp": 8, "prefetch": 0}, "gpu", "O1"),
+    ],
+)
 def test_optimization_level(
     changes: dict[str, Any], backend: str, want: str, level: None, env: pytest.MonkeyPatch
 ) -> None:
@@ -145,15 +160,22 @@ def test_optimization_level(
 @pytest.mark.parametrize(
     ("changes", "want"),
     [
-        ("", True), ("mesh.fsdp=-1", True), ("mesh.fsdp=4 mesh.data=2", True), ("memory.remat=full", True),
-        ("parallel.strategy=zero2", False), ("mesh.fsdp=1 mesh.data=8", False), ("memory.remat=sqrt", False),
-        ("memory.remat=offload", False), ("model.scan_blocks=2", False),
-        ("parallel.reshard_after_forward=false", False), ("parallel.schedule=gpipe mesh.pipe=2 mesh.fsdp=4", False),
+        ("", True),
+        ("mesh.fsdp=-1", True),
+        ("mesh.fsdp=4 mesh.data=2", True),
+        ("memory.remat=full", True),
+        ("parallel.strategy=zero2", False),
+        ("mesh.fsdp=1 mesh.data=8", False),
+        ("memory.remat=sqrt", False),
+        ("memory.remat=offload", False),
+        ("model.scan_blocks=2", False),
+        ("parallel.reshard_after_forward=false", False),
+        ("parallel.schedule=gpipe mesh.pipe=2 mesh.fsdp=4", False),
         ("parallel.grad_sync.deterministic=true optimizer.name=adamw", False),
         ("parallel.prefetch=0", False),
         ("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe mesh.pipe=2 mesh.fsdp=4", False),
     ],
-)  # fmt: skip
+)
 def test_zero3_prefetches_on_gpus_unless_something_excludes_it(changes: str, want: bool) -> None:
     """What is refused with prefetch: 1 is done without it where nobody asked for it."""
     usual = ("mesh.data=1", "mesh.tensor=1", "mesh.fsdp=8", "parallel.strategy=zero3")

@@ -48,23 +48,33 @@ JOBSET = {"JOBSET_NAME": "big", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDE
         (SLURM | {"SLURM_STEP_NODELIST": "a7"}, Job(f"a7:{61440 + 5002 % 4096}", 4, 3)),
         (SLURM | {"SLURM_STEP_NODELIST": "a[007-015,020],b"}, Job(f"a007:{61440 + 906}", 4, 3)),
         (SLURM | {"SLURM_STEP_NODELIST": "a,b[1-2]"}, Job(f"a:{61440 + 906}", 4, 3)),
-        (SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"},
-         Job(f"a:{61440 + 906}", 4, 3, (1,))),
-        (MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.1.0.1:34911"},
-         Job(f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1)),
+        (
+            SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"},
+            Job(f"a:{61440 + 906}", 4, 3, (1,)),
+        ),
+        (
+            MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.1.0.1:34911"},
+            Job(f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1),
+        ),
         (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"}, Job("[fe80::1]:61441", 2, 1)),
         (MPI, Job(None, None, None, detect=True)),
         (JOBSET, Job("big-w-0-0.big:55527", 2, 1)),
-        (JOBSET | {"JOB_INDEX": "2", "REPLICATED_JOB_REPLICAS": "3", "JOBSET_PORT": "99", "JOBSET_SUBDOMAIN": "net"},
-         Job("big-w-0-0.net:99", 6, 5)),
+        (
+            JOBSET | {"JOB_INDEX": "2", "REPLICATED_JOB_REPLICAS": "3", "JOBSET_PORT": "99", "JOBSET_SUBDOMAIN": "net"},
+            Job("big-w-0-0.net:99", 6, 5),
+        ),
         # An indexed Job tells its pods their index only.
-        ({"MASTER_ADDR": "j-0.j", "MASTER_PORT": "9", "WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"},
-         Job("j-0.j:9", 4, 2)),
-        ({"JAX_COORDINATOR_ADDRESS": "j-0.j:9", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "2"},
-         Job("j-0.j:9", 4, 2)),
+        (
+            {"MASTER_ADDR": "j-0.j", "MASTER_PORT": "9", "WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"},
+            Job("j-0.j:9", 4, 2),
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "j-0.j:9", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "2"},
+            Job("j-0.j:9", 4, 2),
+        ),
         ({"JOB_COMPLETION_INDEX": "2"}, None),
     ],
-)  # fmt: skip
+)
 def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
     assert describe_job(environ) == job
 
@@ -199,11 +209,14 @@ def test_rank_given_twice() -> None:
         assert str(os.getpid()) in str(each.get())
 
 
-@pytest.mark.parametrize(("rank", "processes", "text"), [
-    (1, 5, "rank 1 (process {pid} on {host}) was started for 5 processes, rank 0 for 4"),
-    (0, 4, "rank 0 is given twice: to this process and to process {pid} on {host}"),
-    (4, 4, "rank 4 (process {pid} on {host}) of a job of 4 processes; allowed: 0 to 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "processes", "text"),
+    [
+        (1, 5, "rank 1 (process {pid} on {host}) was started for 5 processes, rank 0 for 4"),
+        (0, 4, "rank 0 is given twice: to this process and to process {pid} on {host}"),
+        (4, 4, "rank 4 (process {pid} on {host}) of a job of 4 processes; allowed: 0 to 3"),
+    ],
+)
 def test_a_process_that_cannot_be_of_this_job(
     rank: int, processes: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,9 +368,13 @@ print("LISTENS", json.dumps(sorted(found)))
 def start(environ: Environ, folder: Path) -> subprocess.Popen[str]:
     clean = {name: text for name, text in child.environment().items() if name not in TORCH}
     return subprocess.Popen(
-        [sys.executable, "-c", LISTENING], env=clean | environ, cwd=folder, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-c", LISTENING],
+        env=clean | environ,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "own", "detected"])
@@ -387,9 +404,10 @@ def test_only_the_chosen_address_listens(host: str, tmp_path: Path) -> None:
     assert wanted in {of_kernel(each) for each in sockets[0]}
 
 
-@pytest.mark.parametrize("environ", [
-    SLURM, SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_JOB_ID": "none", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "environ",
+    [SLURM, SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_JOB_ID": "none", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}],
+)
 def test_a_launcher_that_tells_too_little(environ: Environ, tmp_path: Path) -> None:
     job = start(environ, tmp_path)
     out, err = job.communicate(timeout=60)

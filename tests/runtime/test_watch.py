@@ -281,11 +281,20 @@ def test_a_host_that_vanished_is_gone(code: int) -> None:
     assert link.receive() == ([], False)
 
 
-@pytest.mark.parametrize("hello", [
-    b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1, "token": "guess"}\n', b'{"hello": 0, "token": TOKEN}\n',
-    b'{"hello": 9, "token": TOKEN}\n', b"[]\n", b'{"hello": [1], "token": TOKEN}\n', b"\xff\xfe\n",
-    b"[" * 100_000 + b"\n",
-], ids=range(8))  # fmt: skip
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"hello": 1, "token": "guess"}\n',
+        b'{"hello": 0, "token": TOKEN}\n',
+        b'{"hello": 9, "token": TOKEN}\n',
+        b"[]\n",
+        b'{"hello": [1], "token": TOKEN}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+    ],
+    ids=range(8),
+)
 def test_strangers_are_disconnected(store: Store, hello: bytes) -> None:
     hub = Channel(Place(0, 3))
     host, port, token = json.loads(store.kept[FIRST])
@@ -493,9 +502,14 @@ def test_a_corrupt_state_is_not_saved_and_ends_the_run(
     (tmp_path / "text.py").write_text(" ".join(words))
     (tmp_path / "a.yaml").write_text("mesh: {data: 4, fsdp: 2}\nobserve: {report: false}\n")
     options = [
-        *TINY, f"data.path={tmp_path / 'text.py'}", "train.steps=9", "train.eval_every=0", "train.sample_tokens=0",
-        "train.check_replicas_every=4", "checkpoint.every=3",
-    ]  # fmt: skip
+        *TINY,
+        f"data.path={tmp_path / 'text.py'}",
+        "train.steps=9",
+        "train.eval_every=0",
+        "train.sample_tokens=0",
+        "train.check_replicas_every=4",
+        "checkpoint.every=3",
+    ]
     config, folder, call, calls = load_config(tmp_path / "a.yaml", options), tmp_path / "run", TrainStep.__call__, [0]
 
     def spoiled(self: TrainStep, state: Any, batch: Any) -> Any:

@@ -79,8 +79,10 @@ def test_one_without_memory_beside_the_others_runs_again_with_the_first() -> Non
     calls: list[tuple[str, ...]] = []
     freed: list[list[str]] = [[]]  # before the first heat, after it, after the second
     heat = racing.heat
-    torch = SimpleNamespace(compiler=SimpleNamespace(reset=lambda: freed[-1].append("compiled")),
-                            cuda=SimpleNamespace(empty_cache=lambda: freed[-1].append("memory")))  # fmt: skip
+    torch = SimpleNamespace(
+        compiler=SimpleNamespace(reset=lambda: freed[-1].append("compiled")),
+        cuda=SimpleNamespace(empty_cache=lambda: freed[-1].append("memory")),
+    )
 
     def watched(task: Task, names: Any, **options: Any) -> Any:
         calls.append(tuple(name.rpartition(".")[2] for name in names))

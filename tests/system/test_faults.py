@@ -224,9 +224,10 @@ def test_no_false_alarm(job: Job, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "phase", "seconds"), [
-    ("slow", "host", 0.1), pytest.param("slow_data", "data", 0.5, marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "phase", "seconds"),
+    [("slow", "host", 0.1), pytest.param("slow_data", "data", 0.5, marks=pytest.mark.exhaustive)],
+)
 def test_a_slow_rank_is_named(job: Job, kind: str, phase: str, seconds: float) -> None:
     """Within 20 steps after those that compile. Batches are made ahead: only what is longer than a step is seen."""
     job.begin({"kind": kind, "rank": 1, "seconds": seconds}, "train.steps=23")

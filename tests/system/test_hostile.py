@@ -130,8 +130,10 @@ def other_model(found: dict[str, Any], outside: Path) -> None:
 
 
 ATTACKS = {
-    **{f"{name} is a link": link(name, "victim") for name in
-       ("metrics.jsonl", "config.yaml", "env.json", "incidents.jsonl", "samples.jsonl", "report.html")},
+    **{
+        f"{name} is a link": link(name, "victim")
+        for name in ("metrics.jsonl", "config.yaml", "env.json", "incidents.jsonl", "samples.jsonl", "report.html")
+    },
     "metrics.jsonl is a link to nothing": link("metrics.jsonl", "new"),
     "checkpoints is a link": link("checkpoints", "tree"),
     "a step is a link": link("checkpoints/2", "tree"),
@@ -145,7 +147,7 @@ ATTACKS = {
     "parameters that are paths": edited("state/_METADATA", other_names),
     "parameters of other types": edited("state/_METADATA", other_types),
     "a record of another model": edited("meta/metadata", other_model),
-}  # fmt: skip
+}
 
 
 HARMLESS = ("handlers of other names",)  # nobody reads them
@@ -190,14 +192,17 @@ def test_an_export_from_elsewhere(attack: str, origin: Path, outside: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", [
-    "model: !!python/object/apply:os.system ['touch executed']",
-    "model: !!python/name:os.system",
-    "data: {path: !!python/object/new:pathlib.Path.touch [executed]}",
-    "!!python/module:os",
-    "a: &a [x]\nb: *a",
-    "data: {path: '${oc.env:HOME}'}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: !!python/object/apply:os.system ['touch executed']",
+        "model: !!python/name:os.system",
+        "data: {path: !!python/object/new:pathlib.Path.touch [executed]}",
+        "!!python/module:os",
+        "a: &a [x]\nb: *a",
+        "data: {path: '${oc.env:HOME}'}",
+    ],
+)
 def test_yaml_tags(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(text)
@@ -231,8 +236,9 @@ def test_a_manifest_that_names_files_elsewhere(origin: Path, outside: Path, tmp_
     folder.mkdir()
     np.zeros(100, np.uint8).tofile(folder / "train.bin")
     files = {name: {"bytes": 100, "sha256": "0" * 64} for name in ("train.bin", "../outside/victim", "/etc/passwd")}
-    (folder / "manifest.json").write_text(json.dumps(
-        {"format": 1, "dtype": "uint8", "vocab": 256, "tokenizer": "../outside/victim", "files": files}))  # fmt: skip
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": 1, "dtype": "uint8", "vocab": 256, "tokenizer": "../outside/victim", "files": files})
+    )
     before = content(outside)
     with pytest.raises(UserError, match=r"^data.path: '.*train.bin' is not the file of which manifest.json"):
         load_source(data_config(origin, "data.source=tokens", f"data.path={folder}").data)

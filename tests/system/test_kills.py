@@ -17,7 +17,6 @@ def campaign(*arguments: str, timeout: int, script: str = "") -> subprocess.Comp
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
-
 @pytest.mark.slow
 def test_nothing_is_lost() -> None:
     done = campaign("--kills", "8", "--terms", "3", "--steps", "40", timeout=900)

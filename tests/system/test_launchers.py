@@ -27,9 +27,15 @@ ROOT = Path(__file__).parents[2]
 LAUNCH, HERE = ROOT / "configs" / "launch", ROOT / "tests" / "launchers"
 STEPS = 20
 OPTIONS = (
-    f"train.steps={STEPS}", "data.global_batch=8", "data.seq_len=64", "train.eval_every=0", "train.sample_tokens=0",
-    "checkpoint.every=0", "devices.platform=cpu", "observe.report=false",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "data.global_batch=8",
+    "data.seq_len=64",
+    "train.eval_every=0",
+    "train.sample_tokens=0",
+    "checkpoint.every=0",
+    "devices.platform=cpu",
+    "observe.report=false",
+)
 SECONDS = 240.0
 SLURM = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "unshare")
 
@@ -57,9 +63,15 @@ def needs(*programs: str) -> None:
 def run(command: list[str], folder: Path, **more: str) -> str:
     """What the command prints, both streams. It must succeed; nothing of it outlives the call."""
     done = subprocess.run(
-        ["timeout", "--kill-after=1", "--signal=KILL", str(SECONDS), *command], cwd=ROOT, env=environ(folder) | more,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+        ["timeout", "--kill-after=1", "--signal=KILL", str(SECONDS), *command],
+        cwd=ROOT,
+        env=environ(folder) | more,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -148,17 +160,24 @@ done
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("whom", "end"), [
-    ("--batch", "JobState=PENDING"),  # what SLURM does before the time limit
-    pytest.param("", "JobState=FAILED", marks=pytest.mark.exhaustive),  # the user: srun is ended, not the script
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("whom", "end"),
+    [
+        ("--batch", "JobState=PENDING"),  # what SLURM does before the time limit
+        pytest.param("", "JobState=FAILED", marks=pytest.mark.exhaustive),  # the user: srun is ended, not the script
+    ],
+)
 def test_a_job_that_slurm_stops_is_queued_again(tmp_path: Path, whom: str, end: str) -> None:
     """With a checkpoint after the last step. srun meanwhile ends tasks that stay a little longer than the first."""
     options = " ".join((*OPTIONS, "train.steps=100000", "devices.simulated=4"))
     script = STOP.format(
-        log=tmp_path / "log", recipe=LAUNCH / "slurm_node.sbatch", run=tmp_path / "run", options=options, whom=whom,
+        log=tmp_path / "log",
+        recipe=LAUNCH / "slurm_node.sbatch",
+        run=tmp_path / "run",
+        options=options,
+        whom=whom,
         folder=tmp_path,
-    )  # fmt: skip
+    )
     in_slurm(tmp_path, "sh", "-c", script)
     job, log = (tmp_path / "job").read_text(), (tmp_path / "log").read_text()
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
@@ -244,9 +263,11 @@ def test_install_says_what_is_missing(tmp_path: Path) -> None:
     script = (HERE / "install.sh").read_text().replace("PATH=$PATH:/usr/sbin:/sbin", "")
     (tmp_path / "install.sh").write_text(script)
     done = subprocess.run(
-        [shutil.which("bash") or "bash", str(tmp_path / "install.sh")], env={"PATH": str(tmp_path)}, text=True,
+        [shutil.which("bash") or "bash", str(tmp_path / "install.sh")],
+        env={"PATH": str(tmp_path)},
+        text=True,
         capture_output=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 3, done
     assert "missing: mpirun, srun, sbatch, slurmctld, slurmd, munged" in done.stdout
     assert "needs root" in done.stdout
@@ -256,10 +277,12 @@ def test_install_says_what_is_missing(tmp_path: Path) -> None:
     ("layout", "jobs"),
     [
         pytest.param("pipe", ["4"], marks=pytest.mark.slow),
-        *(pytest.param(layout, ["2", "4", "8", "2hosts", "4hosts"], marks=pytest.mark.exhaustive)
-          for layout in ("zero3_tensor", "ddp", "pipe", "ddp_deterministic", "zero3_deterministic")),
+        *(
+            pytest.param(layout, ["2", "4", "8", "2hosts", "4hosts"], marks=pytest.mark.exhaustive)
+            for layout in ("zero3_tensor", "ddp", "pipe", "ddp_deterministic", "zero3_deterministic")
+        ),
     ],
-)  # fmt: skip
+)
 def test_losses_by_number_of_processes(tmp_path: Path, layout: str, jobs: list[str]) -> None:
     """1e-6 in fp32, the same bits in deterministic mode."""
     out = tmp_path / "out.json"

@@ -54,9 +54,7 @@ def torchrun(port: int, rank: int) -> Environ:
 
 
 def by_jax(port: int, rank: int) -> Environ:
-    return {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
-    }  # fmt: skip
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
 
 
 class Processes:
@@ -72,7 +70,10 @@ class Processes:
         with (self.folder / f"out{rank}").open("wb") as out, (self.folder / f"err{rank}").open("wb") as err:
             self.running.append(
                 subprocess.Popen(
-                    [sys.executable, *arguments], env=clean | child.QUICK | environ, stdout=out, stderr=err,
+                    [sys.executable, *arguments],
+                    env=clean | child.QUICK | environ,
+                    stdout=out,
+                    stderr=err,
                     cwd=folder or self.folder,
                 )
             )
@@ -358,9 +359,16 @@ def test_job_that_makes_no_sense(environ: dict[str, Any], message: str) -> None:
 
 
 SAME_BITS = (
-    "parallel.grad_sync.deterministic=true", "model.dropout=0.1", "train.steps=10", "train.eval_every=0",
-    "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "train.sample_tokens=0", "checkpoint.every=0",
-)  # fmt: skip
+    "parallel.grad_sync.deterministic=true",
+    "model.dropout=0.1",
+    "train.steps=10",
+    "train.eval_every=0",
+    "mesh.data=1",
+    "mesh.fsdp=1",
+    "mesh.tensor=1",
+    "train.sample_tokens=0",
+    "checkpoint.every=0",
+)
 
 
 def trained_words(folder: Path) -> np.ndarray:
@@ -373,12 +381,11 @@ def trained_words(folder: Path) -> np.ndarray:
     return np.concatenate([np.asarray(leaf).ravel().view(np.uint32) for leaf in jax.tree.leaves(state)])
 
 
-@pytest.mark.parametrize("schedule", [
-    pytest.param("one_f_one_b", marks=pytest.mark.slow), pytest.param("zero_bubble", marks=pytest.mark.exhaustive),
-])  # fmt: skip
-def test_a_pipeline_across_two_processes_has_the_losses_of_one(
-    make_folder: Callable[[], Path], schedule: str
-) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param("one_f_one_b", marks=pytest.mark.slow), pytest.param("zero_bubble", marks=pytest.mark.exhaustive)],
+)
+def test_a_pipeline_across_two_processes_has_the_losses_of_one(make_folder: Callable[[], Path], schedule: str) -> None:
     """Each process is a stage of 4 devices."""
     options = ["mesh.pipe=2", "mesh.tensor=1", f"parallel.schedule={schedule}", "parallel.microbatches=2"]
     found = []
@@ -496,12 +503,17 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
     """While the first step is compiled: there is nothing to save, and no need to wait for the compiler. Where another
     process does not answer, the second signal does."""
     port = free_port()
-    plant = "import jaxdist.train_step as c; real = c.TrainStep.__call__;" "\n" \
-        "def call(*a): open('compiling', 'w').close(); return real(*a)\n" \
+    plant = (
+        "import jaxdist.train_step as c; real = c.TrainStep.__call__;"
+        "\n"
+        "def call(*a): open('compiling', 'w').close(); return real(*a)\n"
         "c.TrainStep.__call__ = call\n"
-    run = "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n" \
-        "from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', ['mesh.tensor=1', " \
+    )
+    run = (
+        "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n"
+        "from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', ['mesh.tensor=1', "
         f"'devices.simulated={4 // count}']), Path('run')))"
+    )
     for rank in range(count):
         processes.add(["-c", plant + run], torchrun(port, rank) if count > 1 else {})
     processes.until((processes.folder / "compiling").exists, "the first step")
@@ -524,12 +536,16 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
 def test_a_process_behind_in_its_first_step_stops_with_the_others(processes: Processes) -> None:
     """Where one has taken a step there is something to save, and all take as many."""
     port = free_port()
-    plant = "import time; from jaxdist.runtime.watch.stop import StopSignal as s; real = s.requested\n" \
-        "def late(self, step):\n    time.sleep(1.5 if step == 1 else 0); return real(self, step)\n" \
+    plant = (
+        "import time; from jaxdist.runtime.watch.stop import StopSignal as s; real = s.requested\n"
+        "def late(self, step):\n    time.sleep(1.5 if step == 1 else 0); return real(self, step)\n"
         "import os; s.requested = late if os.environ['RANK'] == '1' else real\n"
+    )
     options = ["mesh.tensor=1", "devices.simulated=2", "train.max_hours=1e-6", "train.steps=1000"]
-    run = "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n" \
+    run = (
+        "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n"
         f"from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', {options}), Path('run')))"
+    )
     for rank in range(2):
         processes.add(["-c", plant + run], torchrun(port, rank))
     assert processes.wait(120) == [75, 75], processes.logs()
@@ -540,13 +556,20 @@ def test_a_process_behind_in_its_first_step_stops_with_the_others(processes: Pro
 @pytest.mark.slow
 def test_processes_change_samples_and_bits_do_not(make_folder: Callable[[], Path]) -> None:
     """Deterministic, with dropout: 8 devices in one process, 2 in two, 4 in one; zero3, ddp, zero3."""
-    same = ["parallel.grad_sync.deterministic=true", "observe.samples=true", "train.eval_every=0", "model.dropout=0.1",
-            "train.sample_tokens=0", "mesh.tensor=1", "checkpoint.every=0"]  # fmt: skip
+    same = [
+        "parallel.grad_sync.deterministic=true",
+        "observe.samples=true",
+        "train.eval_every=0",
+        "model.dropout=0.1",
+        "train.sample_tokens=0",
+        "mesh.tensor=1",
+        "checkpoint.every=0",
+    ]
     legs = [
         (1, ["train.steps=2", "devices.simulated=8", "mesh.data=2", "mesh.fsdp=4"]),
         (2, ["train.steps=4", "devices.simulated=1", "mesh.data=2", "mesh.fsdp=1", "parallel.strategy=ddp"]),
         (1, ["train.steps=6", "devices.simulated=4", "mesh.data=1", "mesh.fsdp=4", "parallel.microbatches=2"]),
-    ]  # fmt: skip
+    ]
     alone = (1, ["train.steps=6", "devices.simulated=1", "mesh.data=1", "mesh.fsdp=1", "parallel.strategy=ddp"])
     exact = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # the older code generator rounds otherwise by layout
     found = []

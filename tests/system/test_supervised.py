@@ -116,9 +116,10 @@ def log_of(run: Path) -> list[str]:
     return (run / "logs" / "rank0.log").read_text().split("=== attempt")
 
 
-@pytest.mark.parametrize(("kills", "steps"), [
-    pytest.param(2, 40, marks=pytest.mark.slow), pytest.param(10, 200, marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kills", "steps"),
+    [pytest.param(2, 40, marks=pytest.mark.slow), pytest.param(10, 200, marks=pytest.mark.exhaustive)],
+)
 def test_kills_change_nothing(kills: int, steps: int, folder: Path) -> None:
     override = f"train.steps={steps}"
     assert ended(begin(folder, "whole", override), folder, "whole", 300) == 0, (folder / "whole.out").read_text()
@@ -141,9 +142,13 @@ def test_kills_change_nothing(kills: int, steps: int, folder: Path) -> None:
 
 
 SECRETS = {
-    "HF_TOKEN": "hf-0123456789", "WANDB_API_KEY": "wandb-0123456789", "AWS_SECRET_ACCESS_KEY": "aws-0123456789",
-    "JAX_SOME_TOKEN": "jax-0123456789", "JAXDIST_API_KEY": "own-0123456789", "NCCL_KEY": "nccl-0123456789",
-}  # fmt: skip
+    "HF_TOKEN": "hf-0123456789",
+    "WANDB_API_KEY": "wandb-0123456789",
+    "AWS_SECRET_ACCESS_KEY": "aws-0123456789",
+    "JAX_SOME_TOKEN": "jax-0123456789",
+    "JAXDIST_API_KEY": "own-0123456789",
+    "NCCL_KEY": "nccl-0123456789",
+}
 
 
 @pytest.mark.slow
@@ -214,9 +219,10 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(asked: str, folder: P
     assert not list((folder / "run" / "logs").glob("stopped*"))
 
 
-@pytest.mark.parametrize("second", [
-    (), pytest.param(("--rank", "0"), marks=pytest.mark.slow), pytest.param(("--rank", "2"), marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "second",
+    [(), pytest.param(("--rank", "0"), marks=pytest.mark.slow), pytest.param(("--rank", "2"), marks=pytest.mark.slow)],
+)
 def test_a_job_that_cannot_begin(second: tuple[str, ...], folder: Path) -> None:
     """A rank that never comes: 75, and its name. A rank given twice: 2. Each in one line."""
     clean = child.environment() | {"JAXDIST_JOIN_TIMEOUT": "4"}
@@ -229,10 +235,11 @@ def test_a_job_that_cannot_begin(second: tuple[str, ...], folder: Path) -> None:
     else:
         ranks = (("--rank", "0"), second) if second else (("--rank", "0"),)
     jobs = [
-        subprocess.Popen([*TRAIN, *method, *rank], cwd=folder, env=clean, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*TRAIN, *method, *rank], cwd=folder, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for rank in ranks
-    ]  # fmt: skip
+    ]
     try:
         found = [(job, *job.communicate(timeout=60)) for job in jobs]
     finally:

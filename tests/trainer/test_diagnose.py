@@ -142,8 +142,9 @@ def test_the_microbatch_is_named(everyday: Bench) -> None:
 def test_with_prefetching(style: str) -> None:
     """Where the embedding is looked up by columns, of all devices' tokens; the probes' model is not."""
     sizes = {"data": 2, "fsdp": 2}
-    ahead = bench(sizes, strategy="zero3", schedule="accumulate", microbatches=2, build=gpt, prefetch=1,
-                  model={"style": style})  # fmt: skip
+    ahead = bench(
+        sizes, strategy="zero3", schedule="accumulate", microbatches=2, build=gpt, prefetch=1, model={"style": style}
+    )
     check_a_block(ahead)
     if style == "gpt2":  # an RMSNorm of an infinite deviation is zero, and so is its gradient
         check_a_token(ahead)
@@ -169,8 +170,10 @@ def check_a_token(everyday: Bench) -> None:
     state = everyday.make()
     table = np.array(state.params["embed"]["tokens"]["table"])
     table[63] = 1e30 * (-1.0) ** np.arange(table.shape[1])
-    embed = {**state.params["embed"], "tokens": {"table": jax.device_put(
-        table, state.params["embed"]["tokens"]["table"].sharding)}}  # fmt: skip
+    embed = {
+        **state.params["embed"],
+        "tokens": {"table": jax.device_put(table, state.params["embed"]["tokens"]["table"].sharding)},
+    }
     state = state._replace(params={**state.params, "embed": embed})
     rows = {name: np.array(x) for name, x in everyday.batch.items()}
     rows["inputs"][4 * 2 + 3, 5] = 63  # device data=1 fsdp=0 has rows 8 to 11, its microbatch 1 rows 10 and 11
@@ -188,8 +191,10 @@ def test_a_parameter_that_was_not_finite_before(everyday: Bench) -> None:
     state = everyday.make()
     scale = np.array(state.params["blocks"]["norm2"]["scale"])
     scale[2, 3] = np.nan
-    norm = {**state.params["blocks"]["norm2"], "scale": jax.device_put(
-        scale, state.params["blocks"]["norm2"]["scale"].sharding)}  # fmt: skip
+    norm = {
+        **state.params["blocks"]["norm2"],
+        "scale": jax.device_put(scale, state.params["blocks"]["norm2"]["scale"].sharding),
+    }
     state = state._replace(params={**state.params, "blocks": {**state.params["blocks"], "norm2": norm}})
     state, _ = everyday.step(state, everyday.batch)
     found = everyday.diagnose(state, everyday.batch)
@@ -200,9 +205,13 @@ OTHERS = [
     ({"pipe": 2, "data": 2, "tensor": 2}, "ddp", "one_f_one_b", {}),
     ({"pipe": 4, "fsdp": 2}, "zero2", "zero_bubble", {"model": {"style": "llama"}}),
     ({"data": 4, "tensor": 2}, "zero1", "accumulate", {"remat": "full"}),
-    ({"data": 2, "fsdp": 4}, "zero3", "accumulate", {"precision": Precision(np.float32, jax.numpy.float16, np.float32,
-                                                                            loss_scale="dynamic")}),
-]  # fmt: skip
+    (
+        {"data": 2, "fsdp": 4},
+        "zero3",
+        "accumulate",
+        {"precision": Precision(np.float32, jax.numpy.float16, np.float32, loss_scale="dynamic")},
+    ),
+]
 
 
 @pytest.mark.parametrize(("sizes", "strategy", "schedule", "options"), levels(OTHERS, slow=2))

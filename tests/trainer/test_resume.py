@@ -79,8 +79,10 @@ def test_what_was_changed_is_shown(
     at = next(i for i, line in enumerate(lines) if line.startswith("resumed"))
     assert lines[at].split(maxsplit=1)[1] == "after step 4, with"
     assert sorted(line.strip() for line in lines[at + 1 : at + 4]) == [
-        "mesh.data 2 (was 1)", "optimizer.lr 0.01 (was 0.003)", "train.steps 5 (was 4)",
-    ]  # fmt: skip
+        "mesh.data 2 (was 1)",
+        "optimizer.lr 0.01 (was 0.003)",
+        "train.steps 5 (was 4)",
+    ]
     assert not lines[at + 4].startswith(" ")
     assert incidents(folder) == [] and "forced" not in meta_of(folder, 5)
     assert meta_of(folder, 5)["config"]["optimizer.lr"] == 0.01
@@ -119,16 +121,16 @@ def test_all_that_differs_is_named(finished: Path, configure: Configure) -> None
         train(configure("train.seed=1", "model.dropout=0.1"), finished)
 
 
-def test_forced(
-    finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_forced(finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says so, notes it, and every later checkpoint remembers; without another change, force has nothing to do."""
     folder, force = copy(finished, tmp_path), "checkpoint.resume=force"
     changed = {"model.dropout": [0.0, 0.1], "train.seed": [0, 1]}
     assert train(configure("train.seed=1", "model.dropout=0.1", "train.steps=6", force), folder) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert line == ("warning: checkpoint.resume=force: goes on after step 4 as another run: model.dropout 0.0 -> 0.1, "
-                    "train.seed 0 -> 1")  # fmt: skip
+    assert line == (
+        "warning: checkpoint.resume=force: goes on after step 4 as another run: model.dropout 0.0 -> 0.1, "
+        "train.seed 0 -> 1"
+    )
     [noted] = incidents(folder)
     assert (noted["step"], noted["action"], noted["changed"]) == (4, "forced", changed)
     assert meta_of(folder, 6)["forced"] == [{"step": 4, "changed": changed}]
@@ -140,13 +142,19 @@ def test_forced(
     assert len(read_metrics(folder / "metrics.jsonl")) == 7
 
 
-@pytest.mark.parametrize(("override", "message"), [
-    ("model.width=32", r"checkpoint of step 4: params\.\S+ is float32\[.*16.*\], this configuration makes it"
-     r" float32\[.*32.*\]"),
-    ("model.tied=false", r"checkpoint of step 4: \S+ is only in this configuration"),
-    ("optimizer.name=sgd", r"checkpoint of step 4: opt_state\.\S+ is only in"),
-    ("precision=O3", r"checkpoint of step 4: \S+ is float32\[.*\], this configuration makes it float16\["),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.width=32",
+            r"checkpoint of step 4: params\.\S+ is float32\[.*16.*\], this configuration makes it"
+            r" float32\[.*32.*\]",
+        ),
+        ("model.tied=false", r"checkpoint of step 4: \S+ is only in this configuration"),
+        ("optimizer.name=sgd", r"checkpoint of step 4: opt_state\.\S+ is only in"),
+        ("precision=O3", r"checkpoint of step 4: \S+ is float32\[.*\], this configuration makes it float16\["),
+    ],
+)
 def test_what_cannot_work_is_not_forced(finished: Path, configure: Configure, override: str, message: str) -> None:
     """Shapes, leaves that one side lacks, types: one line that names the leaf; nothing is cast."""
     with pytest.raises(UserError, match="^" + message) as error:
@@ -233,11 +241,16 @@ def test_layouts_change_samples_do_not(configure: Configure, tmp_path: Path) -> 
 EVALUATED = {
     "one": (),
     "ddp": ("mesh.data=4", "parallel.microbatches=2"),
-    "zero3 and tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "parallel.strategy=zero3",
-                         "parallel.min_shard_bytes=0"),
+    "zero3 and tensor": (
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "parallel.strategy=zero3",
+        "parallel.min_shard_bytes=0",
+    ),
     "pipeline": ("mesh.pipe=2", "mesh.fsdp=2", "parallel.schedule=one_f_one_b", "parallel.microbatches=4"),
     "zero2": ("mesh.fsdp=8", "parallel.strategy=zero2", "parallel.min_shard_bytes=0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

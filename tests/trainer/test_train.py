@@ -96,8 +96,13 @@ def steps_saved(folder: Path) -> list[str]:
 
 def test_run_directory(finished: Path, configure: Configure) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        "config.yaml", "env.json", "metrics.jsonl", "samples.txt", "report.html", "checkpoints",
-    }  # fmt: skip
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "samples.txt",
+        "report.html",
+        "checkpoints",
+    }
     assert load_config(finished / "config.yaml") == configure()
     environment = json.loads((finished / "env.json").read_text())
     assert environment["devices"] == {"cpu": 8} and environment["compiler"]["optimization_level"] == "UNKNOWN"
@@ -164,13 +169,21 @@ def test_resume_after_a_crash_gives_the_same_bits(
 @pytest.mark.slow
 def test_uneven_stages_run_and_resume(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With evaluation and sampling; to the bit in the same stages, and with other stages, or one, all the same."""
-    layout = ("mesh.pipe=2", "mesh.tensor=1", "parallel.schedule=one_f_one_b", "parallel.microbatches=2",
-              "model.layers=3")  # fmt: skip
+    layout = (
+        "mesh.pipe=2",
+        "mesh.tensor=1",
+        "parallel.schedule=one_f_one_b",
+        "parallel.microbatches=2",
+        "model.layers=3",
+    )
     uneven = configure(*layout, "parallel.stages=[1,2]")
     assert train(uneven, tmp_path / "whole") == 0
     assert (tmp_path / "whole" / "samples.txt").read_text()
-    for name, other in (("same", uneven), ("other", configure(*layout, "parallel.stages=[2,1]")),
-                        ("one", configure(*ONE, *BARE, "model.layers=3"))):  # fmt: skip
+    for name, other in (
+        ("same", uneven),
+        ("other", configure(*layout, "parallel.stages=[2,1]")),
+        ("one", configure(*ONE, *BARE, "model.layers=3")),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(StopSignal, "requested", lambda self, step: step == 3)
             assert train(uneven, tmp_path / name) == 75
@@ -393,8 +406,11 @@ def five_steps(config: OptimizerConfig, strategy: str, **mesh_sizes: Any) -> tup
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("adafactor", "muon") else pytest.mark.exhaustive)
-             for name in ("adafactor", "muon", "adamw", "sgd", "lion")]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("adafactor", "muon") else pytest.mark.exhaustive)
+        for name in ("adafactor", "muon", "adamw", "sgd", "lion")
+    ],
 )
 def test_optimizer_in_a_sharded_layout(name: str) -> None:
     config = OptimizerConfig(name=name, lr=1e-2, warmup_steps=2)

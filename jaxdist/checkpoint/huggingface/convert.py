@@ -23,25 +23,37 @@ CONFIG = "config.json"
 # Theirs -> our key of section model, and what transformers takes when it is not in config.json.
 KEYS: dict[str, dict[str, tuple[str, Any]]] = {
     "gpt2": {
-        "vocab_size": ("vocab", 50257), "n_embd": ("width", 768), "n_layer": ("layers", 12), "n_head": ("heads", 12),
-        "n_inner": ("mlp_width", None), "layer_norm_epsilon": ("norm_eps", 1e-5),
+        "vocab_size": ("vocab", 50257),
+        "n_embd": ("width", 768),
+        "n_layer": ("layers", 12),
+        "n_head": ("heads", 12),
+        "n_inner": ("mlp_width", None),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
         "tie_word_embeddings": ("tied", True),
     },
     "llama": {
-        "vocab_size": ("vocab", 32000), "hidden_size": ("width", 4096), "num_hidden_layers": ("layers", 32),
-        "num_attention_heads": ("heads", 32), "num_key_value_heads": ("kv_heads", None),
-        "intermediate_size": ("mlp_width", 11008), "rms_norm_eps": ("norm_eps", 1e-6),
-        "attention_bias": ("bias", False), "mlp_bias": ("bias", False), "tie_word_embeddings": ("tied", False),
+        "vocab_size": ("vocab", 32000),
+        "hidden_size": ("width", 4096),
+        "num_hidden_layers": ("layers", 32),
+        "num_attention_heads": ("heads", 32),
+        "num_key_value_heads": ("kv_heads", None),
+        "intermediate_size": ("mlp_width", 11008),
+        "rms_norm_eps": ("norm_eps", 1e-6),
+        "attention_bias": ("bias", False),
+        "mlp_bias": ("bias", False),
+        "tie_word_embeddings": ("tied", False),
     },
-}  # fmt: skip
+}
 # What of theirs our models compute, and no key of ours changes; the first is what is written.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
     },
     "llama": {"hidden_act": ("silu", "swish")},
-}  # fmt: skip
+}
 OTHERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")  # constants that older files hold; no parameters
 
 
@@ -56,9 +68,13 @@ def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, 
     else:
         architecture = "LlamaForCausalLM"
         # rope_theta is for transformers before version 5, rope_parameters for later ones.
-        found |= {"max_position_embeddings": positions, "head_dim": model.width // model.heads,
-                  "rope_theta": model.rope_theta, "rope_scaling": None,
-                  "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}}  # fmt: skip
+        found |= {
+            "max_position_embeddings": positions,
+            "head_dim": model.width // model.heads,
+            "rope_theta": model.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        }
     # Whose token 50256 or 2 ends a text is the tokenizer's affair: transformers would take these where none is named.
     found |= {"bos_token_id": None, "eos_token_id": None}
     return {"architectures": [architecture], "model_type": kind, **found, "dtype": dtype, "torch_dtype": dtype}
@@ -81,24 +97,31 @@ def differences(found: dict[str, Any], model: ModelConfig, *, positions: int) ->
         wanted["rope_theta"] = _rope_theta(found)
         if found.get("attention_bias", False) != found.get("mlp_bias", False):
             raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
-    other = [f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
-             for key, value in wanted.items() if getattr(model, key) != value]  # fmt: skip
+    other = [
+        f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
+        for key, value in wanted.items()
+        if getattr(model, key) != value
+    ]
     if family(model) != kind:
         other.insert(0, f"model.style={kind} (is {family(model)})")
     if kind == "gpt2" and found.get("n_positions", 1024) != positions:
         other.append(f"data.seq_len={found.get('n_positions', 1024)} (is {positions})")
     head = found.get("head_dim")
     if not other and head not in (None, model.width // model.heads):
-        raise UserError(f"{CONFIG}: head_dim is {head!r}, which no configuration makes; allowed: hidden_size /"
-                        f" num_attention_heads, {model.width // model.heads}")  # fmt: skip
+        raise UserError(
+            f"{CONFIG}: head_dim is {head!r}, which no configuration makes; allowed: hidden_size /"
+            f" num_attention_heads, {model.width // model.heads}"
+        )
     return other
 
 
 def _check_fixed(found: dict[str, Any], kind: str) -> None:
     for key, allowed in FIXED[kind].items():
         if found.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{CONFIG}: {key} is {found[key]!r}, which no configuration makes; allowed:"
-                            f" {', '.join(map(repr, allowed))}")  # fmt: skip
+            raise UserError(
+                f"{CONFIG}: {key} is {found[key]!r}, which no configuration makes; allowed:"
+                f" {', '.join(map(repr, allowed))}"
+            )
 
 
 def _rope_theta(found: dict[str, Any]) -> Any:
@@ -139,8 +162,11 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
             array = stored.param(leaf)
             yield from (each.take(array[place])[: shape(each)[0]] for each in group for place in _places(each, layers))
 
-    entries = [Entry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
-               for each in table for block in _places(each, layers)]  # fmt: skip
+    entries = [
+        Entry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
+        for each in table
+        for block in _places(each, layers)
+    ]
     output.mkdir(parents=True, exist_ok=True)
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
@@ -175,8 +201,9 @@ def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, pos
             shape, wanted = files.shape(name), each.shape
             padded = each.leaf in TABLES and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
             if shape != wanted and not padded:
-                raise UserError(f"{name}: is {list(shape)} in the file, this configuration makes it"
-                                f" {list(wanted)}{hint}")  # fmt: skip
+                raise UserError(
+                    f"{name}: is {list(shape)} in the file, this configuration makes it {list(wanted)}{hint}"
+                )
             rows |= {shape[0]} if each.leaf in TABLES else set()
             dtypes.add(files.dtype(name))
     known = expected | ({HEAD} if model.tied else set())
@@ -209,8 +236,10 @@ def load(
                     each.put(array[block], tensor)
         if leaf == TABLES[0] and model.tied and HEAD in files.names:
             if files.read(HEAD).tobytes() != files.read(actual_name(files, each.name, kind)).tobytes():
-                raise UserError(f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
-                                " it to false there, and model.tied=false")  # fmt: skip
+                raise UserError(
+                    f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
+                    " it to false there, and model.tied=false"
+                )
         yield leaf, array
 
 

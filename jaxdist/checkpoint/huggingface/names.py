@@ -49,14 +49,19 @@ def family(model: ModelConfig) -> str:
     found = next((name for name, kind in FAMILIES.items() if kind == kinds), None)
     if found is None:
         known = " or ".join(f"{', '.join(kind)} ({name})" for name, kind in FAMILIES.items())
-        raise UserError(f"model: positions {kinds[0]}, norm {kinds[1]} and mlp {kinds[2]} have no Hugging Face format"
-                        f" here; allowed: {known}")  # fmt: skip
+        raise UserError(
+            f"model: positions {kinds[0]}, norm {kinds[1]} and mlp {kinds[2]} have no Hugging Face format"
+            f" here; allowed: {known}"
+        )
     if found == "gpt2" and not model.bias:
-        raise UserError("model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true; or"
-                        " model.style=llama")  # fmt: skip
+        raise UserError(
+            "model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true; or model.style=llama"
+        )
     if found == "gpt2" and model.kv_heads != model.heads:
-        raise UserError(f"model.kv_heads: {model.kv_heads}, but Hugging Face's GPT-2 has as many as model.heads;"
-                        f" allowed: {model.heads}; or model.style=llama")  # fmt: skip
+        raise UserError(
+            f"model.kv_heads: {model.kv_heads}, but Hugging Face's GPT-2 has as many as model.heads;"
+            f" allowed: {model.heads}; or model.style=llama"
+        )
     return found
 
 
@@ -75,8 +80,9 @@ def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
     GPT-2's position table. Raises `UserError` for a model that has no format: see `family`."""
     kind = family(model)
     prefix, table = PREFIXES[kind], (model.vocab, model.width)
-    found = [Tensor("embed.tokens.table", prefix + ("wte" if kind == "gpt2" else "embed_tokens") + ".weight", whole,
-                    table)]  # fmt: skip
+    found = [
+        Tensor("embed.tokens.table", prefix + ("wte" if kind == "gpt2" else "embed_tokens") + ".weight", whole, table)
+    ]
     if kind == "gpt2":
         found.append(Tensor("embed.positions.table", prefix + "wpe.weight", whole, (positions, model.width)))
     of_block = _gpt2_block(model) if kind == "gpt2" else _llama_block(model)
@@ -98,21 +104,29 @@ def _gpt2_block(model: ModelConfig) -> list[Tensor]:
     width, hidden = model.width, model.mlp_width or 0
 
     def linear(
-        leaf: str, name: str, sizes: tuple[int, int],
-        kernel: Callable[[np.ndarray], np.ndarray] = whole, bias: Callable[[np.ndarray], np.ndarray] = whole,
-    ) -> list[Tensor]:  # fmt: skip
+        leaf: str,
+        name: str,
+        sizes: tuple[int, int],
+        kernel: Callable[[np.ndarray], np.ndarray] = whole,
+        bias: Callable[[np.ndarray], np.ndarray] = whole,
+    ) -> list[Tensor]:
         weight = Tensor(f"{leaf}.kernel", f"{name}.weight", kernel, sizes)
         return [weight, Tensor(f"{leaf}.bias", f"{name}.bias", bias, sizes[1:])]
 
     return [
         *_norm("norm1", "ln_1", model),
-        *linear("attention.qkv.linear", "attn.c_attn", (width, 3 * width),
-                lambda kernel_DnQK: kernel_DnQK.transpose(0, 2, 1, 3), lambda bias_nQK: bias_nQK.transpose(1, 0, 2)),
+        *linear(
+            "attention.qkv.linear",
+            "attn.c_attn",
+            (width, 3 * width),
+            lambda kernel_DnQK: kernel_DnQK.transpose(0, 2, 1, 3),
+            lambda bias_nQK: bias_nQK.transpose(1, 0, 2),
+        ),
         *linear("attention.out", "attn.c_proj", (width, width)),
         *_norm("norm2", "ln_2", model),
         *linear("mlp.up", "mlp.c_fc", (width, hidden)),
         *linear("mlp.down", "mlp.c_proj", (hidden, width)),
-    ]  # fmt: skip
+    ]
 
 
 def _llama_block(model: ModelConfig) -> list[Tensor]:
@@ -122,19 +136,31 @@ def _llama_block(model: ModelConfig) -> list[Tensor]:
     groups, head = heads // kv_heads, width // heads
     qkv, up = "attention.qkv.linear", "mlp.up"
     found = [
-        Tensor(f"{qkv}.kernel", "self_attn.q_proj.weight", lambda x: x[:, :, :groups].transpose(1, 2, 3, 0),
-               (heads * head, width)),
-        Tensor(f"{qkv}.kernel", "self_attn.k_proj.weight", lambda x: x[:, :, groups].transpose(1, 2, 0),
-               (kv_heads * head, width)),
-        Tensor(f"{qkv}.kernel", "self_attn.v_proj.weight", lambda x: x[:, :, groups + 1].transpose(1, 2, 0),
-               (kv_heads * head, width)),
+        Tensor(
+            f"{qkv}.kernel",
+            "self_attn.q_proj.weight",
+            lambda x: x[:, :, :groups].transpose(1, 2, 3, 0),
+            (heads * head, width),
+        ),
+        Tensor(
+            f"{qkv}.kernel",
+            "self_attn.k_proj.weight",
+            lambda x: x[:, :, groups].transpose(1, 2, 0),
+            (kv_heads * head, width),
+        ),
+        Tensor(
+            f"{qkv}.kernel",
+            "self_attn.v_proj.weight",
+            lambda x: x[:, :, groups + 1].transpose(1, 2, 0),
+            (kv_heads * head, width),
+        ),
         Tensor("attention.out.kernel", "self_attn.o_proj.weight", transposed, (width, heads * head)),
         Tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, (hidden, width)),
         Tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, (hidden, width)),
         Tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, (width, hidden)),
         *_norm("norm1", "input_layernorm", model),
         *_norm("norm2", "post_attention_layernorm", model),
-    ]  # fmt: skip
+    ]
     if model.bias:
         found += [
             Tensor(f"{qkv}.bias", "self_attn.q_proj.bias", lambda x: x[:, :groups], (heads * head,)),

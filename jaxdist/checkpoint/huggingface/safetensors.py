@@ -41,9 +41,11 @@ def write(folder: Path, entries: Sequence[Entry], arrays: Iterable[np.ndarray], 
     """Write the arrays, one for each entry and in its order, as they come. Returns the number of files."""
     files = _divide(entries, file_bytes)
     stream = iter(arrays)
-    names = [SINGLE] if len(files) == 1 else [
-        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
-    ]  # fmt: skip
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    )
     for name, inside in zip(names, files, strict=True):
         with (folder / name).open("wb") as file:
             file.write(_header(inside))

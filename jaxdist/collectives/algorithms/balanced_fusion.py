@@ -5,7 +5,6 @@ In round k everybody sends to the k-th rank further on, so that all links are bu
 (n-1)/n N in each direction. The server sums in rank order after its own.
 """
 
-
 from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
 from jaxdist.collectives.algorithms.ring import alone, part, put
 from jaxdist.collectives.cost import Cost, even

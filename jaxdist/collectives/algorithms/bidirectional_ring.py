@@ -25,8 +25,10 @@ def _reduce_parts(parts: Array, group: Group, op: str) -> Array:
     right, left = _halves(parts)
 
     def round_(step: Array, travelling: tuple[Array, Array]) -> tuple[Array, Array]:
-        return (reduce_round(step, travelling[0], right, group, op, RIGHT),
-                reduce_round(step, travelling[1], left, group, op, LEFT))  # fmt: skip
+        return (
+            reduce_round(step, travelling[0], right, group, op, RIGHT),
+            reduce_round(step, travelling[1], left, group, op, LEFT),
+        )
 
     start = part(right, group.rank - RIGHT), part(left, group.rank - LEFT)
     return jnp.concatenate(lax.fori_loop(0, group.n - 1, round_, start))

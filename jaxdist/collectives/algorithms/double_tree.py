@@ -159,8 +159,13 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
     hops = [hop for round_ in plan for hop in round_]
     sent = [sum((hop.source == rank) + (hop.target == rank) for hop in hops) for rank in range(group.n)]
     ways = [({(h.source, h.target) for h in round_}, {(h.target, h.source) for h in round_}) for round_ in plan]
-    return Cost(2 * len(plan), max(sent) * length, 2 * len(hops) * length, 2 * len(plan) * length,
-                swap=4 * sum(bool(there & back) for there, back in ways) >= len(plan))  # fmt: skip
+    return Cost(
+        2 * len(plan),
+        max(sent) * length,
+        2 * len(hops) * length,
+        2 * len(plan) * length,
+        swap=4 * sum(bool(there & back) for there, back in ways) >= len(plan),
+    )
 
 
 double_tree = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather)

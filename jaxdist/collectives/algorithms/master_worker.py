@@ -78,6 +78,12 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
 
 
 master_worker = Algorithm(
-    _cost, _all_reduce, _reduce_scatter, _all_gather, broadcast=_broadcast, reduce=_reduce, gather=_gather,
+    _cost,
+    _all_reduce,
+    _reduce_scatter,
+    _all_gather,
+    broadcast=_broadcast,
+    reduce=_reduce,
+    gather=_gather,
     scatter=_scatter,
-)  # fmt: skip
+)

@@ -6,16 +6,22 @@ from jaxdist.errors import UserError
 def check_collective_matmul(collective_matmul: bool, *, sequence_parallel: bool, fp8: bool) -> None:
     """Raise `UserError` where `parallel.collective_matmul` lacks what it needs."""
     if collective_matmul and not sequence_parallel:
-        raise UserError("parallel.collective_matmul: true cuts up the collectives of parallel.sequence_parallel, which"
-                        " is false; allowed: false; or parallel.sequence_parallel=true")  # fmt: skip
+        raise UserError(
+            "parallel.collective_matmul: true cuts up the collectives of parallel.sequence_parallel, which"
+            " is false; allowed: false; or parallel.sequence_parallel=true"
+        )
     if collective_matmul and fp8:
-        raise UserError("parallel.collective_matmul: true multiplies piece by piece, and precision.policy 'fp8' scales"
-                        " whole tensors; allowed: false; or precision.policy=bf16")  # fmt: skip
+        raise UserError(
+            "parallel.collective_matmul: true multiplies piece by piece, and precision.policy 'fp8' scales"
+            " whole tensors; allowed: false; or precision.policy=bf16"
+        )
 
 
 def check_conditions(*, pipeline_cond: bool) -> None:
     """Raise `UserError` for a pipeline whose stages take different branches: devices then meet in different rings. XLA
     for CPUs lets all devices take part in a `ppermute`, and was seen to give wrong sums."""
     if pipeline_cond:
-        raise UserError("parallel.collective_matmul: true sends inside a pipeline's stages, and parallel.pipeline_cond"
-                        " true puts these in conditions; allowed: false; or parallel.pipeline_cond=false")  # fmt: skip
+        raise UserError(
+            "parallel.collective_matmul: true sends inside a pipeline's stages, and parallel.pipeline_cond"
+            " true puts these in conditions; allowed: false; or parallel.pipeline_cond=false"
+        )

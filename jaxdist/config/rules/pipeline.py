@@ -31,26 +31,36 @@ def check_pipeline(config: Config, stages: int) -> None:
     """Raise `UserError` where schedule, chunks, stages and microbatches do not fit each other or this many stages."""
     parallel, layers = config.parallel, config.model.layers
     if stages > 1 and parallel.schedule in ONE_STAGE:
-        raise UserError(f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
-                        " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble")  # fmt: skip
+        raise UserError(
+            f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
+            " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble"
+        )
     if parallel.chunks > 1 and "." not in parallel.schedule and parallel.schedule != "interleaved":
-        raise UserError(f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
-                        " chunks; allowed: 1; or parallel.schedule=interleaved")  # fmt: skip
+        raise UserError(
+            f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
+            " chunks; allowed: 1; or parallel.schedule=interleaved"
+        )
     if not parallel.stages or config.mesh.pipe != -1:
         check_stages(parallel.stages, layers=layers, stages=stages, chunks=parallel.chunks)
     if uneven(parallel.stages) and config.optimizer.name == "adafactor":  # empty rows would change its means
-        raise UserError(f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages"
-                        f" {show(parallel.stages)} adds rows of zeros; allowed: adamw, sgd, lion, muon, or stages with"
-                        " equally many blocks")  # fmt: skip
+        raise UserError(
+            f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages"
+            f" {show(parallel.stages)} adds rows of zeros; allowed: adamw, sgd, lion, muon, or stages with"
+            " equally many blocks"
+        )
     if parallel.chunks > 1 and config.optimizer.name == "adafactor" and layers >= FACTORED:
-        raise UserError(f"optimizer.name: 'adafactor' factors over blocks if model.layers is {FACTORED} or more, whose"
-                        f" order a checkpoint could then not tell with parallel.chunks {parallel.chunks}; allowed:"
-                        " adamw, sgd, lion, muon; or parallel.chunks=1")  # fmt: skip
+        raise UserError(
+            f"optimizer.name: 'adafactor' factors over blocks if model.layers is {FACTORED} or more, whose"
+            f" order a checkpoint could then not tell with parallel.chunks {parallel.chunks}; allowed:"
+            " adamw, sgd, lion, muon; or parallel.chunks=1"
+        )
     if parallel.chunks > 1 and parallel.microbatches % stages:
         count, below = parallel.microbatches, parallel.microbatches // stages * stages
         works = near([n for n in (below, below + stages) if n], count)
-        raise UserError(f"parallel.microbatches: {count} is no multiple of mesh.pipe {stages}, as parallel.chunks"
-                        f" {parallel.chunks} needs; nearest that work: {works}")  # fmt: skip
+        raise UserError(
+            f"parallel.microbatches: {count} is no multiple of mesh.pipe {stages}, as parallel.chunks"
+            f" {parallel.chunks} needs; nearest that work: {works}"
+        )
 
 
 def uneven(blocks: Sequence[int]) -> tuple[int, ...]:
@@ -67,16 +77,22 @@ def check_stages(blocks: Sequence[int], *, layers: int, stages: int, chunks: int
     if blocks and (len(blocks) != parts or sum(blocks) != layers or min(blocks) < 1):
         of = f"mesh.pipe {stages}" + (f" x parallel.chunks {chunks}" if chunks > 1 else "")
         example = f", such as {sizes}" if sizes else ""
-        raise UserError(f"parallel.stages: {show(tuple(blocks))} has {len(blocks)} sizes, {sum(blocks)} blocks in all;"
-                        f" allowed: {parts} sizes ({of}), 1 and more, {layers} in all (model.layers)"
-                        f"{example}")  # fmt: skip
+        raise UserError(
+            f"parallel.stages: {show(tuple(blocks))} has {len(blocks)} sizes, {sum(blocks)} blocks in all;"
+            f" allowed: {parts} sizes ({of}), 1 and more, {layers} in all (model.layers)"
+            f"{example}"
+        )
     if not blocks and layers % stages:
-        raise UserError(f"mesh.pipe: {stages} does not divide model.layers {layers}; sizes that work:"
-                        f" {near(divisors(layers), stages)}{instead}")  # fmt: skip
+        raise UserError(
+            f"mesh.pipe: {stages} does not divide model.layers {layers}; sizes that work:"
+            f" {near(divisors(layers), stages)}{instead}"
+        )
     if not blocks and layers % parts:
-        raise UserError(f"parallel.chunks: {chunks} does not divide the {layers // stages} blocks of a stage"
-                        f" (model.layers {layers} / mesh.pipe {stages}); allowed:"
-                        f" {near(divisors(layers // stages), chunks)}{instead}")  # fmt: skip
+        raise UserError(
+            f"parallel.chunks: {chunks} does not divide the {layers // stages} blocks of a stage"
+            f" (model.layers {layers} / mesh.pipe {stages}); allowed:"
+            f" {near(divisors(layers // stages), chunks)}{instead}"
+        )
 
 
 def _even_sizes(layers: int, parts: int) -> str:

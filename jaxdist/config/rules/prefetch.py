@@ -19,14 +19,18 @@ def check_prefetch(config: Config) -> None:
     if not parallel.prefetch:
         return
     if "." not in parallel.schedule and parallel.schedule not in ONE_STAGE:
-        raise UserError(f"parallel.prefetch: 1 is for one stage, parallel.schedule {parallel.schedule} has several;"
-                        " allowed: 0")  # fmt: skip
+        raise UserError(
+            f"parallel.prefetch: 1 is for one stage, parallel.schedule {parallel.schedule} has several; allowed: 0"
+        )
     if not parallel.reshard_after_forward:
-        raise UserError("parallel.prefetch: 1 gathers blocks again for the backward pass; set"
-                        " parallel.reshard_after_forward to true, or prefetch to 0")  # fmt: skip
+        raise UserError(
+            "parallel.prefetch: 1 gathers blocks again for the backward pass; set"
+            " parallel.reshard_after_forward to true, or prefetch to 0"
+        )
     if parallel.grad_sync.deterministic:
-        raise UserError("parallel.prefetch: 1 changes the order of work; set it to 0 with"
-                        " parallel.grad_sync.deterministic")  # fmt: skip
+        raise UserError(
+            "parallel.prefetch: 1 changes the order of work; set it to 0 with parallel.grad_sync.deterministic"
+        )
     check_prefetched(remat)
     check_unrolled(config.model.scan_blocks, remat, prefetch=1)
 

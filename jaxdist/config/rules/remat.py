@@ -28,17 +28,20 @@ def check_remat(value: str | Sequence[str]) -> Remat:
 def check_prefetched(remat: Remat) -> None:
     """Raise `UserError` for modes that `parallel.prefetch: 1` does not have."""
     if remat in ("sqrt", "offload"):
-        raise UserError(f"{KEY}: {remat!r} does not go with parallel.prefetch 1, which keeps a block's leavings itself;"
-                        " allowed: none, full, dots, a list of names; or parallel.prefetch=0")  # fmt: skip
+        raise UserError(
+            f"{KEY}: {remat!r} does not go with parallel.prefetch 1, which keeps a block's leavings itself;"
+            " allowed: none, full, dots, a list of names; or parallel.prefetch=0"
+        )
 
 
 def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int = 0, deterministic: bool = False) -> None:
     """Raise `UserError` for loops over blocks that are not unrolled: those of prefetching and of "sqrt" are arranged by
     hand, and without a loop the compiler may round otherwise in other layouts."""
     for key, has in (
-        ("parallel.prefetch 1", prefetch), (f"{KEY} 'sqrt'", remat == "sqrt"),
+        ("parallel.prefetch 1", prefetch),
+        (f"{KEY} 'sqrt'", remat == "sqrt"),
         ("parallel.grad_sync.deterministic", deterministic),
-    ):  # fmt: skip
+    ):
         if scan_blocks != 1 and has:
             raise UserError(f"model.scan_blocks: {scan_blocks} does not go with {key}; allowed with it: 1")
 
@@ -47,20 +50,26 @@ def check_deterministic(remat: Remat) -> None:
     """Raise `UserError` for all modes but "none": where a block is computed again beside its backward pass, the
     compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
     if remat != "none":
-        raise UserError(f"{KEY}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
-                        " again is rounded otherwise in other layouts; allowed: none")  # fmt: skip
+        raise UserError(
+            f"{KEY}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
+            " again is rounded otherwise in other layouts; allowed: none"
+        )
 
 
 def refuse_split_backward() -> NoReturn:
     """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
-    raise UserError(f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
-                    " each would compute every segment again; allowed: none, full, dots, a list of names")  # fmt: skip
+    raise UserError(
+        f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
+        " each would compute every segment again; allowed: none, full, dots, a list of names"
+    )
 
 
 def refuse_split_sequence() -> NoReturn:
     """Raise the `UserError` for "sqrt" with positions split over `tensor`."""
-    raise UserError(f"{KEY}: 'sqrt' does not go with parallel.sequence_parallel; allowed with it: none, full, dots,"
-                    " offload, a list of names")  # fmt: skip
+    raise UserError(
+        f"{KEY}: 'sqrt' does not go with parallel.sequence_parallel; allowed with it: none, full, dots,"
+        " offload, a list of names"
+    )
 
 
 def with_offload(memory: MemoryConfig) -> MemoryConfig:
@@ -68,8 +77,10 @@ def with_offload(memory: MemoryConfig) -> MemoryConfig:
     if not memory.offload.activations:
         return memory
     if memory.remat not in ("none", "full", "offload"):
-        raise UserError(f"memory.offload.activations: true is memory.remat 'offload', and {show(memory.remat)} is set;"
-                        " allowed with it: none, full, offload")  # fmt: skip
+        raise UserError(
+            f"memory.offload.activations: true is memory.remat 'offload', and {show(memory.remat)} is set;"
+            " allowed with it: none, full, offload"
+        )
     return replace(memory, remat="offload")
 
 
@@ -84,5 +95,7 @@ def check_memory(config: Config, one_stage: Sequence[str]) -> None:
     if remat == "sqrt" and schedule == "zero_bubble":
         refuse_split_backward()
     if remat == "offload" and "." not in schedule and schedule not in one_stage:
-        raise UserError(f"{KEY}: 'offload' is for one stage, parallel.schedule {schedule} has several; allowed: none,"
-                        " full, dots, sqrt, a list of names")  # fmt: skip
+        raise UserError(
+            f"{KEY}: 'offload' is for one stage, parallel.schedule {schedule} has several; allowed: none,"
+            " full, dots, sqrt, a list of names"
+        )

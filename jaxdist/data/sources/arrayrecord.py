@@ -39,9 +39,11 @@ def records_of(file: Path, *, dtype: str | None) -> Iterator[np.ndarray]:
             for start in range(0, count, _AT_A_TIME):
                 for i, record in enumerate(reader.read(start, min(start + _AT_A_TIME, count)), start=start):
                     if len(record) % kind.itemsize:
-                        raise UserError(f"data.token_dtype: {dtype!r}, but record {i} of {str(file)!r} has"
-                                        f" {len(record)} bytes; give the type that was written, or null for"
-                                        " text")  # fmt: skip
+                        raise UserError(
+                            f"data.token_dtype: {dtype!r}, but record {i} of {str(file)!r} has"
+                            f" {len(record)} bytes; give the type that was written, or null for"
+                            " text"
+                        )
                     ids = np.frombuffer(record, kind)
                     yield ids if dtype is None else ids.astype(np.int64)
         finally:
@@ -49,5 +51,6 @@ def records_of(file: Path, *, dtype: str | None) -> Iterator[np.ndarray]:
     except (RuntimeError, IndexError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"data.path: {str(file)!r} is no ArrayRecord file, or damaged ({str(error)[:200]}); copy it"
-                        " again") from error  # fmt: skip
+        raise UserError(
+            f"data.path: {str(file)!r} is no ArrayRecord file, or damaged ({str(error)[:200]}); copy it again"
+        ) from error

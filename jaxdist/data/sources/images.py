@@ -30,17 +30,27 @@ def images(config: DataConfig) -> Source:
         held_arrays = _open(Path(config.val_path).expanduser(), key="data.val_path")
         train, held_out = whole, _samples(held_arrays, key="data.val_path")
         if held_out.leaves != whole.leaves:
-            raise UserError(f"data.val_path: {config.val_path!r} holds other arrays than data.path, or of other types"
-                            " or shapes; give both of one kind")  # fmt: skip
+            raise UserError(
+                f"data.val_path: {config.val_path!r} holds other arrays than data.path, or of other types"
+                " or shapes; give both of one kind"
+            )
     else:
         train, held_out = _split(whole, config.held_out)
     both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
     info = {
-        "name": "images", "path": config.path, "unit": "samples", "train": train.size, "held_out": held_out.size,
-        "files": len(arrays), "held_out_files": len(held_arrays or arrays),
-        "sha256": fingerprint((f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
-                              for side, found in both.items() for name, array in found.items()),
-    }  # fmt: skip
+        "name": "images",
+        "path": config.path,
+        "unit": "samples",
+        "train": train.size,
+        "held_out": held_out.size,
+        "files": len(arrays),
+        "held_out_files": len(held_arrays or arrays),
+        "sha256": fingerprint(
+            (f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
+            for side, found in both.items()
+            for name, array in found.items()
+        ),
+    }
     return Source(train, held_out, 0, info)
 
 
@@ -59,18 +69,24 @@ def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
     except UserError:
         raise
     except Exception as error:  # zipfile.BadZipFile, ValueError for Python objects, EOFError ...
-        raise UserError(f"{key}: {str(path)!r} holds something else than arrays of numbers ({error}); write it again"
-                        " with numpy.savez or numpy.save") from error  # fmt: skip
+        raise UserError(
+            f"{key}: {str(path)!r} holds something else than arrays of numbers ({error}); write it again"
+            " with numpy.savez or numpy.save"
+        ) from error
     if others := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
-        raise UserError(f"{key}: {str(path)!r} holds {others[0]!r}, which is no array; write it again with numpy.savez"
-                        " or numpy.save")  # fmt: skip
+        raise UserError(
+            f"{key}: {str(path)!r} holds {others[0]!r}, which is no array; write it again with numpy.savez"
+            " or numpy.save"
+        )
     return dict(sorted(found.items()))
 
 
 def _samples(arrays: Mapping[str, np.ndarray], *, key: str) -> Samples:
     if lacking := [name for name in REQUIRED if name not in arrays]:
-        raise UserError(f"{key}: has no array {lacking[0]!r}, only {', '.join(arrays) or 'nothing'}; allowed names:"
-                        " image, label, and others beside them")  # fmt: skip
+        raise UserError(
+            f"{key}: has no array {lacking[0]!r}, only {', '.join(arrays) or 'nothing'}; allowed names:"
+            " image, label, and others beside them"
+        )
     counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     size = counts["image"]
     if other := [name for name, count in counts.items() if count != size or not count]:

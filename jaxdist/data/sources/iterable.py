@@ -29,8 +29,10 @@ def iterable(config: DataConfig) -> Source:
     if config.val_path is not None:
         stream, held_vocab, _ = _stream(config, config.val_path, key="data.val_path")
         if stream.leaves != train.leaves:
-            raise UserError(f"data.val_path: {config.val_path!r} gives other samples than data.path; allowed: the same"
-                            " names, shapes and types")  # fmt: skip
+            raise UserError(
+                f"data.val_path: {config.val_path!r} gives other samples than data.path; allowed: the same"
+                " names, shapes and types"
+            )
         vocab, held_out = max(vocab, held_vocab), _in_memory(stream)
     paths = [config.path] if config.val_path is None else [config.path, config.val_path]
     found = [registry.load("jaxdist.data.sources", path, key="data.path") for path in paths]
@@ -38,10 +40,15 @@ def iterable(config: DataConfig) -> Source:
     said = [(f"version {i}", 0, [repr(version).encode()]) for i, version in enumerate(versions)]
     begins = ((leaf, array.nbytes, [array.tobytes()]) for leaf, array in sorted(first.items()))
     info = {
-        "name": "iterable", "path": config.path, "unit": "samples", "train": train.size,
-        "held_out": 0 if held_out is None else held_out.size, "files": 0, "held_out_files": 0,
+        "name": "iterable",
+        "path": config.path,
+        "unit": "samples",
+        "train": train.size,
+        "held_out": 0 if held_out is None else held_out.size,
+        "files": 0,
+        "held_out_files": 0,
         "sha256": fingerprint([*said, ("size", 0, [repr(train.size).encode()]), *begins]),
-    }  # fmt: skip
+    }
     return Source(train, held_out, vocab, info)
 
 
@@ -55,8 +62,10 @@ def _stream(config: DataConfig, path: str, *, key: str) -> tuple[Stream, int, di
         raise UserError(f"{key}: {path!r} is a {type(made).__name__} without __iter__; give an object that has it")
     begin: Callable[[], Iterator[Any]] = (lambda: iter(made)) if hasattr(made, "__iter__") else (lambda: iter(made()))
     if begin() is begin():
-        raise UserError(f"{key}: {path!r} can be read once only; give an object whose __iter__ begins anew, such as a"
-                        " function with yield")  # fmt: skip
+        raise UserError(
+            f"{key}: {path!r} can be read once only; give an object whose __iter__ begins anew, such as a"
+            " function with yield"
+        )
 
     def start(first: int) -> Iterator[Any]:
         if hasattr(made, "iter_from"):
@@ -79,8 +88,10 @@ def _stream(config: DataConfig, path: str, *, key: str) -> tuple[Stream, int, di
             raise UserError(f"{where} has {shapes}, unlike the first; give all of one shape")
         for name, row in rows.items():
             if not np.can_cast(row.dtype, leaves[name].dtype, "same_kind"):
-                raise UserError(f"{where} has {name} of type {row.dtype}, unlike the first, {leaves[name].dtype}; give"
-                                " all of one type")  # fmt: skip
+                raise UserError(
+                    f"{where} has {name} of type {row.dtype}, unlike the first, {leaves[name].dtype}; give"
+                    " all of one type"
+                )
         return {name: fit(row, leaves[name].dtype, where=f"{where}: {name}") for name, row in rows.items()}
 
     size = len(made) if hasattr(made, "__len__") else None
@@ -98,11 +109,16 @@ def _rows(raw: Any, vocab: int, wanted: int, *, where: str) -> dict[str, np.ndar
         return rows
     ids = _array(sample, where=where)
     if ids.shape != (wanted,) or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f"{where} is a {type(sample).__name__} of {ids.dtype.name}{list(ids.shape)}; allowed: a dict of"
-                        f" arrays, or data.seq_len + 1 = {wanted} integer ids")  # fmt: skip
+        raise UserError(
+            f"{where} is a {type(sample).__name__} of {ids.dtype.name}{list(ids.shape)}; allowed: a dict of"
+            f" arrays, or data.seq_len + 1 = {wanted} integer ids"
+        )
     _check_ids(ids, vocab, where=where)
-    return {"inputs": ids[:-1].astype(np.int32), "targets": ids[1:].astype(np.int32),
-            "weights": np.ones(wanted - 1, np.float32)}  # fmt: skip
+    return {
+        "inputs": ids[:-1].astype(np.int32),
+        "targets": ids[1:].astype(np.int32),
+        "weights": np.ones(wanted - 1, np.float32),
+    }
 
 
 def _array(value: Any, *, where: str) -> np.ndarray:

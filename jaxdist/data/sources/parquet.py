@@ -39,21 +39,30 @@ def column_of(file: Path, *, column: str | None) -> Iterator[np.ndarray]:
             schema = opened.schema_arrow
             name = column or next((each for each in COLUMNS if each in schema.names), "")
             if name not in schema.names:
-                raise UserError(f"data.column: {column!r}, but {str(file)!r} has no such column; allowed:"
-                                f" {', '.join(schema.names)}")  # fmt: skip
+                raise UserError(
+                    f"data.column: {column!r}, but {str(file)!r} has no such column; allowed: {', '.join(schema.names)}"
+                )
             for batch in opened.iter_batches(columns=[name]):
                 yield from _documents(arrow, batch.column(0), f"column {name!r} of {str(file)!r}")
     except arrow.ArrowInvalid as error:
-        raise UserError(f"data.path: {str(file)!r} is no Parquet file, or damaged ({str(error)[:200]}); copy it again"
-                        ) from error  # fmt: skip
+        raise UserError(
+            f"data.path: {str(file)!r} is no Parquet file, or damaged ({str(error)[:200]}); copy it again"
+        ) from error
 
 
 def _documents(arrow: Any, values: Any, where: str) -> Iterator[np.ndarray]:
     kind = values.type
     if values.null_count:
         raise UserError(f"data.path: {where} has nulls; write empty texts or lists in their place, or leave them out")
-    if any(test(kind) for test in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary,
-                                   arrow.types.is_large_binary)):  # fmt: skip
+    if any(
+        test(kind)
+        for test in (
+            arrow.types.is_string,
+            arrow.types.is_large_string,
+            arrow.types.is_binary,
+            arrow.types.is_large_binary,
+        )
+    ):
         wide = values.cast(arrow.large_binary())
         ends = np.frombuffer(wide.buffers()[1], np.int64)[wide.offset : wide.offset + len(wide) + 1]
         content = np.frombuffer(wide.buffers()[2] or b"", np.uint8)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
+from jaxdist.specs import PyTree
 
-PyTree = Any
 Choose = Callable[..., PyTree]  # (predicate, tree if true, tree if false), both as functions of nothing
 
 

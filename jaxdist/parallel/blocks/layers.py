@@ -16,8 +16,8 @@ from optax import MaskedNode
 
 from jaxdist.parallel.blocks.branch import Choose, work_or_pass
 from jaxdist.parallel.blocks.split_backward import Halves, halve
+from jaxdist.specs import PyTree
 
-PyTree = Any
 # (diff unit, held unit, None or which leaves are wanted) -> usable unit, with MaskedNodes for what is not wanted.
 Gather = Callable[[PyTree, PyTree, PyTree | None], PyTree]
 Block = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]  # (usable unit, h, layer, keys) -> h
@@ -118,9 +118,7 @@ class Blocks(NamedTuple):
         found, reduce, unit = jax.vjp(trained, at(diff, i), has_aux=True)
         return _with_trained(unit, diff, found), reduce
 
-    def run(
-        self, unit: PyTree, diff: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree
-    ) -> tuple[jax.Array, Kept]:
+    def run(self, unit: PyTree, diff: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> tuple[jax.Array, Kept]:
         """The output of a block, and what it keeps; the gradients are those of the trained leaves."""
 
         def call(trained: list[jax.Array], h: jax.Array) -> jax.Array:

@@ -34,9 +34,8 @@ from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.blocks.layers import AGAIN, Block, Blocks, Gather, at, put, rows_of, trained_leaves
 from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
 from jaxdist.parallel.strategy import StrategyOptions
-from jaxdist.specs import STACKED, bytes_per_device, dim_of, is_model, only
+from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model, only
 
-PyTree = Any
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
@@ -236,7 +235,12 @@ def as_types_of(tree: PyTree, grads: PyTree) -> PyTree:
 
 
 def prefetched(
-    gather: Gather, block: Block, last: Block, plain: Block, riders: Riders, reduce_dtype: Any,
+    gather: Gather,
+    block: Block,
+    last: Block,
+    plain: Block,
+    riders: Riders,
+    reduce_dtype: Any,
     sums: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[..., tuple[jax.Array, PyTree]]:
     """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable

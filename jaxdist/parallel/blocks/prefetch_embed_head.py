@@ -26,9 +26,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import active_axes, all_gather, all_to_all, rank, zeros_varying_like
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers
-from jaxdist.specs import dim_of, map_specs, only
+from jaxdist.specs import PyTree, dim_of, map_specs, only
 
-PyTree = Any
 Gather = Callable[[PyTree], PyTree]
 
 

@@ -10,8 +10,8 @@ from jax import lax
 from jaxdist.collectives import active_axes
 from jaxdist.config.rules.remat import Remat
 from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh, on_cpu
+from jaxdist.specs import PyTree
 
-PyTree = Any
 BLOCK_INPUT = "block.input"  # the name of what "offload" moves; `[names]` are those of `config_memory`
 
 
@@ -48,9 +48,11 @@ def _policy(mode: Remat, *, constants: bool) -> Callable[..., Any] | None:
         return policies.dots_with_no_batch_dims_saveable
     if mode == "offload":
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=[BLOCK_INPUT],
-            offload_src="device", offload_dst=HOST,
-        )  # fmt: skip
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[BLOCK_INPUT],
+            offload_src="device",
+            offload_dst=HOST,
+        )
     return None if isinstance(mode, str) else policies.save_only_these_names(*mode)
 
 

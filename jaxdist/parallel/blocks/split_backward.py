@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.jaxpr.evaluate import bind, inlined, needed, read, variables
-
-PyTree = Any
+from jaxdist.specs import PyTree
 
 
 class Halves(NamedTuple):

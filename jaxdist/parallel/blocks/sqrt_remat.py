@@ -20,9 +20,7 @@ from jaxdist.config.rules.remat import refuse_split_backward, refuse_split_seque
 from jaxdist.jaxpr.evaluate import trimmed
 from jaxdist.parallel.blocks.layers import AGAIN, Blocks, Stack, at, put
 from jaxdist.parallel.blocks.remat import after
-from jaxdist.specs import only
-
-PyTree = Any
+from jaxdist.specs import PyTree, only
 
 
 class Segments(NamedTuple):
@@ -84,9 +82,16 @@ class Segments(NamedTuple):
         return grads, dh
 
     def _segment(
-        self, diff: PyTree, held: PyTree, h: jax.Array, first: Any, size: int, layers: jax.Array, keys: PyTree,
+        self,
+        diff: PyTree,
+        held: PyTree,
+        h: jax.Array,
+        first: Any,
+        size: int,
+        layers: jax.Array,
+        keys: PyTree,
         carry: tuple[jax.Array, PyTree],
-    ) -> tuple[jax.Array, PyTree]:  # fmt: skip
+    ) -> tuple[jax.Array, PyTree]:
         """The carry, (gradient of the segment's output, gradients so far), after this segment."""
         first = after(carry[0], jnp.asarray(first))  # a loop of one round is unrolled, and merged with the forward one
 

@@ -21,9 +21,8 @@ from jaxdist.parallel.blocks.layers import at, put, rows_of
 from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate
 from jaxdist.parallel.schedule import Program, Seed, Stages, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import STACKED
+from jaxdist.specs import STACKED, PyTree
 
-PyTree = Any
 EMBED = "embed"
 # Scopes, by which the ledger tells the work of a tick apart, and its sends.
 FORWARD, BACKWARD, TO_NEXT, TO_BEFORE = "pipeline_forward", "pipeline_backward", "pipeline.next", "pipeline.before"
@@ -45,8 +44,10 @@ def blocks_of_chunk(
     """The rows of one chunk of stacked blocks, of diff and held, and the numbers of their blocks, from 1, 0 where a row
     holds none: [rows]. counts: as `ModelDef.stages`."""
     if counts and len(counts) != chunks * stages_of_mesh():
-        raise UserError(f"mesh.pipe: {stages_of_mesh()} is given, but the model was arranged for"
-                        f" {len(counts) // chunks} stages, with blocks={list(counts)}; give both the same")  # fmt: skip
+        raise UserError(
+            f"mesh.pipe: {stages_of_mesh()} is given, but the model was arranged for"
+            f" {len(counts) // chunks} stages, with blocks={list(counts)}; give both the same"
+        )
     if chunks > 1:
         diff, held = at(cut((diff, held), chunks), chunk)
     row, number = jnp.arange(rows_of(diff, held), dtype=jnp.int32), virtual_stage(chunk)
@@ -131,14 +132,22 @@ class _State(NamedTuple):
 
 
 def run_ticks(
-    table: Callable[[int, int, int], Ticks], program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *,
-    seed: Seed, reduce_dtype: Any,
-) -> tuple[jax.Array, jax.Array, PyTree]:  # fmt: skip
+    table: Callable[[int, int, int], Ticks],
+    program: Program,
+    diff: PyTree,
+    held: PyTree,
+    microbatches: PyTree,
+    *,
+    seed: Seed,
+    reduce_dtype: Any,
+) -> tuple[jax.Array, jax.Array, PyTree]:
     """Run the table for this mesh and these microbatches. What a `Schedule` returns: loss and weight are the last
     stage's, gradients those of each stage's own parameters and of what it used of embedding and head."""
     if program.stages is None:
-        raise UserError("schedule: pipelines run models of jaxdist.nn layers, without prefetch and offload; take"
-                        " schedule='accumulate' for a loss_fn, prefetch=0 and another remat for a model")  # fmt: skip
+        raise UserError(
+            "schedule: pipelines run models of jaxdist.nn layers, without prefetch and offload; take"
+            " schedule='accumulate' for a loss_fn, prefetch=0 and another remat for a model"
+        )
     stages = program.stages
     ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)
     choose = by_condition if stages.conditions else by_mask

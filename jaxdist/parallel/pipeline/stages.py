@@ -6,7 +6,6 @@ numbers of blocks, each has as many rows as the largest; the rows that are left 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,7 @@ import numpy as np
 
 from jaxdist.config.rules.pipeline import check_stages, uneven
 from jaxdist.nn import ModelDef
-from jaxdist.specs import STACKED
-
-PyTree = Any
+from jaxdist.specs import STACKED, PyTree
 
 
 def order_of_blocks(layers: int, *, stages: int, chunks: int = 1, blocks: Sequence[int] = ()) -> np.ndarray:

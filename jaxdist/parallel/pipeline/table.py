@@ -89,14 +89,18 @@ def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, 
         allowed = "1 and more" if chunked else "1; or parallel.schedule=interleaved"
         raise UserError(f"parallel.chunks: {chunks} is not for parallel.schedule {schedule}; allowed: {allowed}")
     if microbatches < 1:
-        raise UserError(f"parallel.microbatches: {microbatches} is below 1; allowed: 1 and more; the more, the less the"
-                        f" {stages} stages wait, {4 * stages} say")  # fmt: skip
+        raise UserError(
+            f"parallel.microbatches: {microbatches} is below 1; allowed: 1 and more; the more, the less the"
+            f" {stages} stages wait, {4 * stages} say"
+        )
     if chunks > 1 and microbatches % stages:
         below = microbatches - microbatches % stages
         near = " or ".join(str(n) for n in (below, below + stages) if n)
-        raise UserError(f"parallel.microbatches: {microbatches} is no multiple of the {stages} stages, as schedule"
-                        f" {schedule} with parallel.chunks {chunks} needs; nearest that work: {near}; or"
-                        " parallel.chunks=1")  # fmt: skip
+        raise UserError(
+            f"parallel.microbatches: {microbatches} is no multiple of the {stages} stages, as schedule"
+            f" {schedule} with parallel.chunks {chunks} needs; nearest that work: {near}; or"
+            " parallel.chunks=1"
+        )
 
 
 def ticks_of(forward_TS2: np.ndarray, backward_TS2: np.ndarray, *, microbatches: int, chunks: int = 1) -> Ticks:
@@ -123,8 +127,10 @@ def _moments(kind: str, table_TSN2: np.ndarray, ticks: Ticks) -> np.ndarray:
     wrong = ((pair < 0) | (pair >= sizes)).any(axis=-1)
     if wrong.any():
         i = int(np.argmax(wrong))
-        raise AssertionError(f"stage {stage[i]}, tick {tick[i]}: {kind} of microbatch {pair[i, 0]}, chunk {pair[i, 1]};"
-                             f" there are {sizes[0]} microbatches and {sizes[1]} chunks")  # fmt: skip
+        raise AssertionError(
+            f"stage {stage[i]}, tick {tick[i]}: {kind} of microbatch {pair[i, 0]}, chunk {pair[i, 1]};"
+            f" there are {sizes[0]} microbatches and {sizes[1]} chunks"
+        )
     count_MvS = np.zeros((*sizes, ticks.stages), np.int32)
     np.add.at(count_MvS, (pair[:, 0], pair[:, 1], stage), 1)
     if (count_MvS != 1).any():
@@ -163,11 +169,15 @@ def check(ticks: Ticks) -> None:
         return f"stage {k % shape[1]}: microbatch {m}, chunk {k // shape[1]}"
 
     for m, k in np.argwhere(np.diff(forward_MK, axis=1) != 1):
-        raise AssertionError(f"{where(m, k + 1)} has F at tick {forward_MK[m, k + 1]}; must be {forward_MK[m, k] + 1},"
-                             f" the tick after F on stage {k % shape[1]}")  # fmt: skip
+        raise AssertionError(
+            f"{where(m, k + 1)} has F at tick {forward_MK[m, k + 1]}; must be {forward_MK[m, k] + 1},"
+            f" the tick after F on stage {k % shape[1]}"
+        )
     for m, k in np.argwhere(np.diff(backward_MK, axis=1) != -1):
-        raise AssertionError(f"{where(m, k)} has B at tick {backward_MK[m, k]}; must be {backward_MK[m, k + 1] + 1},"
-                             f" the tick after B on stage {(k + 1) % shape[1]}")  # fmt: skip
+        raise AssertionError(
+            f"{where(m, k)} has B at tick {backward_MK[m, k]}; must be {backward_MK[m, k + 1] + 1},"
+            f" the tick after B on stage {(k + 1) % shape[1]}"
+        )
     for m, k in np.argwhere(backward_MK < forward_MK):
         raise AssertionError(f"{where(m, k)} has B at tick {backward_MK[m, k]}, before its F at {forward_MK[m, k]}")
     for m, k in np.argwhere(weights_MK < backward_MK):

@@ -8,7 +8,8 @@ from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.parallel.blocks.remat import after
-from jaxdist.parallel.schedule import Program, PyTree, Seed, run_microbatch
+from jaxdist.parallel.schedule import Program, Seed, run_microbatch
+from jaxdist.specs import PyTree
 
 
 def accumulate(

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.pipeline.table import Ticks, check_counts, in_order
-from jaxdist.parallel.schedule import Program, PyTree, Seed
+from jaxdist.parallel.schedule import Program, Seed
+from jaxdist.specs import PyTree
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:

@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.pipeline.table import Ticks, check_counts
-from jaxdist.parallel.schedule import Program, PyTree, Seed
+from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.parallel.schedules import one_f_one_b
+from jaxdist.specs import PyTree
 
 _PLACES = 2  # no tick leaves a stage time for more gradients of parameters
 

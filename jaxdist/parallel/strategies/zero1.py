@@ -11,7 +11,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel.strategy import (
-    PyTree,
     Strategy,
     StrategyOptions,
     begin_at_rest,
@@ -21,7 +20,7 @@ from jaxdist.parallel.strategy import (
     make_taps,
     place_sharded,
 )
-from jaxdist.specs import dim_of, map_named
+from jaxdist.specs import PyTree, dim_of, map_named
 
 
 def zero1(options: StrategyOptions) -> Strategy:

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel.strategies.zero1 import zero1
 from jaxdist.parallel.strategy import (
-    PyTree,
     Strategy,
     StrategyOptions,
     begin_at_rest,
@@ -24,7 +23,7 @@ from jaxdist.parallel.strategy import (
     gather_once,
     place_sharded,
 )
-from jaxdist.specs import dim_of, map_named
+from jaxdist.specs import PyTree, dim_of, map_named
 
 
 def zero2(options: StrategyOptions) -> Strategy:

@@ -13,7 +13,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel.strategy import (
-    PyTree,
     Strategy,
     StrategyOptions,
     begin_at_rest,
@@ -24,7 +23,7 @@ from jaxdist.parallel.strategy import (
     place_sharded,
     value_of,
 )
-from jaxdist.specs import dim_of, map_named, map_specs
+from jaxdist.specs import PyTree, dim_of, map_named, map_specs
 
 
 def zero3(options: StrategyOptions) -> Strategy:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from optax import MaskedNode
 
 from jaxdist.optim import leave_out
-from jaxdist.parallel.strategy import Frozen, PyTree, Strategy
-from jaxdist.specs import map_specs
+from jaxdist.parallel.strategy import Frozen, Strategy
+from jaxdist.specs import PyTree, map_specs
 
 
 def freezing(strategy: Strategy, patterns: Sequence[str]) -> Strategy:

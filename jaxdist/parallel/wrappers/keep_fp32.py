@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.precision.policy import NORMS, accumulation_dtype
-from jaxdist.specs import fitting, map_specs, only
+from jaxdist.specs import PyTree, fitting, map_specs, only
 
 if TYPE_CHECKING:
     from jaxdist.parallel.strategy import Strategy, StrategyOptions
-
-PyTree = Any
 
 
 class Wide(NamedTuple):

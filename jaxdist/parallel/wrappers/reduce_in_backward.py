@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from optax import MaskedNode
 
 from jaxdist.collectives import active_axes, to_varying, varying_axes
-from jaxdist.parallel.strategy import PyTree, Strategy, StrategyOptions
-from jaxdist.specs import STACKED, claimed_axes, map_specs, only, spec_leaves
+from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.specs import STACKED, PyTree, claimed_axes, map_specs, only, spec_leaves
 
 
 def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
@@ -70,8 +70,7 @@ def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -
     for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
         size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize
     least, beside = options.sync.bucket_mb * 2**20, options.prefetch and active_axes("fsdp")
-    full = {axes for axes, nbytes in size.items()
-            if axes and (nbytes >= least or (beside and "fsdp" not in axes))}  # fmt: skip
+    full = {axes for axes, nbytes in size.items() if axes and (nbytes >= least or (beside and "fsdp" not in axes))}
     return map_specs(lambda spec, _: _axes(spec) in full, specs, blocks)
 
 

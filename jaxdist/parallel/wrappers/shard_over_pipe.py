@@ -9,19 +9,17 @@ not all stages take.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import all_gather, reduce_scatter
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import STACKED, dim_of, is_model, map_named, map_specs, split_over
+from jaxdist.specs import STACKED, PyTree, dim_of, is_model, map_named, map_specs, split_over
 
 if TYPE_CHECKING:
     from jaxdist.parallel.strategy import Strategy, StrategyOptions
-
-PyTree = Any
 
 
 def spreading(strategy: Strategy, options: StrategyOptions) -> Strategy:

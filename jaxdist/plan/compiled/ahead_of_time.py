@@ -90,8 +90,10 @@ def check_toolkit(config: Config, attention: str) -> None:
     if shutil.which("ptxas") is None and (missing := _missing(TOOLKIT)):
         raise UserError(f"--compile: {' and '.join(missing)} not installed, and no CUDA toolkit; install: {INSTALL}")
     if attention == "cudnn" and (missing := _missing(CUDNN)):
-        raise UserError(f"--compile: attention is cuDNN's, and {', '.join(missing)} not installed; install: {INSTALL};"
-                        " or plan with model.attention=xla")  # fmt: skip
+        raise UserError(
+            f"--compile: attention is cuDNN's, and {', '.join(missing)} not installed; install: {INSTALL};"
+            " or plan with model.attention=xla"
+        )
 
 
 def _missing(packages: tuple[str, ...]) -> list[str]:
@@ -112,8 +114,10 @@ def target_config(gpu: Gpu, library: Path) -> str:
         if place >= 0:
             start = content.rfind(b"gpu_device_info {", 0, place)
             return content[start : content.find(b"\0", place)].decode()
-    raise UserError(f"--compile: jax {jax.__version__}'s CUDA plugin has no description of {gpu.description}; take"
-                    " Python 3.12 with jax 0.12, or --target-config FILE from a machine that has one")  # fmt: skip
+    raise UserError(
+        f"--compile: jax {jax.__version__}'s CUDA plugin has no description of {gpu.description}; take"
+        " Python 3.12 with jax 0.12, or --target-config FILE from a machine that has one"
+    )
 
 
 def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int) -> Mesh:
@@ -128,8 +132,10 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
         hosts = -(-needed // gpus_per_host)
     if hosts * gpus_per_host != needed:
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "of one device"
-        raise UserError(f"mesh: {shape} takes {needed} GPUs; --hosts {hosts} --gpus-per-host {gpus_per_host} are"
-                        f" {hosts * gpus_per_host}; change the one or the other")  # fmt: skip
+        raise UserError(
+            f"mesh: {shape} takes {needed} GPUs; --hosts {hosts} --gpus-per-host {gpus_per_host} are"
+            f" {hosts * gpus_per_host}; change the one or the other"
+        )
     described = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology=f"1x{hosts}x{gpus_per_host}", target_config=text
     )
@@ -151,16 +157,30 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
 
 
 def read(
-    program: Any, config: Config, parts: Parts, gpu: Gpu, hosts: int, rates: Rates, attention: str,
+    program: Any,
+    config: Config,
+    parts: Parts,
+    gpu: Gpu,
+    hosts: int,
+    rates: Rates,
+    attention: str,
     seconds: tuple[float, float],
-) -> Planned:  # fmt: skip
+) -> Planned:
     """What is to be said of a compiled step. seconds: that tracing and compiling took."""
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
     return Planned(
-        gpu, parts.target.step.sharding.mesh.size, hosts, attention, parts.model.parameters, footprint,
-        compiled_collectives(text), overlap(text, rates), text, *seconds,
-    )  # fmt: skip
+        gpu,
+        parts.target.step.sharding.mesh.size,
+        hosts,
+        attention,
+        parts.model.parameters,
+        footprint,
+        compiled_collectives(text),
+        overlap(text, rates),
+        text,
+        *seconds,
+    )
 
 
 def memory_fraction() -> float:

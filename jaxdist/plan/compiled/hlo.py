@@ -13,9 +13,12 @@ from typing import NamedTuple
 from jaxdist.plan.traced.ledger import Collective, Ledger, wire_bytes
 
 OPS = {
-    "all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
-    "collective-permute": "ppermute", "all-to-all": "all_to_all",
-}  # fmt: skip
+    "all-reduce": "psum",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "collective-permute": "ppermute",
+    "all-to-all": "all_to_all",
+}
 BITS = {"pred": 8, "s4": 4, "u4": 4}  # others say it: f32, bf16, s8, f8e4m3fn
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+)\w*\[([\d,]*)\]")
@@ -125,9 +128,16 @@ def _collective(op: str, shape: str, rest: str, times: int, *, asynchronous: boo
     name = re.search(r'op_name="([^"]*)"', rest)
     label = name[1] if name else ""
     return Compiled(
-        op, n, shapes[0][0], operand, count, times, wire_bytes(op, operand, n) * times,
-        added="shard_map" not in label and "shmap" not in label, name=label,
-    )  # fmt: skip
+        op,
+        n,
+        shapes[0][0],
+        operand,
+        count,
+        times,
+        wire_bytes(op, operand, n) * times,
+        added="shard_map" not in label and "shmap" not in label,
+        name=label,
+    )
 
 
 def group_size(rest: str) -> int:

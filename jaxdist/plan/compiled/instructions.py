@@ -14,10 +14,20 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _ARRAY = re.compile(r"\b(pred|bf16|c64|c128|[suf]\d+)(\w*)\[([\d,]*)\]")
 _INDEX = re.compile(r"/\*.*?\*/")
-FREE = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "add-dependency",
-})  # fmt: skip
+FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "add-dependency",
+    }
+)
 MOVES = frozenset({"bitcast", "reshape", "copy", "convert"})
 UPDATE = "dynamic-update-slice"
 READS = frozenset({"dynamic-slice", "slice", "gather"})

@@ -12,9 +12,7 @@ from jaxdist.data import Source, batch_shapes, leaves_of
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, on_cpu
 from jaxdist.optim import leave_out
-from jaxdist.specs import BATCH_SPEC, bytes_per_device
-
-PyTree = Any
+from jaxdist.specs import BATCH_SPEC, PyTree, bytes_per_device
 
 
 class Footprint(NamedTuple):
@@ -39,8 +37,10 @@ def check_windows(config: Config) -> None:
     names = [part.source for part in parse_mixture(config.data.mixture)] or [config.data.source]
     own = "." in config.model.name  # the shipped model takes ids only
     if found := [name for name in names if name == "images" or (name == "iterable" and own)]:
-        raise UserError(f"data.source: {found[0]!r} gives samples whose shapes are known only when it is read, and a"
-                        " plan is made without data; allowed: text, tokens, parquet, arrayrecord")  # fmt: skip
+        raise UserError(
+            f"data.source: {found[0]!r} gives samples whose shapes are known only when it is read, and a"
+            " plan is made without data; allowed: text, tokens, parquet, arrayrecord"
+        )
 
 
 def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,6 +83,9 @@ def footprint_of(program: Any, config: Config, parts: Parts) -> Footprint | None
     if inside:
         temporary = max(temporary, held(leave_out(parts.target.params, config.optimizer.freeze)) + host)
     return Footprint(
-        int(analysis.argument_size_in_bytes) - inside, int(analysis.output_size_in_bytes) - inside,
-        int(analysis.alias_size_in_bytes) - inside, temporary, host,
-    )  # fmt: skip
+        int(analysis.argument_size_in_bytes) - inside,
+        int(analysis.output_size_in_bytes) - inside,
+        int(analysis.alias_size_in_bytes) - inside,
+        temporary,
+        host,
+    )

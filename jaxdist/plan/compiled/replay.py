@@ -86,12 +86,21 @@ def overlap(text: str, rates: Rates) -> Overlap:
     replay.settle()
     travels = [
         Travel(
-            each.op, each.dtype, each.group_size, each.wire_bytes, round(total.calls), each.loop, each.asynchronous,
-            each.needed, total.between / total.calls, total.stall / total.calls, total.products / total.calls,
+            each.op,
+            each.dtype,
+            each.group_size,
+            each.wire_bytes,
+            round(total.calls),
+            each.loop,
+            each.asynchronous,
+            each.needed,
+            total.between / total.calls,
+            total.stall / total.calls,
+            total.products / total.calls,
             each.name,
         )
         for each, total in zip(replay.met.values(), replay.totals.values(), strict=True)
-    ]  # fmt: skip
+    ]
     communication = sum(each.needed * each.calls for each in travels)
     stall = sum(each.stall * each.calls for each in travels)
     return Overlap(rates, travels, communication, stall, replay.compute, len(replay.unknown))

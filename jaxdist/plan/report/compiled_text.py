@@ -19,9 +19,11 @@ def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -
     `with_network`."""
     gpu, footprint = planned.gpu, planned.footprint
     level = str(jax.config.values["jax_optimization_level"]).replace("UNKNOWN", "XLA's own")
-    head = (f"Compiled for {planned.devices} x {gpu.description}, which are not here: {planned.parameters:,}"
-            f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
-            f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s")  # fmt: skip
+    head = (
+        f"Compiled for {planned.devices} x {gpu.description}, which are not here: {planned.parameters:,}"
+        f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
+        f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s"
+    )
     memory = [(f"  {name}", amount(size), f"{size:,}") for name, size in memory_of(planned).items()]
     text = [head, "", "Memory of a device:", *aligned(memory, right=(1, 2)), verdict_text(planned)]
     if footprint.host:
@@ -34,10 +36,13 @@ def memory_of(planned: Planned) -> dict[str, int]:
     """Bytes of one device, by what they are for."""
     each = planned.footprint
     return {
-        "arguments (state, batch)": each.arguments, "temporary (gradients, copies, activations)": each.temporary,
-        "outputs (new state, metrics)": each.outputs, "outputs that take arguments' place": each.aliased,
-        "peak": each.peak, f"there is ({planned.gpu.description})": planned.gpu.memory,
-    }  # fmt: skip
+        "arguments (state, batch)": each.arguments,
+        "temporary (gradients, copies, activations)": each.temporary,
+        "outputs (new state, metrics)": each.outputs,
+        "outputs that take arguments' place": each.aliased,
+        "peak": each.peak,
+        f"there is ({planned.gpu.description})": planned.gpu.memory,
+    }
 
 
 def verdict_text(planned: Planned) -> str:
@@ -60,8 +65,10 @@ def _collectives(planned: Planned) -> list[str]:
             total[0] += each.calls
             total[1] += each.wire_bytes
     lines = [("op", "dtype", "n", "calls", "sent")]
-    lines += [(op, dtype, str(n), f"{calls:.0f}", amount(sent))
-              for (op, dtype, n), (calls, sent) in sorted(totals.items(), key=lambda item: -item[1][1])]  # fmt: skip
+    lines += [
+        (op, dtype, str(n), f"{calls:.0f}", amount(sent))
+        for (op, dtype, n), (calls, sent) in sorted(totals.items(), key=lambda item: -item[1][1])
+    ]
     sent, ideal = sum(each[1] for each in totals.values()), 6 * planned.parameters
     share = f", {sent / ideal:.3f} x 6 bytes a parameter" if sent else ""
     return [f"A device sends {amount(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
@@ -78,7 +85,7 @@ def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list
         f"{found.hidden:.1%} of the communication is hidden: {found.communication * 1e3:.2f} ms of it beside"
         f" {found.compute * 1e3:.1f} ms of computation by these rates, {found.stall * 1e3:.2f} ms waited for;"
         f" synchronous in loops: {len(found.synchronous_in_loops)}",
-    ]  # fmt: skip
+    ]
     if found.unknown_loops:
         text.append(f"{found.unknown_loops} loops of unknown length count as one round")
     for loop, travels in by_loop(found, lambda each: each.group_size > 1).items():
@@ -94,9 +101,18 @@ def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list
 def _row(each: Travel) -> tuple[str, ...]:
     micro = [f"{value * 1e6:.0f} us" for value in (each.needed, each.between)]
     what = "/".join(each.name.rstrip(")").split("/")[-3:])
-    return (each.op, each.dtype, str(each.group_size), amount(each.wire_bytes), str(each.calls),
-            "async" if each.asynchronous else "SYNC", *micro, f"{each.products:.0f}",
-            f"{each.stall * each.calls * 1e6:.0f} us", what[-70:])  # fmt: skip
+    return (
+        each.op,
+        each.dtype,
+        str(each.group_size),
+        amount(each.wire_bytes),
+        str(each.calls),
+        "async" if each.asynchronous else "SYNC",
+        *micro,
+        f"{each.products:.0f}",
+        f"{each.stall * each.calls * 1e6:.0f} us",
+        what[-70:],
+    )
 
 
 def to_json(planned: Planned, config: Config) -> dict[str, Any]:
@@ -104,21 +120,33 @@ def to_json(planned: Planned, config: Config) -> dict[str, Any]:
     is seconds rests on "assumed"."""
     found, replay = verdict(planned.footprint, planned.gpu), planned.overlap
     return {
-        "gpu": planned.gpu.description, "devices": planned.devices, "hosts": planned.hosts, "jax": jax.__version__,
-        "optimization_level": str(jax.config.values["jax_optimization_level"]), "attention": planned.attention,
-        "parameters": planned.parameters, "lower_s": planned.lower_s, "compile_s": planned.compile_s,
+        "gpu": planned.gpu.description,
+        "devices": planned.devices,
+        "hosts": planned.hosts,
+        "jax": jax.__version__,
+        "optimization_level": str(jax.config.values["jax_optimization_level"]),
+        "attention": planned.attention,
+        "parameters": planned.parameters,
+        "lower_s": planned.lower_s,
+        "compile_s": planned.compile_s,
         "memory": planned.footprint._asdict() | {"peak": planned.footprint.peak, "capacity": planned.gpu.memory},
-        "fits": found.fits, "spare_bytes": found.spare,
+        "fits": found.fits,
+        "spare_bytes": found.spare,
         "collectives": [each._asdict() for each in planned.collectives if each.group_size > 1],
         "overlap": {
-            "assumed": replay.rates._asdict(), "hidden": replay.hidden, "wire_bytes": replay.wire_bytes,
-            "communication_s": replay.communication, "stall_s": replay.stall, "compute_s": replay.compute,
-            "unknown_loops": replay.unknown_loops, "synchronous_in_loops": len(replay.synchronous_in_loops),
+            "assumed": replay.rates._asdict(),
+            "hidden": replay.hidden,
+            "wire_bytes": replay.wire_bytes,
+            "communication_s": replay.communication,
+            "stall_s": replay.stall,
+            "compute_s": replay.compute,
+            "unknown_loops": replay.unknown_loops,
+            "synchronous_in_loops": len(replay.synchronous_in_loops),
             "synchronous": sum(not each.asynchronous for each in replay.travels),
             "travels": [each._asdict() for each in replay.travels],
         },
         "batch": {"global": config.data.global_batch, "length": config.data.seq_len},
-    }  # fmt: skip
+    }
 
 
 def with_network(rates: Rates, network: float | None, latency: float) -> Rates:

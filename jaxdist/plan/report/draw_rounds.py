@@ -20,9 +20,13 @@ from jaxdist.plan.traced.rounds import Message, Round, received, sent
 
 INK, MUTED, LINE, ARROW, SWAP, SHADE = "#1b1f24", "#5c6670", "#c3cad1", "#1f5fa8", "#c2410c", "#edf2f7"
 _STYLE: Any = {
-    "svg.fonttype": "path", "svg.hashsalt": "jaxdist", "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "jaxdist",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
     "text.parse_math": False,
-}  # fmt: skip
+}
 _WIDTH, _LANE, _GAP = 7.0, 0.19, 0.15  # inches: of the picture, of a row of arrows, between rounds
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 1.05, 0.78, 0.55  # inches around the columns
 _DC = "{http://purl.org/dc/elements/1.1/}description"

@@ -20,11 +20,14 @@ def ticks_of(config: Config) -> Ticks:
     table = table_of(parallel.schedule)
     if table is None:
         known = ", ".join(name for name in registry.names(SCHEDULES) if table_of(name) is not None)
-        raise UserError(f"parallel.schedule: {parallel.schedule!r} is no pipeline and has no timeline; these have one:"
-                        f" {known}")  # fmt: skip
+        raise UserError(
+            f"parallel.schedule: {parallel.schedule!r} is no pipeline and has no timeline; these have one: {known}"
+        )
     if stages < 2:
-        raise UserError(f"mesh.pipe: {stages} is one stage, whose timeline shows nothing; give it 2 or more, with"
-                        f" parallel.schedule {parallel.schedule}")  # fmt: skip
+        raise UserError(
+            f"mesh.pipe: {stages} is one stage, whose timeline shows nothing; give it 2 or more, with"
+            f" parallel.schedule {parallel.schedule}"
+        )
     return table(stages, parallel.microbatches, parallel.chunks)
 
 

@@ -42,9 +42,22 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
     for each in collectives[:rows]:
         what = each.purpose + ("" if each.used is None else f", {each.used} of {each.calls} used")
         what += " (in a branch)" if each.conditional else _on_stages(each.stages)
-        lines.append((each.op, "+".join(each.axes), str(each.group_size), each.dtype, amount(each.bytes_per_call),
-                      str(each.calls), amount(each.wire_bytes), each.link, each.phase, what, pytorch_term(each),
-                      each.source))  # fmt: skip
+        lines.append(
+            (
+                each.op,
+                "+".join(each.axes),
+                str(each.group_size),
+                each.dtype,
+                amount(each.bytes_per_call),
+                str(each.calls),
+                amount(each.wire_bytes),
+                each.link,
+                each.phase,
+                what,
+                pytorch_term(each),
+                each.source,
+            )
+        )
     text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
     if rest := collectives[rows:]:
         text.append(f"... and {len(rest)} more, {amount(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)")
@@ -75,13 +88,17 @@ def _on_stages(calls: tuple[int, ...]) -> str:
     together = len(found) > 2 and found[-1] - found[0] == len(found) - 1
     numbers = f"{found[0]}-{found[-1]}" if together else ", ".join(map(str, found))
     return f" ({'stage' if len(found) == 1 else 'stages'} {numbers})"
+
+
 def memory_text(explanation: Explanation) -> list[str]:
     """The table of what a device holds, line by line."""
     held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
     text = ["Memory of a device:", *aligned(held, right=(1, 2))]
     if explanation.empty_rows:
-        text.append(f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
-                    " they are zeros, and all figures count them.")  # fmt: skip
+        text.append(
+            f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
+            " they are zeros, and all figures count them."
+        )
     return text
 
 
@@ -92,16 +109,28 @@ def remedies_text(table: Table) -> str:
     compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
     for each, cost in compiled:
         saved = table.saved(each)
-        lines.append((" ".join(each.overrides), amount(cost.memory.peak), signed(saved),
-                      f"{saved / now.memory.peak:.1%}", _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
-                      _more(cost.wire_bytes, now.wire_bytes, amount(cost.wire_bytes))))  # fmt: skip
-    text = [f"Remedies. As it is, a device needs {amount(now.memory.peak)} at the peak of a step (state, batch, and "
-            f"{amount(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and sends "
-            f"{amount(now.wire_bytes)}:", *aligned(lines, right=(1, 2, 3, 4, 5))]  # fmt: skip
+        lines.append(
+            (
+                " ".join(each.overrides),
+                amount(cost.memory.peak),
+                signed(saved),
+                f"{saved / now.memory.peak:.1%}",
+                _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
+                _more(cost.wire_bytes, now.wire_bytes, amount(cost.wire_bytes)),
+            )
+        )
+    text = [
+        f"Remedies. As it is, a device needs {amount(now.memory.peak)} at the peak of a step (state, batch, and "
+        f"{amount(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and sends "
+        f"{amount(now.wire_bytes)}:",
+        *aligned(lines, right=(1, 2, 3, 4, 5)),
+    ]
     for each, cost in compiled:
         if moved := cost.memory.host - now.memory.host:
-            text.append(f"{' '.join(each.overrides)}: {amount(moved)} a device rests in host memory; each step fetches "
-                        "it and puts it back")  # fmt: skip
+            text.append(
+                f"{' '.join(each.overrides)}: {amount(moved)} a device rests in host memory; each step fetches "
+                "it and puts it back"
+            )
     for each in table.remedies:
         if each.refused:
             text.append(f"left out: {' '.join(each.overrides) or each.name}: {each.refused}")
@@ -109,7 +138,7 @@ def remedies_text(table: Table) -> str:
 
 
 def signed(nbytes: float) -> str:
-    """"1.50 GiB", "-12.00 KiB"."""
+    """ "1.50 GiB", "-12.00 KiB"."""
     return "-" * (nbytes < 0) + amount(abs(nbytes))
 
 
@@ -124,8 +153,16 @@ def _compiled(explanation: Explanation) -> list[str]:
         return []
     lines = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
     for op, each in explanation.compiled.items():
-        lines.append((op, f"{each.ledger_elements:,.0f}", f"{each.compiled_elements:,.0f}", f"{each.ledger_calls:,}",
-                      f"{each.compiled_calls:,}", "" if each.agrees else "differs"))  # fmt: skip
+        lines.append(
+            (
+                op,
+                f"{each.ledger_elements:,.0f}",
+                f"{each.compiled_elements:,.0f}",
+                f"{each.ledger_calls:,}",
+                f"{each.compiled_calls:,}",
+                "" if each.agrees else "differs",
+            )
+        )
     title = "Beside the ledger, what is compiled for simulated devices: elements that a device sends a step, and calls:"
     text = ["", title, *aligned(lines, right=(1, 2, 3, 4))]
     if differing := [op for op, each in explanation.compiled.items() if not each.agrees]:
@@ -161,8 +198,13 @@ def draw(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
     names = list(totals)[:bars]
     left = dict.fromkeys(names, 0.0)
     for i, axes in enumerate(explanation.ledger.total("axes")):
-        values = [sum(each.wire_bytes for each in explanation.ledger.collectives
-                      if each.purpose == name and each.axes == axes) / 2**20 for name in names]  # fmt: skip
+        values = [
+            sum(
+                each.wire_bytes for each in explanation.ledger.collectives if each.purpose == name and each.axes == axes
+            )
+            / 2**20
+            for name in names
+        ]
         sent.barh(names, values, left=list(left.values()), color=f"C{i}", label="+".join(axes))
         left = {name: left[name] + value for name, value in zip(names, values, strict=True)}
     sent.invert_yaxis()

@@ -21,9 +21,14 @@ _DARK = {"F": "#2f6fb5", "B": "#c2570c", "W": "#3a8a4d"}
 _LIGHT = {"F": "#b9d6f2", "B": "#f8cfa9", "W": "#bfe3c6"}
 _IDLE, _HATCH = "#f1f3f5", "#d3d9df"
 _STYLE: Any = {
-    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False, "hatch.linewidth": 0.6,
-    "svg.fonttype": "path", "svg.hashsalt": "jaxdist",
-}  # fmt: skip
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "jaxdist",
+}
 _ROW, _BAR = 0.42, 0.34  # inches: from row to row, of a bar
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.9, 0.8, 0.88  # inches around the bars
 
@@ -224,8 +229,16 @@ def _bars(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
         _rectangle(axes, left, top, width, facecolor=colour, edgecolor="white", lw=0.6, zorder=2)
         size = min(8.5, 72 * width / (0.68 * digits + 0.15))
         if size >= 4:  # points; smaller ones cannot be read
-            axes.text(left + width / 2, top + _BAR / 2, str(work.microbatch), ha="center", va="center_baseline",
-                      fontsize=size, color=_ink(colour), zorder=3)  # fmt: skip
+            axes.text(
+                left + width / 2,
+                top + _BAR / 2,
+                str(work.microbatch),
+                ha="center",
+                va="center_baseline",
+                fontsize=size,
+                color=_ink(colour),
+                zorder=3,
+            )
 
 
 def _legend(axes: "Axes", ticks: Ticks, costs: Costs, height: float, *, mean: bool) -> None:

@@ -14,11 +14,10 @@ import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxdist.plan.traced.ledger import phase_of, scope_of, source_of
-from jaxdist.specs import STACKED, is_model
+from jaxdist.specs import STACKED, PyTree, is_model
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
-PyTree = Any
 ACTIVATIONS, COPIES, CONSTANTS = KINDS = ("activations", "copies of parameters", "constants")
 ON_HOST = "activations on the host"  # offloaded; not in the device's memory
 # Primitives that hand on what they are given: no array of its own in the compiled program.
@@ -58,13 +57,16 @@ class _Value(NamedTuple):
 def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[Kept]:
     """What one microbatch of `step(state, batch)` keeps on one device, the largest first. Arguments as for `ledger`."""
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
-    marks = TrainState(
-        step=_Value(object(), batch=True),
-        params=jax.tree.map(lambda _: _Value(object(), parameters=True), state.params),
-        opt_state=jax.tree.map(lambda _: _Value(object()), state.opt_state),
-        residual=jax.tree.map(lambda _: _Value(object()), state.residual),
-        guard=jax.tree.map(lambda _: _Value(object()), state.guard),
-    ), jax.tree.map(lambda _: _Value(object(), batch=True), batch)  # fmt: skip
+    marks = (
+        TrainState(
+            step=_Value(object(), batch=True),
+            params=jax.tree.map(lambda _: _Value(object(), parameters=True), state.params),
+            opt_state=jax.tree.map(lambda _: _Value(object()), state.opt_state),
+            residual=jax.tree.map(lambda _: _Value(object()), state.residual),
+            guard=jax.tree.map(lambda _: _Value(object()), state.guard),
+        ),
+        jax.tree.map(lambda _: _Value(object(), batch=True), batch),
+    )
     carries = ("input of a block", STACKED) if is_model(state.params) else ("carry of a loop", "carry of a loop")
     reader = _Reader(*carries)
     reader.values(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
@@ -118,8 +120,10 @@ class _Reader:
         """The values that an equation makes of those that it is given."""
         name = equation.primitive.name
         if name in PASSING and len(given) == len(equation.outvars):
-            return [value if value.carried or scope_of(value.stack) else value._replace(equation=equation, stack=stack)
-                    for value in given]  # fmt: skip
+            return [
+                value if value.carried or scope_of(value.stack) else value._replace(equation=equation, stack=stack)
+                for value in given
+            ]
         subs = [getattr(sub, "jaxpr", sub) for sub in jaxprs_in_params(equation.params)]
         if len(subs) == 1 and name == "scan":
             return self.looped(equation, subs[0], given, stack)
@@ -141,9 +145,10 @@ class _Reader:
         while True:
             made = self.values(body, [*given[:first], *carry, *given[last:]], stack)
             # A carry comes from all that goes into it in any round.
-            merged = [before._replace(batch=before.batch or after.batch,
-                                      parameters=before.parameters or after.parameters)
-                      for before, after in zip(carry, made[:count], strict=True)]  # fmt: skip
+            merged = [
+                before._replace(batch=before.batch or after.batch, parameters=before.parameters or after.parameters)
+                for before, after in zip(carry, made[:count], strict=True)
+            ]
             if merged == carry:
                 return [value._replace(array=variable) for value, variable in zip(made, equation.outvars, strict=True)]
             carry = merged
@@ -156,8 +161,10 @@ def _called(equation: Any, given: list[_Value], values: list[_Value]) -> list[_V
     own: dict[int, Any] = {}
     for value, variable in zip(values, equation.outvars, strict=True):
         own.setdefault(id(value.array), variable)
-    return [value if id(value.array) in passed else value._replace(array=own[id(value.array)], equation=equation)
-            for value in values]  # fmt: skip
+    return [
+        value if id(value.array) in passed else value._replace(array=own[id(value.array)], equation=equation)
+        for value in values
+    ]
 
 
 def _arrays(known: dict[Any, _Value]) -> frozenset[int]:

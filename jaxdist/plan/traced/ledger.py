@@ -21,23 +21,29 @@ from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, Scope, outermost
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.pipeline.run import BACKWARD, FORWARD, TO_BEFORE, TO_NEXT
-from jaxdist.specs import path_name
+from jaxdist.specs import PyTree, path_name
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
-PyTree = Any
 PACKAGE = Path(__file__).parents[2]
 # Primitives of jax 0.10 to 0.12 -> names here. Reductions other than sums are all-reduces as well.
 OPS = {
-    "psum": "psum", "psum_invariant": "psum", "pmax": "psum", "pmin": "psum", "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather", "reduce_scatter": "reduce_scatter", "ppermute": "ppermute",
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "pmax": "psum",
+    "pmin": "psum",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "ppermute": "ppermute",
     "all_to_all": "all_to_all",
-}  # fmt: skip
+}
 INSIDE, BETWEEN = "inside a host", "between hosts"
 # A pipeline's sends: (phase, purpose) by scope.
 SENDS = {
-    TO_NEXT: ("forward", "activations to the next stage"), TO_BEFORE: ("backward", "gradients to the stage before"),
-}  # fmt: skip
+    TO_NEXT: ("forward", "activations to the next stage"),
+    TO_BEFORE: ("backward", "gradients to the stage before"),
+}
 # What a name stack is made of beside names that somebody gave: transformations, primitives, einsums.
 _WRAPPER = re.compile(r"\b\w+\(|\)")
 _NOISE = re.compile(
@@ -130,8 +136,11 @@ def collectives_of(jaxpr: Any, mesh: AnyMesh, hosts: np.ndarray, parameters: set
     merged = []
     for each, (stages, at_most) in found.items():
         calls = int(stages.max())
-        merged.append(each._replace(calls=calls, wire_bytes=each.wire_bytes * calls, stages=tuple(stages.tolist()),
-                                    at_most=at_most))  # fmt: skip
+        merged.append(
+            each._replace(
+                calls=calls, wire_bytes=each.wire_bytes * calls, stages=tuple(stages.tolist()), at_most=at_most
+            )
+        )
     return tuple(merged)
 
 
@@ -144,8 +153,7 @@ def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
 
 
 def wire_bytes(op: str, nbytes: int, n: int) -> float:
-    """Bytes that each of n devices sends for one call with an input of `nbytes`; or elements, for an input of as many.
-    """
+    """Bytes that each of n devices sends for one call with an input of `nbytes`; or elements, if given elements."""
     share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
     return nbytes * share.get(op, 1)
 
@@ -168,8 +176,10 @@ class _Reader:
                 continue
             subs = list(jaxprs_in_params(equation.params))
             if name == "while" and any(True for sub in subs for _ in self.read(sub, scope.inside(sub), inner)):
-                raise UserError(f"ledger: a loop in {source_of(equation)} communicates, and its length is not in the "
-                                "program; use lax.scan, or fori_loop with fixed bounds")  # fmt: skip
+                raise UserError(
+                    f"ledger: a loop in {source_of(equation)} communicates, and its length is not in the "
+                    "program; use lax.scan, or fori_loop with fixed bounds"
+                )
             if name == "scan":
                 yield from self.read(subs[0], scope.turns(equation), inner)
             elif name == "cond":
@@ -204,10 +214,23 @@ class _Reader:
             senders = [source for source, _ in equation.params["perm"]]
             stages = np.where(np.isin(np.arange(len(stages)), senders), stages, 0)
         return Collective(
-            op, axes, n, str(equation.invars[0].aval.dtype), nbytes, count, 1, wire_bytes(op, nbytes, n),
-            self.link(axes), source_of(equation), phase, purpose, tuple(stages.tolist()), scope.at_most,
-            used_of(stack), not scope.certain,
-        )  # fmt: skip
+            op,
+            axes,
+            n,
+            str(equation.invars[0].aval.dtype),
+            nbytes,
+            count,
+            1,
+            wire_bytes(op, nbytes, n),
+            self.link(axes),
+            source_of(equation),
+            phase,
+            purpose,
+            tuple(stages.tolist()),
+            scope.at_most,
+            used_of(stack),
+            not scope.certain,
+        )
 
     def link(self, axes: tuple[str, ...]) -> str:
         order = list(self.mesh.axis_names)
@@ -231,7 +254,7 @@ class _Reader:
 
 
 def phase_of(stack: str) -> str:
-    """"forward", "backward", "recompute" or "once a step", from a name stack."""
+    """ "forward", "backward", "recompute" or "once a step", from a name stack."""
     scopes = stack.split("/")
     # "transpose(rematted_computation)": the backward pass of what runs again, where it does (`segments`).
     if any("rematted_computation" in scope and not scope.startswith("transpose(") for scope in scopes):
@@ -251,13 +274,13 @@ def used_of(stack: str) -> int | None:
 
 
 def scope_of(stack: str) -> str:
-    """"blocks.attention" from the name stack "jvp()/while/body/blocks/attention/BSD,DE->BSE"."""
+    """ "blocks.attention" from the name stack "jvp()/while/body/blocks/attention/BSD,DE->BSE"."""
     names = [name for name in _WRAPPER.sub("", stack).split("/") if not _NOISE.match(name)]
     return ".".join(dict.fromkeys(names))
 
 
 def source_of(equation: Any) -> str:
-    """"jaxdist/nn/linear.py:37": the innermost line that is neither jax's nor one of `collectives`, which all share."""
+    """The source line "jaxdist/nn/linear.py:37": the innermost that is neither jax's nor in `collectives`."""
     frames = equation.source_info.traceback.frames if equation.source_info.traceback is not None else []
     for frame in frames:
         path = Path(frame.file_name)

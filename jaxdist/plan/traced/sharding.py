@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import bytes_per_device, entry_axes, path_name, shard_count, spec_axes, spec_leaves, without_idle
-
-PyTree = Any
+from jaxdist.specs import (
+    PyTree,
+    bytes_per_device,
+    entry_axes,
+    path_name,
+    shard_count,
+    spec_axes,
+    spec_leaves,
+    without_idle,
+)
 
 
 class Row(NamedTuple):

@@ -17,10 +17,14 @@ KUBERNETES_PORT = 55527  # of the coordinator of a JobSet, where JOBSET_PORT giv
 FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: one made of the job's number, as JAX does
 # (rank, number of processes) as launchers call them, for an explicit init method that comes without.
 LAUNCHERS = (
-    (RANK, NUM_PROCESSES), ("RANK", "WORLD_SIZE"), ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("JOB_COMPLETION_INDEX", NUM_PROCESSES), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
-)  # fmt: skip
+    (RANK, NUM_PROCESSES),
+    ("RANK", "WORLD_SIZE"),
+    ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("JOB_COMPLETION_INDEX", NUM_PROCESSES),
+    ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+)
 
 
 class Job(NamedTuple):
@@ -84,8 +88,10 @@ def _by_method(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job 
     method = environ[INIT_METHOD]
     scheme, mark, rest = method.partition("://")
     if scheme not in ("tcp", "file") or not mark or not rest or "\0" in rest:
-        raise UserError(f"--init-method: {method!r}; allowed: tcp://HOST:PORT of process 0, or file:///PATH of a file"
-                        " that no process has written yet, on storage that all share")  # fmt: skip
+        raise UserError(
+            f"--init-method: {method!r}; allowed: tcp://HOST:PORT of process 0, or file:///PATH of a file"
+            " that no process has written yet, on storage that all share"
+        )
     pair = next(((rank, count) for rank, count in LAUNCHERS if environ.get(rank) and environ.get(count)), None)
     if pair is None:
         raise UserError(f"--init-method: {method!r} says where, but not who; add --num-processes and --rank")
@@ -184,8 +190,11 @@ def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that describe a job on a command line; `take_job_flags` reads them."""
     group = parser.add_argument_group("a job of several processes", "found in the environment where left out")
-    group.add_argument("--init-method", metavar="URL", help="tcp://HOST:PORT of process 0, or file:///PATH on storage "
-                       "that all processes share")  # fmt: skip
+    group.add_argument(
+        "--init-method",
+        metavar="URL",
+        help="tcp://HOST:PORT of process 0, or file:///PATH on storage that all processes share",
+    )
     group.add_argument("--num-processes", metavar="N", help="in the whole job")
     group.add_argument("--rank", metavar="R", help="of this process, from 0")
 

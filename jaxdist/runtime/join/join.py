@@ -37,9 +37,7 @@ def join(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
     heartbeat: seconds until JAX holds a silent process for dead.
     """
     seconds = join_timeout(os.environ)
-    options: dict[str, Any] = {
-        "initialization_timeout": max(1, round(seconds)), "heartbeat_timeout_seconds": heartbeat
-    }  # fmt: skip
+    options: dict[str, Any] = {"initialization_timeout": max(1, round(seconds)), "heartbeat_timeout_seconds": heartbeat}
     if job.gpus is not None:
         options["local_device_ids"] = list(job.gpus)  # an empty list is all; left out, SLURM gets one GPU a task
     if job.detect:

@@ -45,8 +45,10 @@ def announce(path: Path, server: socket.socket, job: str) -> Meeting:
     another process 0 waits there already."""
     if (found := read(path)) and _waits(found):
         where = address(found.host, found.port)
-        raise UserError(f"--init-method: by {str(path)!r} another process 0 gathers its job already, at {where}; give"
-                        " each job a file, and each process a rank, of its own")  # fmt: skip
+        raise UserError(
+            f"--init-method: by {str(path)!r} another process 0 gathers its job already, at {where}; give"
+            " each job a file, and each process a rank, of its own"
+        )
     host, port = server.getsockname()[:2]
     meeting = Meeting(host, port, f"{job}/{secrets.token_hex(16)}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

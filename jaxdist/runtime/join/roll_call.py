@@ -84,8 +84,10 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
     seconds: for how long to wait for the name: in Kubernetes it may be known later than the process starts.
     """
     where, deadline = address(host, port), time.monotonic() + seconds
-    mend = "give an address of the host of rank 0; or, if it is reached at another address than its own, set" \
-           " JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to its own"  # fmt: skip
+    mend = (
+        "give an address of the host of rank 0; or, if it is reached at another address than its own, set"
+        " JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to its own"
+    )
     while True:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -109,8 +111,10 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 reason = os.strerror(error.errno or 0)
                 kind_of = PortTaken if error.errno == errno.EADDRINUSE else UserError
-                raise kind_of(f"coordinator: {where}: port {port}: {reason}; set a free one (MASTER_PORT or"
-                                " JAX_COORDINATOR_ADDRESS), or is another process rank 0 too?") from error  # fmt: skip
+                raise kind_of(
+                    f"coordinator: {where}: port {port}: {reason}; set a free one (MASTER_PORT or"
+                    " JAX_COORDINATOR_ADDRESS), or is another process rank 0 too?"
+                ) from error
     shown = ", ".join(sorted({str(entry[4][0]) for entry in found}))
     raise UserError(f"coordinator: {where} ({shown}) is no address of this machine, on which rank 0 runs; {mend}")
 
@@ -309,8 +313,14 @@ class _Caller:
 
     def call(self, meeting: Meeting, connection: socket.socket) -> bool:
         """Whether process 0 says go. False: it is not there, or not this job's; try again."""
-        hello = {"jaxdist": 1, "key": meeting.key, "rank": self.rank, "processes": self.processes,
-                 "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
+        hello = {
+            "jaxdist": 1,
+            "key": meeting.key,
+            "rank": self.rank,
+            "processes": self.processes,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         where = address(meeting.host, meeting.port)
         self.state = f"something answers at {where}, but no process 0 that waits for this one: is a job running there"
         self.state += " already, or has rank 0 gone on without this process?"

@@ -9,7 +9,7 @@ Legend: N devices, in the mesh's order, L leaves of the state.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXES
-from jaxdist.specs import path_name, spec_axes
+from jaxdist.specs import PyTree, path_name, spec_axes
 
-PyTree = Any
 SHOWN = 4  # devices in a line
 
 

@@ -226,9 +226,10 @@ class Watch:
 
     def _judge(self, now: float) -> Verdict | None:
         beats = {
-            rank: beat._replace(age=beat.age + now - at) for rank, (beat, at) in self._beats.items()
+            rank: beat._replace(age=beat.age + now - at)
+            for rank, (beat, at) in self._beats.items()
             if rank not in self._bye
-        }  # fmt: skip
+        }
         lost = self._judge_losses(beats, now)
         if lost is not None:
             return lost

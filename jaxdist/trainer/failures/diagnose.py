@@ -29,11 +29,10 @@ from jaxdist.nn import ModelDef
 from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.precision.loss_scale import ScaleRule
 from jaxdist.precision.policy import make_precision
-from jaxdist.specs import STACKED, UNITS, batch_spec, path_name, without_idle
+from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, path_name, without_idle
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 
-PyTree = Any
 PROBE = "probe"
 
 

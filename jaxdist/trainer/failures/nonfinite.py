@@ -38,8 +38,9 @@ class Spikes:
             usual = statistics.median(self._losses)
             if loss > self._factor * usual:
                 times = f"{loss / usual:.3g} times the median of the last {len(self._losses)}"
-                raise NonFinite(step, f"loss of step {step} is {loss:.4g}, {times}, more than train.loss_spike",
-                                guarded=False)  # fmt: skip
+                raise NonFinite(
+                    step, f"loss of step {step} is {loss:.4g}, {times}, more than train.loss_spike", guarded=False
+                )
         self._losses.append(loss)
 
 

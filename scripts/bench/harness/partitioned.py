@@ -31,8 +31,10 @@ def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> P
     that `plain_jax` does not have."""
     model, shards = resolve_model(config.model), mesh.shape["data"] * mesh.shape["fsdp"]
     if config.model.name != "gpt" or model.style != "gpt2" or not model.tied or mesh.size != shards:
-        raise UserError("--by-compiler: plain_jax has the model of GPT-2, over data and fsdp; allowed: model.name gpt,"
-                        " model.style gpt2, model.tied true, other axes of the mesh 1")  # fmt: skip
+        raise UserError(
+            "--by-compiler: plain_jax has the model of GPT-2, over data and fsdp; allowed: model.name gpt,"
+            " model.style gpt2, model.tied true, other axes of the mesh 1"
+        )
     attention, _ = attention_of(config, precision_of(config.precision), mesh)
     check_toolkit(config, attention)
     precision = "bf16" if precision_of(config.precision).compute == jnp.bfloat16 else "fp32"

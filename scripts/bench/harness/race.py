@@ -154,8 +154,10 @@ def check_equal(results: Sequence[Result], precision: str) -> None:
         )
         for what, got, want, tolerance in pairs:
             if not math.isclose(got, want, rel_tol=tolerance):
-                raise UserError(f"{result.name}: {what} {got:.6f}, {raced[0].name} has {want:.6f}; allowed in"
-                                f" {precision}: a difference of {tolerance:g}, relative")  # fmt: skip
+                raise UserError(
+                    f"{result.name}: {what} {got:.6f}, {raced[0].name} has {want:.6f}; allowed in"
+                    f" {precision}: a difference of {tolerance:g}, relative"
+                )
 
 
 def summary(result: Result, size: Size, gpu: Gpu | None) -> dict[str, Any]:
@@ -165,13 +167,22 @@ def summary(result: Result, size: Size, gpu: Gpu | None) -> dict[str, Any]:
     seconds = statistics.median(result.seconds)
     rate = size.tokens / seconds
     return {
-        "name": result.name, "step_s": seconds, "tokens_per_s": rate,
+        "name": result.name,
+        "step_s": seconds,
+        "tokens_per_s": rate,
         "mfu": None if gpu is None else rate * flops_per_token(size) / gpu.bf16,
-        "bursts": len(result.seconds), "fastest_s": min(result.seconds), "slowest_s": max(result.seconds),
-        "peak_bytes": result.peak_bytes, "predicted_bytes": result.predicted_bytes, "setup_s": result.setup_s,
-        "first_loss": result.losses[0], "last_loss": result.losses[-1], "steps": len(result.losses),
-        "first_norm": result.norms[0], **result.about,
-    }  # fmt: skip
+        "bursts": len(result.seconds),
+        "fastest_s": min(result.seconds),
+        "slowest_s": max(result.seconds),
+        "peak_bytes": result.peak_bytes,
+        "predicted_bytes": result.predicted_bytes,
+        "setup_s": result.setup_s,
+        "first_loss": result.losses[0],
+        "last_loss": result.losses[-1],
+        "steps": len(result.losses),
+        "first_norm": result.norms[0],
+        **result.about,
+    }
 
 
 def ratios(results: Sequence[Result]) -> dict[str, float]:
@@ -188,6 +199,12 @@ def describe(size: Size) -> dict[str, Any]:
     """Of the task, for the record."""
     model = size.model
     return {
-        "parameters": parameters(size), "layers": model.layers, "width": model.width, "heads": model.heads,
-        "vocab": model.vocab, "rows": size.rows, "length": size.length, "flops_per_token": flops_per_token(size),
-    }  # fmt: skip
+        "parameters": parameters(size),
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.heads,
+        "vocab": model.vocab,
+        "rows": size.rows,
+        "length": size.length,
+        "flops_per_token": flops_per_token(size),
+    }

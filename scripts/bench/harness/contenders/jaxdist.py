@@ -28,9 +28,7 @@ def jaxdist(task: Task) -> Contender:
     unroll = 0 if task.gpu else 1
     config = replace(size.model, attention="xla" if why else "cudnn", loss_chunk=0, scan_blocks=unroll)
     model = gpt(config, max_length=size.length)
-    tx = optax.chain(
-        optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY)
-    )  # fmt: skip
+    tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     run = make_train_step(model, tx, mesh, precision=task.precision)
     batches = [
         jax.device_put({**batch, "weights": np.ones(batch["inputs"].shape, np.float32)}, jax.devices()[0])

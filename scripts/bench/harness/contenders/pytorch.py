@@ -58,9 +58,11 @@ class Model(nn.Module):
 def weights(params: PyTree) -> dict[str, Any]:
     """jaxdist's weights by the names of `Model`; PyTorch's linear layers keep [out, in]."""
     found = {
-        "tokens.weight": params["embed"]["tokens"]["table"], "positions.weight": params["embed"]["positions"]["table"],
-        "norm.weight": params["head"]["norm"]["scale"], "norm.bias": params["head"]["norm"]["bias"],
-    }  # fmt: skip
+        "tokens.weight": params["embed"]["tokens"]["table"],
+        "positions.weight": params["embed"]["positions"]["table"],
+        "norm.weight": params["head"]["norm"]["scale"],
+        "norm.bias": params["head"]["norm"]["bias"],
+    }
     blocks = params["blocks"]
     qkv, layers = blocks["attention"]["qkv"]["linear"], blocks["norm1"]["scale"].shape[0]
     for i in range(layers):
