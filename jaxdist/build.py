@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
+from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.resolve import GPU_PLUGINS
 from jaxdist.config.rules.prefetch import prefetches
-from jaxdist.config.schema import Config, PrecisionConfig
+from jaxdist.config.schema import Config, GradSyncConfig, ParallelConfig, PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
@@ -74,6 +75,13 @@ def precision_of(config: PrecisionConfig) -> Precision:
     return chosen._replace(loss_scale=1.0 if mode == "none" else rule)
 
 
+def grad_sync_of(config: GradSyncConfig) -> GradSync:
+    """The reduction of gradients of this configuration."""
+    common = {each.name: getattr(config, each.name) for each in fields(GradSyncConfig)}
+    algorithm = bound(GradSyncConfig, config, "algorithm")  # of somebody else's with options, what makes it
+    return GradSync(**common | {"algorithm": algorithm() if callable(algorithm) else algorithm})
+
+
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
     """The compute capability of the mesh's devices, "" if they are no NVIDIA GPUs. A mesh without devices stands for
     GPUs of the oldest kind that matters, where jax's CUDA plugin is there to trace for them."""
@@ -93,8 +101,8 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
     """The kernel of attention, xla or cudnn, and why not cudnn. Raises `UserError` where `model.attention` is cudnn and
     it cannot be. A model of somebody else's gets what is asked for."""
     model = config.model
-    if "." in model.name:
-        return model.attention, None
+    if not ModelFacts.of(model.name).kernels:
+        return getattr(model, "attention", "xla"), None
     wide = any(fnmatch.fnmatchcase(name, each) for name in BEFORE_ATTENTION for each in precision.keep_fp32)
     if model.attention == "xla":
         return "xla", "model.attention=xla"
@@ -117,7 +125,8 @@ def make_model(
 ) -> ModelDef:
     """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout.
     attention: the kernel, of `attention_of`."""
-    options = replace(config.model, attention=attention, dropout=config.model.dropout if training else 0.0)
+    chosen = {"attention": attention} if training else {"attention": attention, "dropout": 0.0}
+    options = config.model.replace(**{key: value for key, value in chosen.items() if hasattr(config.model, key)})
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
     known = _keywords(build)
     fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
@@ -147,7 +156,7 @@ def _keywords(build: Callable[..., Any]) -> set[str]:
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be one without devices."""
-    parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
+    parallel, sync = config.parallel, grad_sync_of(config.parallel.grad_sync)
     precision = precision_of(config.precision)
     stages, chunks = mesh.shape["pipe"], parallel.chunks
     ahead = int(prefetches_on(config, mesh))
@@ -155,7 +164,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     model = make_model(config, precision, stages=stages, training=True, attention=attention)
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
-        "strategy": parallel.strategy,
+        "strategy": bound(ParallelConfig, parallel, "strategy"),
         "min_shard_bytes": parallel.min_shard_bytes,
         "grad_sync": sync,
         "freeze": config.optimizer.freeze,
@@ -164,8 +173,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     skips = config.train.on_nonfinite == "skip" or precision.scale_rule is not None
     max_skips = config.precision.max_consecutive_skips if skips else 0
     options: dict[str, Any] = {
-        "strategy": parallel.strategy,
-        "schedule": parallel.schedule,
+        "strategy": layout["strategy"],
+        "schedule": bound(ParallelConfig, parallel, "schedule"),
         "microbatches": parallel.microbatches,
         "precision": precision,
         "remat": config.memory.remat,

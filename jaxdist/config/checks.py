@@ -3,26 +3,26 @@ no jax."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.config.fields import parse_mixture, show
-from jaxdist.config.resolve import known_devices, resolve_mesh, resolve_model, rest_axis
+from jaxdist import registry
+from jaxdist.config.entries import SourceFacts, entries_of
+from jaxdist.config.fields import show
+from jaxdist.config.resolve import known_devices, resolve_mesh, rest_axis
 from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
 from jaxdist.config.rules.grad_sync import check_grad_sync
-from jaxdist.config.rules.pipeline import ONE_STAGE, check_pipeline, divisors, near
+from jaxdist.config.rules.pipeline import check_pipeline, divisors, near
 from jaxdist.config.rules.prefetch import check_prefetch
 from jaxdist.config.rules.remat import check_memory, with_offload
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxdist.config.schema import Config, DataConfig, ModelConfig
+    from jaxdist.config.schema import Config, DataConfig
 
 WITH_HALF = ("fp16", "O1", "O2", "O3")  # policies
-IN_FILES = ("images", "parquet", "arrayrecord")  # sources, beside text and tokens
 SMALLEST_FLOAT16 = 1e-7  # its step near zero is 6e-8
 
 
@@ -60,7 +60,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     rest = rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
-    parts = _mixture_parts(config.data)
+    parts = config.data.parts()
     if not planned:
         for each in parts or (config.data,):
             _check_paths(each)
@@ -132,72 +132,15 @@ def check_layout(config: Config) -> None:
     Done by `load_config`; done again by the trainer when it has put the true sizes in place of a -1.
     """
     mesh = {axis: max(size, 1) for axis, size in asdict(config.mesh).items()}
-    own_model = "." not in config.model.name  # an outsider's model knows better what divides what
-    if own_model:
-        _check_model(config.model)
-        _check_tensor(config.model, mesh["tensor"])
-        _check_sequence(config, mesh["tensor"])
-    for axis in ("context", "expert"):
-        if own_model and config.model.name == "gpt" and mesh[axis] > 1:
-            raise UserError(
-                f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
-                " allowed: 1; use data, fsdp or tensor instead"
-            )
+    for entry in entries_of(config):
+        check_options = getattr(registry.options(entry.folder, entry.name), "check_options", None)
+        if check_options is not None:
+            check_options(config, mesh)
     check_pipeline(config, mesh["pipe"])
     _check_batch(config, mesh)
     check_grad_sync(config, mesh)
-    check_memory(config, ONE_STAGE)
+    check_memory(config)
     check_prefetch(config)
-
-
-def _check_model(model: ModelConfig) -> None:
-    kv_heads = resolve_model(model).kv_heads
-    assert kv_heads is not None
-    if model.width % model.heads:
-        raise UserError(
-            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
-            f" {near(divisors(model.width), model.heads)}"
-        )
-    if model.heads % kv_heads:
-        raise UserError(
-            f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
-            f" {near(divisors(model.heads), kv_heads)}"
-        )
-    if resolve_model(model).positions == "rope" and model.width // model.heads % 2:
-        works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
-        raise UserError(
-            f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
-            f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
-            f" {near(works, model.heads)}; or model.positions=learned"
-        )
-
-
-def _check_tensor(model: ModelConfig, tensor: int) -> None:
-    full = resolve_model(model)
-    assert full.kv_heads is not None and full.mlp_width is not None
-    split = {"heads": full.heads, "kv_heads": full.kv_heads, "vocab": full.vocab, "mlp_width": full.mlp_width}
-    sizes = near(divisors(math.gcd(*split.values())), tensor)
-    for key, value in split.items():
-        if value % tensor:
-            if "heads" in key:
-                works = [n for n in divisors(full.width if key == "heads" else full.heads) if n % tensor == 0]
-            else:
-                works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
-            raise UserError(
-                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
-                f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}"
-            )
-
-
-def _check_sequence(config: Config, tensor: int) -> None:
-    length = config.data.seq_len
-    if config.parallel.sequence_parallel and length % tensor:
-        works = [n for n in (length - length % tensor, length - length % tensor + tensor) if n]
-        raise UserError(
-            f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
-            f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
-            " parallel.sequence_parallel=false"
-        )
 
 
 def _check_collective_matmul(config: Config) -> None:
@@ -229,29 +172,12 @@ def _check_batch(config: Config, mesh: dict[str, int]) -> None:
     )
 
 
-def _mixture_parts(data: DataConfig) -> list[DataConfig]:
-    """The section as each part of a mixture sees it."""
-    parts = parse_mixture(data.mixture) if data.mixture else ()
-    for key, usual in (("source", "text"), ("path", "stdlib"), ("val_path", None)):
-        if parts and getattr(data, key) != usual:
-            raise UserError(
-                f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
-                f" {show(usual)}; or data.mixture=[]"
-            )
-    return [replace(data, mixture=(), source=part.source, path=part.path) for part in parts]
-
-
 def _check_paths(data: DataConfig) -> None:
-    if data.source == "text" and data.path != "stdlib":
-        _check_exists(data.path, "data.path", "an existing file or folder of text, or stdlib")
-    elif data.source == "tokens":
-        _check_exists(data.path, "data.path", "an existing file of token ids, or a folder with train.bin")
-        if data.val_path is not None:
-            _check_exists(data.val_path, "data.val_path", "an existing file of token ids, or null")
-    elif data.source in IN_FILES:
-        _check_exists(data.path, "data.path", f"an existing file or folder for data.source {data.source}")
-        if data.val_path is not None:
-            _check_exists(data.val_path, "data.val_path", "an existing file or folder, or null")
+    facts = SourceFacts.of(data.source)
+    if facts.reads_files and data.path not in facts.words:
+        _check_exists(data.path, "data.path", f"{facts.path} for data.source {data.source}")
+    if facts.reads_files and facts.val_path and data.val_path is not None:
+        _check_exists(data.val_path, "data.val_path", facts.val_path)
 
 
 def _check_exists(path: str, key: str, allowed: str) -> None:

@@ -83,7 +83,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     differentiated, at least fp32, but those of prefetched blocks as they rest; copies that are gathered once. (What
     rides along, the head's tables, is counted as fp32 here.)"""
     options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
-    strategy, specs = get_strategy(config.parallel.strategy, options), specs_of_arrays(parts.target.params)
+    strategy, specs = get_strategy(parts.layout["strategy"], options), specs_of_arrays(parts.target.params)
     sizes: dict[str, int] = {}
 
     reduced = dict[str, int]()

@@ -3,18 +3,17 @@
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxdist.build import attention_of, prefetches_on
-from jaxdist.config.resolve import resolve_model
+from jaxdist.build import attention_of, grad_sync_of, prefetches_on
+from jaxdist.config.entries import ModelFacts
 from jaxdist.config.schema import GradSyncConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
-from jaxdist.parallel.grad_sync import GradSync, order_of_work
+from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import held
 from jaxdist.runtime.cache import cache_row
 from jaxdist.runtime.join.roll_call import ranks
@@ -81,16 +80,15 @@ def by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
 def describe(run: Run) -> dict[str, str]:
     """The header on the console: what runs."""
     config, info = run.config, run.source.info
-    model, parallel = resolve_model(config.model), config.parallel
-    sync = GradSync(**asdict(parallel.grad_sync))
+    parallel = config.parallel
+    sync = grad_sync_of(parallel.grad_sync)
     schedule, microbatches = order_of_work(sync, run.mesh, parallel.schedule, parallel.microbatches)
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     kind = "simulated CPU" if on_cpu(run.mesh) else run.mesh.devices.flat[0].device_kind
     near, far = held(run.target) / 2**20, held(run.target, on_host=True) / 2**20
     rows = {
         "run": str(run.folder),
-        "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "
-        f"{run.model.parameters:,} parameters",
+        "model": f"{config.model.describe()}, {run.model.parameters:,} parameters",
         "data": f"{info['name']}: {counted(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{counted(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
         "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "
@@ -101,7 +99,7 @@ def describe(run: Run) -> dict[str, str]:
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
-    if "." not in model.name:
+    if ModelFacts.of(config.model.name).kernels:
         kernel, why = attention_of(config, run.precision, run.mesh)
         rows["attention"] = kernel + (f", because {why}" if why else "")
     if config.memory.offload.optimizer and (on_cpu(run.mesh) or not has_host_memory(run.mesh)):

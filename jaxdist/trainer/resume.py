@@ -2,35 +2,34 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
 
-# Of section data: the content is what counts.
-NO_IDENTITY = ("path", "val_path", "token_dtype", "prefetch", "mixture", "column")
-HOW = ("attention", "loss_chunk", "scan_blocks")  # keys of section model that say how it is computed, not what
 MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
 
 
 def identity(config: Config, source: Source) -> dict[str, Any]:
     """What must not change between a checkpoint and its resumption: it would be another experiment under the same
     name."""
-    without = NO_IDENTITY if source.streams else (*NO_IDENTITY, "buffer")  # which nothing else looks at
-    data = {key: value for key, value in asdict(config.data).items() if key not in without}
-    data["mixture"] = [[part.name, part.samples] for part in source.parts]
+    data = {**what(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
     whole = {
-        "model": {key: value for key, value in asdict(resolve_model(config.model)).items() if key not in HOW},
+        "model": what(config.model),
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
         "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
     }
     return json.loads(json.dumps(whole))  # as it will come back
+
+
+def what(section: Any) -> dict[str, Any]:
+    """The keys of a section that say what is computed, or from what; not how (`Rule.how`)."""
+    return {each.name: getattr(section, each.name) for each in fields(section) if not each.metadata["rule"].how}
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -55,6 +54,7 @@ def record(config: Config, source: Source, *, passed: int = 0, forced: Sequence[
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:
     """key -> [value in a checkpoint's record, value now], for all that differ and are in both."""
     before = saved.get("config", saved.get("schedule", {}))  # older versions saved the optimizer's keys only
+    before = before | {f"model.{key}": value for key, value in saved.get("model", {}).items()}  # and null for defaults
     now = settings_of(config)
     del now["checkpoint.resume"]
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}

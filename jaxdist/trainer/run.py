@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.build import assemble, attention_of, make_model
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.config.entries import ModelFacts, SourceFacts, bound
 from jaxdist.config.load import to_yaml
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.data import Source, batch_shapes, bigram_bits, load_source, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
@@ -81,7 +82,7 @@ class Run:
 def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.trainer.forward`) are made of: the model without dropout, in the
     run's layout."""
-    strategy = get_strategy(run.config.parallel.strategy, StrategyOptions(run.precision))
+    strategy = get_strategy(bound(ParallelConfig, run.config.parallel, "strategy"), StrategyOptions(run.precision))
     attention, _ = attention_of(run.config, run.precision, run.mesh)
     model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False, attention=attention)
     return in_precision(model, run.precision), run.mesh, specs_of_arrays(run.target.params), strategy
@@ -152,7 +153,7 @@ def report_forced(folder: Path, console: Console, step: int, changed: dict[str, 
 
 def check_vocabulary(config: Config, source: Source) -> None:
     """Raise `UserError` when the data holds ids that the model has no row for."""
-    if source.vocab > config.model.vocab:
+    if config.model.vocab is not None and source.vocab > config.model.vocab:
         raise UserError(
             f"model.vocab: {config.model.vocab} is too small for {source.info['path']!r}, whose ids need {source.vocab}"
         )
@@ -161,14 +162,14 @@ def check_vocabulary(config: Config, source: Source) -> None:
 def check_leaves(config: Config, source: Source) -> None:
     """Raise `UserError` when samples are not what the model takes. What one of somebody else's takes is not known."""
     first, wanted = source.first, batch_shapes(1, 1)
-    if isinstance(first, np.ndarray) or "." in config.model.name:
+    if isinstance(first, np.ndarray) or not ModelFacts.of(config.model.name).ids_only:
         return
     if source.vocab and wanted.keys() <= first.leaves.keys() and first.leaves["inputs"].dtype.kind in "iu":
         return
     raise UserError(
         f"data.source: {source.info['name']!r} gives {', '.join(first.leaves)}, and model.name"
-        f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed: text,"
-        " tokens, parquet, arrayrecord; or a model of your own, by a dotted path"
+        f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed:"
+        f" {', '.join(SourceFacts.with_fact(ids=True))}; or a model of your own, by a dotted path"
     )
 
 

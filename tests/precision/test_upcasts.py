@@ -11,7 +11,6 @@ import oracle
 import pytest
 from test_policy import BF16, batch, equations, floats
 
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
@@ -59,7 +58,7 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         with jax.numpy_dtype_promotion("standard"):
-            want = jax.device_get(jax.grad(oracle.loss)(exact, batch(32), resolve_model(config)))
+            want = jax.device_get(jax.grad(oracle.loss)(exact, batch(32), config.resolved()))
 
     def errors() -> Any:
         step = make_train_step(model, tx, mesh, precision="bf16", return_grads=True)

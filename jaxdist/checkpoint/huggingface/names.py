@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
 
 
 def family(model: ModelConfig) -> str:
-    """ "gpt2" or "llama", the format that can hold this model (filled in by `resolve_model`). Raises `UserError`."""
+    """ "gpt2" or "llama", the format that can hold this model (`resolved`). Raises `UserError`."""
     if model.name != "gpt":
         raise UserError(f"model.name: {model.name!r} has no Hugging Face format here; allowed: gpt")
     kinds = (model.positions, model.norm, model.mlp)
@@ -76,7 +76,7 @@ def transposed(leaf: np.ndarray) -> np.ndarray:
 
 
 def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
-    """All tensors of a model (filled in by `resolve_model`), those of a leaf next to each other. positions: rows of
+    """All tensors of a model (`resolved`), those of a leaf next to each other. positions: rows of
     GPT-2's position table. Raises `UserError` for a model that has no format: see `family`."""
     kind = family(model)
     prefix, table = PREFIXES[kind], (model.vocab, model.width)

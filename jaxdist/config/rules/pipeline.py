@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.fields import show
 from jaxdist.errors import UserError
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from jaxdist.config.schema import Config
 
 FACTORED = 128  # the smallest dim that optax.adafactor factors
-ONE_STAGE = ("accumulate", "pairwise")  # schedules
 
 
 def divisors(number: int) -> list[int]:
@@ -30,17 +30,18 @@ def near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
 def check_pipeline(config: Config, stages: int) -> None:
     """Raise `UserError` where schedule, chunks, stages and microbatches do not fit each other or this many stages."""
     parallel, layers = config.parallel, config.model.layers
-    if stages > 1 and parallel.schedule in ONE_STAGE:
+    facts = ScheduleFacts.of(parallel.schedule)
+    if stages > 1 and facts.one_stage:
         raise UserError(
             f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
-            " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble"
+            f" allowed: 1; or parallel.schedule={', '.join(ScheduleFacts.with_fact(one_stage=False))}"
         )
-    if parallel.chunks > 1 and "." not in parallel.schedule and parallel.schedule != "interleaved":
+    if parallel.chunks > 1 and facts.chunks is False:
         raise UserError(
             f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
-            " chunks; allowed: 1; or parallel.schedule=interleaved"
+            f" chunks; allowed: 1; or parallel.schedule={', '.join(ScheduleFacts.with_fact(chunks=True))}"
         )
-    if not parallel.stages or config.mesh.pipe != -1:
+    if layers is not None and (not parallel.stages or config.mesh.pipe != -1):
         check_stages(parallel.stages, layers=layers, stages=stages, chunks=parallel.chunks)
     if uneven(parallel.stages) and config.optimizer.name == "adafactor":  # empty rows would change its means
         raise UserError(
@@ -48,7 +49,7 @@ def check_pipeline(config: Config, stages: int) -> None:
             f" {show(parallel.stages)} adds rows of zeros; allowed: adamw, sgd, lion, muon, or stages with"
             " equally many blocks"
         )
-    if parallel.chunks > 1 and config.optimizer.name == "adafactor" and layers >= FACTORED:
+    if parallel.chunks > 1 and config.optimizer.name == "adafactor" and (layers or 0) >= FACTORED:
         raise UserError(
             f"optimizer.name: 'adafactor' factors over blocks if model.layers is {FACTORED} or more, whose"
             f" order a checkpoint could then not tell with parallel.chunks {parallel.chunks}; allowed:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxdist.config.rules.pipeline import ONE_STAGE
+from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.rules.remat import check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 
@@ -18,7 +18,7 @@ def check_prefetch(config: Config) -> None:
     parallel, remat = config.parallel, config.memory.remat
     if not parallel.prefetch:
         return
-    if "." not in parallel.schedule and parallel.schedule not in ONE_STAGE:
+    if ScheduleFacts.of(parallel.schedule).one_stage is False:
         raise UserError(
             f"parallel.prefetch: 1 is for one stage, parallel.schedule {parallel.schedule} has several; allowed: 0"
         )
@@ -41,8 +41,8 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
     parallel = config.parallel
     if parallel.prefetch is not None:
         return bool(parallel.prefetch)
-    stages = config.mesh.pipe != 1 or parallel.stages or parallel.schedule not in ONE_STAGE
-    if not gpu or parallel.strategy != "zero3" or config.mesh.fsdp == 1 or stages:
+    stages = config.mesh.pipe != 1 or parallel.stages or not ScheduleFacts.of(parallel.schedule).one_stage
+    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.fsdp == 1 or stages:
         return False
     try:
         check_prefetch(replace(config, parallel=replace(parallel, prefetch=1)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.fields import Rule, check_value, show
 from jaxdist.errors import UserError
 
@@ -84,17 +85,18 @@ def with_offload(memory: MemoryConfig) -> MemoryConfig:
     return replace(memory, remat="offload")
 
 
-def check_memory(config: Config, one_stage: Sequence[str]) -> None:
-    """Raise `UserError` where `memory.remat` does not go with the schedule. one_stage: such schedules."""
+def check_memory(config: Config) -> None:
+    """Raise `UserError` where `memory.remat` does not go with the schedule."""
     remat, schedule = config.memory.remat, config.parallel.schedule
+    facts = ScheduleFacts.of(schedule)
     if config.parallel.grad_sync.deterministic:
         check_deterministic(remat)
     check_unrolled(config.model.scan_blocks, remat, deterministic=config.parallel.grad_sync.deterministic)
     if remat == "sqrt" and config.parallel.sequence_parallel:
         refuse_split_sequence()
-    if remat == "sqrt" and schedule == "zero_bubble":
+    if remat == "sqrt" and facts.split_backward:
         refuse_split_backward()
-    if remat == "offload" and "." not in schedule and schedule not in one_stage:
+    if remat == "offload" and facts.one_stage is False:
         raise UserError(
             f"{KEY}: 'offload' is for one stage, parallel.schedule {schedule} has several; allowed: none,"
             " full, dots, sqrt, a list of names"

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.parallel.blocks.remat import after
 from jaxdist.parallel.schedule import Program, Seed, run_microbatch
 from jaxdist.specs import PyTree
+
+FACTS = ScheduleFacts(one_stage=True, chunks=False)
 
 
 def accumulate(

@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.pipeline.table import Ticks, check_counts, ticks_of
 from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.specs import PyTree
+
+FACTS = ScheduleFacts(one_stage=False, chunks=True)
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:

@@ -16,11 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.pipeline.table import Ticks, check_counts
 from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.parallel.schedules import one_f_one_b
 from jaxdist.specs import PyTree
+
+FACTS = ScheduleFacts(one_stage=False, chunks=False, split_backward=True)
 
 _PLACES = 2  # no tick leaves a stage time for more gradients of parameters
 

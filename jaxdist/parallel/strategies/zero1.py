@@ -10,6 +10,7 @@ import functools
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.strategy import (
     Strategy,
     StrategyOptions,
@@ -21,6 +22,8 @@ from jaxdist.parallel.strategy import (
     place_sharded,
 )
 from jaxdist.specs import PyTree, dim_of, map_named
+
+FACTS = StrategyFacts(sharded=True, next="zero2")
 
 
 def zero1(options: StrategyOptions) -> Strategy:

@@ -13,6 +13,7 @@ import functools
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.strategies.zero1 import zero1
 from jaxdist.parallel.strategy import (
     Strategy,
@@ -24,6 +25,8 @@ from jaxdist.parallel.strategy import (
     place_sharded,
 )
 from jaxdist.specs import PyTree, dim_of, map_named
+
+FACTS = StrategyFacts(sharded=True, next="zero3")
 
 
 def zero2(options: StrategyOptions) -> Strategy:

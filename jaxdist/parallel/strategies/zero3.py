@@ -12,6 +12,7 @@ import functools
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.strategy import (
     Strategy,
     StrategyOptions,
@@ -24,6 +25,8 @@ from jaxdist.parallel.strategy import (
     value_of,
 )
 from jaxdist.specs import PyTree, dim_of, map_named, map_specs
+
+FACTS = StrategyFacts(sharded=True, regathers=True)
 
 
 def zero3(options: StrategyOptions) -> Strategy:
