@@ -19,6 +19,11 @@ class Entry(NamedTuple):
     folder: str
     name: str
 
+    @property
+    def shipped(self) -> bool:
+        """Whether it lies in the folder, and is not somebody else's."""
+        return "." not in self.name
+
 
 Entries = tuple[Entry, ...]
 
@@ -182,9 +187,9 @@ def bound(cls: Any, section: Any, key: str) -> Any:
 
 
 def owners(entries: Entries, key: str) -> dict[str, Any]:
-    """Entries beside these that have a key of this name, in words, and its default: {"source parquet": None}."""
+    """Entries beside these that have a key of this name, and its default: {"source=parquet": None}."""
     return {
-        f"{entry.key} {name}": each.default
+        f"{entry.key}={name}": each.default
         for entry in entries
         for name in registry.names(entry.folder)
         for options in options_of(entry.folder, name)

@@ -167,7 +167,7 @@ def _entries(top: Any, section: str) -> Entries:
 
 def _without_effect(entries: Entries, name: str, value: Any) -> bool:
     """Whether it is the default of a key of another entry than these: older versions wrote such keys into files."""
-    return not any("." in entry.name for entry in entries) and value in owners(entries, name).values()
+    return all(entry.shipped for entry in entries) and value in owners(entries, name).values()
 
 
 def _bare(name: str) -> str:
@@ -210,9 +210,9 @@ def _unknown(top: type, cls: type, dotted: str, value: Any) -> typing.NoReturn:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
     what, of = ("key", f"keys of {prefix}") if prefix else ("section", "sections")
     entries = _entries(top, prefix)
-    of += "".join(f", {entry.key} {entry.name}" for entry in entries)
+    of += f" ({', '.join(f'{entry.key}={entry.name}' for entry in entries)})" if entries else ""
     if belongs := owners(entries, name):
-        hint = f"; it is a key of {' and '.join(belongs)}"
+        hint = "".join(f"; it is a key of {prefix}.{entry}" for entry in belongs)
     given = "a section" if isinstance(value, dict) else f"value {show(value)}"
     raise UserError(f"{_bare(dotted)}: unknown {what} ({given}){hint}; {of}: {', '.join(known)}")
 

@@ -14,9 +14,10 @@ Made by `scripts/docs/config_reference.py` from `jaxdist/config/schema.py`; chan
 
 A configuration is a YAML file of sections. Every key has a default, so a file holds only what differs; on the command
 line, `section.key=value` goes on top of the file. Numbers are written plainly (`3e-3`), without quotes. `null` stands
-for "not set". Where a key names an entry (a model, a data source, ...), the section has the keys of that entry too: they
-are listed below it; for entries of your own see [extending.md](extending.md). Anchors, tags, `${...}` and a second
-document are refused, and so are files of more than 64 KiB.
+for "not set". Anchors, tags, `${...}` and a second document are refused, and so are files of more than 64 KiB.
+
+Where a key names an entry (a model, a data source, ...), the section has the keys of that entry too. They are listed
+below it; for entries of your own see [extending.md](extending.md).
 """
 
 
