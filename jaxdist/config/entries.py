@@ -164,7 +164,7 @@ def with_options(cls: type, entries: Entries) -> type:
 
 
 @functools.cache  # equal configurations are of one class
-def _joined(cls: type, options: tuple[type, ...]) -> type:
+def _joined(cls: Any, options: tuple[type, ...]) -> type:
     if len(options) <= 1 and all(issubclass(each, cls) for each in options):
         return options[0] if options else cls
     plain = [each for each in options if not issubclass(each, cls)]

@@ -189,7 +189,8 @@ assert not {"jax", "flax", "numpy"} & set(sys.modules)
     command = [sys.executable, "-c", code, str(tmp_path / "config.yaml")]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(
-        "data.column: unknown key (value 'body'); it is a key of data.source=parquet; keys of data (source=text): source,"
+        "data.column: unknown key (value 'body'); it is a key of data.source=parquet;"
+        " keys of data (source=text): source,"
     )
 
 
@@ -202,9 +203,7 @@ def test_a_mixture_has_the_keys_of_its_sources(tmp_path: Path) -> None:
     assert text == DataConfig(path="/") and parquet == DataConfig(source="parquet", path="/", column="body")
     assert iterable == DataConfig(source="iterable", path="x.y", buffer=3)
     path.write_text("data: {mixture: [a 1 text /, b 1 parquet /], buffer: 3}")
-    with pytest.raises(
-        UserError, match=r"^data.buffer: .*key of data.source=iterable; keys of data \(source=text, source=p"
-    ):
+    with pytest.raises(UserError, match=r"^data.buffer: .*data.source=iterable; keys of data \(source=text, source=p"):
         load_config(path, planned=True)
 
 
