@@ -60,9 +60,9 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     rest = rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
-    parts = config.data.parts()
+    _check_mixture(config.data)
     if not planned:
-        for each in parts or (config.data,):
+        for each in config.data.parts() or (config.data,):
             _check_paths(each)
     device_count = None if planned else known_devices(config.devices)
     if device_count is not None:
@@ -170,6 +170,15 @@ def _check_batch(config: Config, mesh: dict[str, int]) -> None:
         f" {mesh['expert']} x microbatches {microbatches}); nearest batch sizes that work: {near(batches, batch)};"
         f" parallel.microbatches that work with {batch}: {counts}"
     )
+
+
+def _check_mixture(data: DataConfig) -> None:
+    for key, usual in (("source", "text"), ("path", "stdlib"), ("val_path", None)):
+        if data.mixture and getattr(data, key) != usual:
+            raise UserError(
+                f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
+                f" {show(usual)}; or data.mixture=[]"
+            )
 
 
 def _check_paths(data: DataConfig) -> None:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxdist.config.entries import Entries, Section, named, with_options
-from jaxdist.config.fields import parse_mixture, show
+from jaxdist.config.fields import parse_mixture
 from jaxdist.config.reader import section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
-from jaxdist.errors import UserError
 
 _NONE: Any = None
 
@@ -89,14 +88,8 @@ class DataConfig(Section):
 
     def parts(self) -> tuple["DataConfig", ...]:
         """The section as each part of a mixture sees it; nothing without one."""
-        parts = parse_mixture(self.mixture)
-        for key, usual in (("source", "text"), ("path", "stdlib"), ("val_path", None)):
-            if parts and getattr(self, key) != usual:
-                raise UserError(
-                    f"data.{key}: {show(getattr(self, key))} has no effect beside data.mixture; allowed:"
-                    f" {show(usual)}; or data.mixture=[]"
-                )
-        return tuple(self._only({"mixture": (), "source": part.source, "path": part.path}) for part in parts)
+        said = parse_mixture(self.mixture)
+        return tuple(self._only({"mixture": (), "source": part.source, "path": part.path}) for part in said)
 
     def _only(self, given: Mapping[str, Any]) -> "DataConfig":
         """The section with these values, and without keys of entries that it does not name any more."""
