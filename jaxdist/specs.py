@@ -70,11 +70,12 @@ def split_over(
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
     stack_dim = dim_of(spec, "pipe")
     blocks = 1 if stack_dim is None else shape.shape[stack_dim]
-    if n == 1 or math.prod(shape.shape) * shape.dtype.itemsize < min_bytes * blocks:
+    size = math.prod(shape.shape)
+    if n == 1 or not size or size * shape.dtype.itemsize < min_bytes * blocks:
         return P(*spec)
     parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
     local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
-    fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0 and size > 0]
+    fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0]
     last = len(entries) - 1 if columns else None
     best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
     if best is None:
@@ -90,12 +91,25 @@ def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> Py
 
 def map_named(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
     """`map_specs`, with the path of each leaf as the name of its equations: ledger and profiles show it."""
+    results = []
+    for name, *leaves in named_leaves(specs, *trees):
+        with jax.named_scope(name):
+            results.append(function(*leaves))
+    return jax.tree.unflatten(spec_structure(specs), results)
 
-    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
-        with jax.named_scope(path_name(path) or "parameter"):
-            return function(*leaves)
 
-    return jax.tree_util.tree_map_with_path(named, specs, *trees, is_leaf=lambda node: isinstance(node, P))
+def named_leaves(specs: PyTree, *trees: PyTree) -> list[tuple[Any, ...]]:
+    """(path, spec, leaf of each tree) for every PartitionSpec of a tree. path: "blocks.mlp.up.kernel"."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda node: isinstance(node, P))
+    columns = [spec_structure(specs).flatten_up_to(tree) for tree in trees]
+    return [
+        (path_name(path) or "parameter", spec, *leaves) for (path, spec), *leaves in zip(paths, *columns, strict=True)
+    ]
+
+
+def spec_structure(specs: PyTree) -> Any:
+    """The tree structure of PartitionSpecs, which is that of the arrays they describe."""
+    return jax.tree.structure(specs, is_leaf=lambda node: isinstance(node, P))
 
 
 def spec_leaves(specs: PyTree) -> list[P]:

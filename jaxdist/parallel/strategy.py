@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_varying, varying_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
-from jaxdist.parallel.grad_sync import GradSync, finish, reduce_late
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import PyTree, dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
@@ -53,31 +53,6 @@ def regathers(strategy: Strategy, specs: PyTree) -> bool:
     return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
-class StrategyOptions(NamedTuple):
-    """What every strategy is made from. min_shard_bytes: parameters smaller than this, counted for one block, stay
-    whole. reshard_after_forward: zero3 gathers again for the backward pass instead of keeping what it gathered.
-    prefetch: 1 communicates for one block while another computes, see `prefetch`. pipeline_cond: whether a pipeline's
-    stage leaves out what is not its work, by conditions; or computes and discards it: no collective is in a condition.
-    """
-
-    precision: Precision
-    sync: GradSync = GradSync()
-    min_shard_bytes: int = 0
-    reshard_after_forward: bool = True
-    prefetch: int = 0
-    pipeline_cond: bool = True
-
-    @property
-    def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-        """The sums that are left at the end of a step, as `Strategy.reduce` wants them."""
-        return functools.partial(finish, sync=self.sync, reduce_dtype=self.precision.reduce)
-
-    def finish_whole(self, grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        """`finish` for gradients that are whole where parameters rest as shards: they are reduce-scattered first."""
-        shards = reduce_late(grads, specs, sync=self.sync, reduce_dtype=self.precision.reduce)
-        return self.finish(shards, residual, specs)
-
-
 def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
     """Every parameter rests as its layer declares it: a copy on every device of `data` and `fsdp`."""
     return specs
@@ -94,17 +69,17 @@ def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_byt
     }
 
 
-def hold_nothing(tree: PyTree) -> PyTree:
+def capture_nothing(tree: PyTree) -> PyTree:
     """The held tree of a strategy that holds nothing: an empty tuple for every leaf."""
     return jax.tree.map(lambda _: (), tree)
 
 
-def begin_at_rest(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+def begin_varying(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
     """diff is the resting parameters, cast to varying over every batch-like axis; nothing is held.
 
     Without the cast `jax.grad` would already have summed the gradients over these axes (see `collectives.varying`).
     """
-    return to_varying(params, BATCH_LIKE), hold_nothing(params)
+    return to_varying(params, BATCH_LIKE), capture_nothing(params)
 
 
 class Frozen(NamedTuple):
@@ -194,7 +169,7 @@ def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: st
     return whole
 
 
-def make_taps(params: PyTree, specs: PyTree) -> PyTree:
+def zero_probes(params: PyTree, specs: PyTree) -> PyTree:
     """Zeros in the shape of the whole parameter in place of each shard over fsdp: what gradients are taken by where
     they stay whole. Other parameters as they are."""
 

@@ -13,7 +13,6 @@ from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.pipeline.table import table_of
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, held
 from jaxdist.plan.remedies import Table
@@ -82,13 +81,12 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     """Bytes on one device of what a strategy makes of the parameters for a step: gradients, in the shape of what is
     differentiated, at least fp32, but those of prefetched blocks as they rest; copies that are gathered once. (What
     rides along, the head's tables, is counted as fp32 here.)"""
-    options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
-    strategy, specs = get_strategy(config.parallel.strategy, options), specs_of_arrays(parts.target.params)
+    strategy, specs = get_strategy(parts.options), specs_of_arrays(parts.target.params)
     sizes: dict[str, int] = {}
 
     reduced = dict[str, int]()
     if prefetches_on(config, mesh) and config.parallel.microbatches == 1:
-        reduced = {STACKED: jax.numpy.dtype(parts.precision.reduce).itemsize}
+        reduced = {STACKED: jax.numpy.dtype(parts.options.precision.reduce).itemsize}
 
     def nbytes(leaf: jax.Array) -> int:
         return math.prod(leaf.shape) * leaf.dtype.itemsize

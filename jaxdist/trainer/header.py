@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxdist.build import attention_of, prefetches_on
+from jaxdist.build import prefetches_on
 from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import GradSyncConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
@@ -102,7 +102,7 @@ def describe(run: Run) -> dict[str, str]:
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
     if "." not in model.name:
-        kernel, why = attention_of(config, run.precision, run.mesh)
+        kernel, why = run.attention
         rows["attention"] = kernel + (f", because {why}" if why else "")
     if config.memory.offload.optimizer and (on_cpu(run.mesh) or not has_host_memory(run.mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"

@@ -21,8 +21,8 @@ from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import GradSync
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
@@ -210,7 +210,8 @@ def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
         model, state, _, _ = start(case)
         mesh, strategy = jax.tree.leaves(state.params)[0].sharding.mesh, case.strategy
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)
-        evaluate = make_eval_step(model, mesh, specs, get_strategy(strategy, StrategyOptions(POLICIES["fp64"])))
+        options = StrategyOptions(POLICIES["fp64"], strategy=strategy)
+        evaluate = make_eval_step(model, mesh, specs, get_strategy(options))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
         total, weight = evaluate(state.params, batch)
         want = layouts.reference(config_of(case), 32, "fp64").losses[0]

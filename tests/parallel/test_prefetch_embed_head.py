@@ -42,7 +42,7 @@ from jaxdist.parallel.blocks.prefetch import (
 )
 from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
 from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision
 from jaxdist.specs import BATCH_SPEC, only

@@ -33,7 +33,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.optim import only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.explain import Explanation, explain
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, bytes_per_device, path_name, spec_axes, spec_leaves
@@ -232,7 +232,7 @@ def test_a_program_without_stages_stays_as_it_is(strategy: str, monkeypatch: pyt
 
     cases = [{"schedule": "accumulate", "data": 2, "fsdp": 2}, {"schedule": "one_f_one_b", "pipe": 2}]
     spread = [texts(**case) for case in cases]
-    monkeypatch.setattr("jaxdist.parallel.strategy.spreading", lambda strategy, options: strategy)
+    monkeypatch.setattr("jaxdist.parallel.compose.sharding_over_pipe", lambda strategy, options: strategy)
     plain = [texts(**case) for case in cases]
     assert [a == b for a, b in zip(spread, plain, strict=True)] == [True, False]
 
@@ -248,12 +248,12 @@ def test_pipe_takes_a_dim_that_is_free_or_the_minor_part_of_one() -> None:
         sync: GradSync = GradSync(),  # noqa: B008
     ) -> P:
         mesh = abstract_mesh(pipe=pipe, fsdp=4, tensor=2)
-        options = StrategyOptions(POLICIES["fp32"], sync, min_shard_bytes=small)
+        options = StrategyOptions(POLICIES["fp32"], sync, min_shard_bytes=small, strategy=strategy)
         shapes, specs = (
             {"embed": {}, "blocks": {}, "head": {}} | {unit: {"leaf": leaf}}
             for leaf in (jax.ShapeDtypeStruct(shape, jnp.float32), P(*spec))
         )
-        return get_strategy(strategy, options).place(shapes, specs, mesh)[unit]["leaf"]
+        return get_strategy(options).place(shapes, specs, mesh)[unit]["leaf"]
 
     assert place((8, 16), None, None) == P("fsdp", "pipe")
     assert place((8, 16), None, None, unit="embed") == P("pipe", "fsdp")
@@ -308,7 +308,7 @@ def test_evaluation_and_checkpoints_of_spread_parameters(tmp_path: Path) -> None
     batch = test_layouts.make_batch(BATCH, 0)
 
     def loss(params: Any, mesh: Any, strategy: str) -> float:
-        placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"]))
+        placing = get_strategy(StrategyOptions(POLICIES["fp32"], strategy=strategy))
         total, weight = make_eval_step(model, mesh, specs_of_arrays(params), placing)(
             params, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
         )

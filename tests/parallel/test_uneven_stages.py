@@ -25,10 +25,10 @@ from jaxdist.optim import make_optimizer
 from jaxdist.parallel.blocks.branch import by_condition, by_mask
 from jaxdist.parallel.blocks.layers import Blocks
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.pipeline.run import blocks_of_chunk
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
 from jaxdist.parallel.program import make_logits
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, batch_spec
 from jaxdist.step import make_train_step
@@ -106,7 +106,7 @@ def test_a_run_on_uneven_stages() -> None:
         want = layouts.reference(pipelines.config_of(case), 32, "fp64")
         model, state, step, back = pipelines.start(case)
         mesh, specs = make_mesh(pipe=2, fsdp=2), jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)
-        strategy = get_strategy(case.strategy, StrategyOptions(POLICIES["fp64"]))
+        strategy = get_strategy(StrategyOptions(POLICIES["fp64"], strategy=case.strategy))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
         total, weight = make_eval_step(model, mesh, specs, strategy)(unreadable(state.params, case), batch)
         assert float(total / weight) == pytest.approx(want.losses[0], rel=1e-10)

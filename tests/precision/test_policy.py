@@ -23,8 +23,8 @@ from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.program import in_precision
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision, make_precision
 from jaxdist.specs import path_name
@@ -212,7 +212,7 @@ def test_evaluation_and_sampling_run_in_the_policy(name: str, params: str, kept:
     seen: dict[str, str] = {}
     policy, mesh = make_precision(name), make_mesh(fsdp=2)
     model = in_precision(spied(gpt(GPT2, max_length=8), seen), policy)
-    strategy = get_strategy("zero3", StrategyOptions(policy))
+    strategy = get_strategy(StrategyOptions(policy, strategy="zero3"))
     target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
     parts = model, mesh, specs_of_arrays(target.params), strategy
     evaluation = make_eval_step(*parts).trace(target.params, batch()).jaxpr

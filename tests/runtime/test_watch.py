@@ -380,7 +380,7 @@ def test_lowering_for_the_preflight_is_not_done_again(monkeypatch: pytest.Monkey
     try:
         facts_of_program(config, parts, mesh, TEXT)
         assert any("trace" in each and each.endswith("step") for each in seen), seen
-        state = init_state(parts.model, parts.optimizer, mesh, **parts.layout, seed=0)
+        state = init_state(parts.model, parts.optimizer, mesh, parts.options)
         seen.clear()
         batch = {
             name: jax.device_put(np.zeros((8, 16), dtype), NamedSharding(mesh, P(("data", "fsdp"))))
@@ -427,7 +427,7 @@ def test_a_flipped_bit_is_found_on_its_device(tmp_path: Any, strategy: str) -> N
     config = load_config(tmp_path / "a.yaml", [*TINY, f"parallel.strategy={strategy}"])
     mesh = make_mesh(data=4, fsdp=2)
     parts = assemble(config, mesh)
-    state = init_state(parts.model, parts.optimizer, mesh, **parts.layout, seed=0)
+    state = init_state(parts.model, parts.optimizer, mesh, parts.options)
     check = ReplicaCheck(parts.target, mesh)
     check(1, state)
     names = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]

@@ -33,7 +33,7 @@ from jaxdist.config.rules.xla_flags import names_given
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.blocks.layers import AGAIN, Block, Blocks, Gather, at, put, rows_of, trained_leaves
 from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model, only
 
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"

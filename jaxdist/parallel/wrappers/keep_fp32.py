@@ -4,19 +4,17 @@ They go through the same strategy, made for another compute dtype. Which they ar
 the whole tree and with it their paths, and written into the held tree, which gathers get a unit of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.policy import NORMS, accumulation_dtype
 from jaxdist.specs import PyTree, fitting, map_specs, only
-
-if TYPE_CHECKING:
-    from jaxdist.parallel.strategy import Strategy, StrategyOptions
 
 
 class Wide(NamedTuple):
@@ -25,13 +23,13 @@ class Wide(NamedTuple):
     held: Any
 
 
-def widening(make: Callable[[StrategyOptions], Strategy], options: StrategyOptions) -> Strategy:
+def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyOptions) -> Strategy:
     """The strategy that `make` makes, but for parameters whose path fits a pattern of `Precision.keep_fp32`: layers
     receive those in at least fp32. Raises `UserError`, in `begin`, for a pattern that fits nothing."""
     narrow, precision = make(options), options.precision
     if not precision.keep_fp32 or jnp.dtype(precision.received).itemsize >= 4:
         return narrow
-    wide = make(options._replace(precision=precision._replace(compute=accumulation_dtype(precision.compute))))
+    wide = make(replace(options, precision=precision._replace(compute=accumulation_dtype(precision.compute))))
 
     def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
         kept = fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS)

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from optax import MaskedNode
 
 from jaxdist.collectives import active_axes, to_varying, varying_axes
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import STACKED, PyTree, claimed_axes, map_specs, only, spec_leaves
 
 
-def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
+def reducing_in_backward(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
     """The strategy with a `reduce_block`, if it can have one; `reduce` then leaves alone what that sums. once: the step
     has one backward pass."""
     feedback = options.sync.wire_dtype == "int8"  # needs the residual, which only `reduce` is given

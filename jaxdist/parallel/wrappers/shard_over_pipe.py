@@ -6,23 +6,19 @@ stages hold parts of as summands, are reduce-scattered at its end. Both stand ou
 not all stages take.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import all_gather, reduce_scatter
 from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import STACKED, PyTree, dim_of, is_model, map_named, map_specs, split_over
 
-if TYPE_CHECKING:
-    from jaxdist.parallel.strategy import Strategy, StrategyOptions
 
-
-def spreading(strategy: Strategy, options: StrategyOptions) -> Strategy:
+def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy:
     """The strategy, with the units of a model that are not stacked split over `pipe` at rest. It sees them as without:
     the axis is the last of its dim's entry, so that what is gathered over it is a shard over `fsdp`; and specs that
     name it keep `finish` from summing over it."""

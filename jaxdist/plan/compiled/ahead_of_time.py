@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxdist.build import Parts, assemble, attention_of, precision_of
+from jaxdist.build import Parts, assemble
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts, make_mesh
@@ -144,16 +144,15 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
 
 def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
     """The very step that trains, traced and compiled."""
-    attention, _ = attention_of(config, precision_of(config.precision), mesh)
-    check_toolkit(config, attention)
     start = time.perf_counter()
     parts = assemble(config, mesh)
+    check_toolkit(config, parts.attention[0])
     lowered = parts.step.lower(parts.target, batch_of(config, mesh))
     traced = time.perf_counter()
     hosts = count_hosts(mesh)
     program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
     done = time.perf_counter()
-    return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
+    return read(program, config, parts, gpu, hosts, rates, parts.attention[0], (traced - start, done - traced))
 
 
 def read(
