@@ -13,7 +13,6 @@ devices compute the same loss from a hand-reduced value, the gradient is that of
 reduce with `native` (or `collectives.psum`), whose invariant result counts once.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,8 +26,8 @@ from jaxdist.collectives.algorithm import Algorithm, cut, join
 from jaxdist.collectives.compression import all_reduce_lossy, check_wire, reduce_parts_lossy
 from jaxdist.collectives.cost import NOTHING, Cost, Link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
-from jaxdist.collectives.transpose import linear
-from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
+from jaxdist.collectives.transpose import extremum, linear, with_loss
+from jaxdist.collectives.varying import varying_axes, zeros_varying_like
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
@@ -122,25 +121,6 @@ def _as_linear(algorithm: str, forward: Run, transpose: Run, leaf: jax.Array, gr
     return linear(lambda x: forward(x, group), lambda g: transpose(g, group), leaf)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _extremum(run, total, x):  # type: ignore[no-untyped-def]
-    return run(x)
-
-
-def _extremum_forward(run, total, x):  # type: ignore[no-untyped-def]
-    result = _extremum(run, total, x)  # by the same rule when it is differentiated again: pmax has none of its own
-    return result, (x, result)
-
-
-def _extremum_backward(run, total, residuals, grad):  # type: ignore[no-untyped-def]
-    x, result = residuals
-    attained = (x == result).astype(grad.dtype)
-    return (attained * to_varying(total(grad) / total(attained), varying_axes(x)),)
-
-
-_extremum.defvjp(_extremum_forward, _extremum_backward)
-
-
 def _all_extremum(x: jax.Array, group: Group, op: str, algorithm: str) -> jax.Array:
     function = function_of(algorithm, "all_reduce")
 
@@ -149,7 +129,7 @@ def _all_extremum(x: jax.Array, group: Group, op: str, algorithm: str) -> jax.Ar
             return value
         return linear(lambda x: function(x, group, "sum"), lambda x: function(x, group, "sum"), value)
 
-    return _extremum(lambda x: function(x, group, op), total, x)
+    return extremum(lambda x: function(x, group, op), total, x)
 
 
 def all_reduce(
@@ -186,22 +166,6 @@ def all_reduce(
     return _over(x, make_group(axis, groups), run, lambda leaf: _check_op(leaf, op, wire_dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_loss(total_and_lost, x):  # type: ignore[no-untyped-def]
-    return total_and_lost(x)
-
-
-def _with_loss_forward(total_and_lost, x):  # type: ignore[no-untyped-def]
-    return _with_loss(total_and_lost, x), None
-
-
-def _with_loss_backward(total_and_lost, _, grads):  # type: ignore[no-untyped-def]
-    return (_with_loss(total_and_lost, grads[0])[0],)
-
-
-_with_loss.defvjp(_with_loss_forward, _with_loss_backward)
-
-
 def all_reduce_with_feedback(
     x: PyTree, residual: PyTree, axis: Axes, *, op: str = "sum", algorithm: str = "ring", groups: Groups | None = None
 ) -> tuple[PyTree, PyTree]:
@@ -219,7 +183,7 @@ def all_reduce_with_feedback(
         if group is None or group.n == 1:
             wide = wide if group is None else entering(wide, group)
             return wide.astype(leaf.dtype), jnp.zeros_like(lost)
-        total, lost = _with_loss(lambda x: all_reduce_lossy(x, group, algorithm), entering(wide, group))
+        total, lost = with_loss(lambda x: all_reduce_lossy(x, group, algorithm), entering(wide, group))
         return (total / group.n if op == "mean" else total).astype(leaf.dtype), lost
 
     both = jax.tree.map(run, x, residual)

@@ -9,6 +9,8 @@ import functools
 
 import jax
 
+from jaxdist.collectives.varying import to_varying, varying_axes
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def linear(forward, transpose, x):  # type: ignore[no-untyped-def]
@@ -25,3 +27,43 @@ def _linear_backward(forward, transpose, _, grad):  # type: ignore[no-untyped-de
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def extremum(run, total, x):  # type: ignore[no-untyped-def]
+    """run(x), the maximum or minimum over devices; its gradient is shared by the devices that attain it.
+
+    total: (x) -> the sum of x over the devices.
+    """
+    return run(x)
+
+
+def _extremum_forward(run, total, x):  # type: ignore[no-untyped-def]
+    result = extremum(run, total, x)  # by the same rule when it is differentiated again: pmax has none of its own
+    return result, (x, result)
+
+
+def _extremum_backward(run, total, residuals, grad):  # type: ignore[no-untyped-def]
+    x, result = residuals
+    attained = (x == result).astype(grad.dtype)
+    return (attained * to_varying(total(grad) / total(attained), varying_axes(x)),)
+
+
+extremum.defvjp(_extremum_forward, _extremum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_loss(total_and_lost, x):  # type: ignore[no-untyped-def]
+    """total_and_lost(x) = (a lossy sum of x over the devices, the loss); its gradient is that of an exact sum."""
+    return total_and_lost(x)
+
+
+def _with_loss_forward(total_and_lost, x):  # type: ignore[no-untyped-def]
+    return with_loss(total_and_lost, x), None
+
+
+def _with_loss_backward(total_and_lost, _, grads):  # type: ignore[no-untyped-def]
+    return (with_loss(total_and_lost, grads[0])[0],)
+
+
+with_loss.defvjp(_with_loss_forward, _with_loss_backward)

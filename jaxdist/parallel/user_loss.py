@@ -1,9 +1,8 @@
 """A user's own loss, under every data-parallel strategy.
 
-Ordinary code (say, a `lax.scan` from `jnp.zeros`) does not type-check under `check_vma=True`, so a user loss runs in
-a second unchecked region. What the check would have caught there is excluded by construction instead: a user loss
-may contain no collective and may not ask where it runs, so all reductions are the strategy's, explicit and outside
-autodiff.
+Ordinary code, such as a `lax.scan` from `jnp.zeros`, does not type-check under `check_vma=True`. A user loss therefore
+runs in a second region, which is not checked. It may contain no collective and may not ask on which device it runs:
+all reductions are the strategy's, explicit and outside autodiff, and the check has nothing to find.
 """
 
 from collections.abc import Callable
@@ -52,10 +51,11 @@ def refuse_collectives(jaxpr: Any) -> None:
 def user_program(
     loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: Remat = "none"
 ) -> Program:
-    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
-    state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the
-    whole global batch; no gradient flows through it. params come in the dtype that the policy gives layers: cast
-    inputs to it in the loss.
+    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight).
+
+    The whole tree is one unit: under zero3 the state is sharded, but a step gathers all parameters at once.
+    weight: the sum of losses is divided by the sum of weights, over the global batch. No gradient flows through it.
+    params: in the dtype that the policy gives layers; the loss casts its inputs to it.
     """
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
     if idle:

@@ -1,7 +1,7 @@
-"""Parameters that layers receive in at least fp32, while the others are cast to a half type: those of norms, mostly.
+"""Parameters that layers receive in at least fp32, while the others are cast to a half type: mostly those of norms.
 
-They go through the same strategy, made for another compute dtype. Which they are is resolved once, where `begin` sees
-the whole tree and with it their paths, and written into the held tree, which gathers get a unit of.
+They go through the same strategy, made for another compute dtype. `begin` sees the whole tree and the paths in it: it
+decides once which parameters are kept, and marks them in the captured tree, of which a gather gets a unit.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,16 @@ from jaxdist.specs import PyTree, fitting, map_specs, only
 
 
 class Wide(NamedTuple):
-    """In place of a leaf of held: its parameter is kept in at least fp32."""
+    """The mark of a parameter that is kept in at least fp32, around its leaf of the captured tree."""
 
-    held: Any
+    captured: Any
 
 
 def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyOptions) -> Strategy:
-    """The strategy that `make` makes, but for parameters whose path fits a pattern of `Precision.keep_fp32`: layers
-    receive those in at least fp32. Raises `UserError`, in `begin`, for a pattern that fits nothing."""
+    """The strategy of `make`; layers receive parameters that fit a pattern of `Precision.keep_fp32` in at least fp32.
+
+    Its `begin` raises `UserError` for a pattern that fits nothing.
+    """
     narrow, precision = make(options), options.precision
     if not precision.keep_fp32 or jnp.dtype(precision.received).itemsize >= 4:
         return narrow
@@ -37,12 +39,16 @@ def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyO
         def run(strategy: Strategy, chosen: PyTree) -> tuple[PyTree, PyTree]:
             return strategy.begin(only(chosen, params), only(chosen, specs), stacked)
 
-        diff, held = (_merged(kept, *pair) for pair in zip(run(wide, kept), run(narrow, _other(kept)), strict=True))
-        return diff, jax.tree.map(lambda yes, part: Wide(part) if yes else part, kept, held)
+        diff, captured = (_merged(kept, *pair) for pair in zip(run(wide, kept), run(narrow, _other(kept)), strict=True))
+        return diff, jax.tree.map(lambda yes, part: Wide(part) if yes else part, kept, captured)
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
-        kept = map_specs(lambda _, part: isinstance(part, Wide), specs, held)
-        parts = diff, map_specs(lambda _, part: part.held if isinstance(part, Wide) else part, specs, held), specs
+    def gather(diff: PyTree, captured: PyTree, specs: PyTree) -> PyTree:
+        kept = map_specs(lambda _, part: isinstance(part, Wide), specs, captured)
+        parts = (
+            diff,
+            map_specs(lambda _, part: part.captured if isinstance(part, Wide) else part, specs, captured),
+            specs,
+        )
 
         def run(strategy: Strategy, chosen: PyTree) -> PyTree:
             return strategy.gather(*(only(chosen, part) for part in parts))
