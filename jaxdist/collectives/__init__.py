@@ -1,6 +1,6 @@
 """Collectives inside `jax.shard_map(check_vma=True)`: the compiler's own, and hand-written ones from `lax.ppermute`."""
 
-from jaxdist.collectives.algorithm import Algorithm
+from jaxdist.collectives.algorithm import Algorithm, get_algorithm
 from jaxdist.collectives.bucket import in_buckets
 from jaxdist.collectives.compression import check_wire
 from jaxdist.collectives.cost import Cost, Link, make_link
@@ -13,7 +13,6 @@ from jaxdist.collectives.operations import (
     broadcast,
     cost,
     gather,
-    get_algorithm,
     reduce,
     reduce_scatter,
     scatter,

@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from jaxdist import collectives, registry
 from jaxdist.collectives import Cost, Link, make_link, to_varying
 from jaxdist.collectives.algorithms.auto import choose
-from jaxdist.collectives.compression import BLOCK, SCALE
+from jaxdist.collectives.compression import SCALE_BLOCK, SCALE_BYTES
 from jaxdist.collectives.cost import LINKS, NOTHING
 from jaxdist.collectives.group import Group, default_link
 from jaxdist.config.schema import DevicesConfig
@@ -175,7 +175,7 @@ def start(options: argparse.Namespace) -> Setup:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         link = make_link(name) if name else default_link()
     group = replace(Group.of(*([size for size in shape if size > 1] or [1])), link=link)
-    sizes = {None: jnp.dtype(options.dtype).itemsize, "bfloat16": 2, "int8": (BLOCK + SCALE) / BLOCK}
+    sizes = {None: jnp.dtype(options.dtype).itemsize, "bfloat16": 2, "int8": (SCALE_BLOCK + SCALE_BYTES) / SCALE_BLOCK}
     itemsize, rows = sizes[options.wire_dtype], without_idle(PartitionSpec(AXES), mesh)
     return Setup(options, mesh, rows, hosts, mesh.size // hosts, group, link, itemsize, bits)
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxdist import registry
-from jaxdist.collectives.algorithm import Algorithm, Array
+from jaxdist.collectives.algorithm import Algorithm, get_algorithm
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group
+from jaxdist.collectives.group import Array, Group
 
 # In this order where predictions are equal. Not among them: master_worker, which never wins; double_tree and
 # bidirectional_ring, whose gains the model does not describe; ordered, which is chosen for its bits, not for its time.
@@ -25,7 +24,7 @@ def choose(operation: str, size: int, itemsize: int, group: Group) -> str:
     link = group.network
     predicted = {}
     for name in CANDIDATES:
-        algorithm = registry.load("jaxdist.collectives.algorithms", name, key="algorithm")
+        algorithm = get_algorithm(name)
         if getattr(algorithm, operation) is not None:
             alpha = link.latency_s * LATENCY.get(name, 1.0)
             cost = algorithm.cost(operation, size, group).scaled(itemsize)
@@ -38,19 +37,17 @@ def _by(operation: str) -> Callable[..., Array]:
     """The chosen algorithm's function for one operation."""
 
     def run(x: Array, group: Group, *rest: Any) -> Array:
-        itemsize = jnp.dtype(group.wire or x.dtype).itemsize
-        name = choose(operation, x.size, itemsize, group)
-        return getattr(registry.load("jaxdist.collectives.algorithms", name, key="algorithm"), operation)(
-            x, group, *rest
-        )
+        name = choose(operation, x.size, jnp.dtype(group.wire or x.dtype).itemsize, group)
+        return getattr(get_algorithm(name), operation)(x, group, *rest)
 
     return run
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
     """Of what would be chosen for 4-byte elements."""
-    name = choose(operation, size, 4, group)
-    return registry.load("jaxdist.collectives.algorithms", name, key="algorithm").cost(operation, size, group)
+    return get_algorithm(choose(operation, size, 4, group)).cost(operation, size, group)
 
 
-auto = Algorithm(_cost, **{operation: _by(operation) for operation in Algorithm._fields if operation != "cost"})
+OPERATIONS = [field for field in Algorithm._fields if field not in ("cost", "int8")]
+CHOSEN: dict[str, Any] = {operation: _by(operation) for operation in OPERATIONS}
+auto = Algorithm(_cost, **CHOSEN)

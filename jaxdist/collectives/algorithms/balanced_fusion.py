@@ -5,13 +5,16 @@ In round k everybody sends to the k-th rank further on, so that all links are bu
 (n-1)/n N in each direction. The server sums in rank order after its own.
 """
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
-from jaxdist.collectives.algorithms.ring import alone, part, put
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.algorithm import COMBINE, Int8Halves, alone, from_halves, part, put
+from jaxdist.collectives.compression import decode, encode
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, shift
+from jaxdist.collectives.group import Array, Group, shift
 
 
-def exchange(parts: Array, group: Group) -> Array:
+def _exchange(parts: Array, group: Group) -> Array:
     """parts[i] goes to rank i; returns what came, by sender: [n, ...]."""
     came = alone(part(parts, group.rank), group)
     for k in range(1, group.n):
@@ -28,7 +31,7 @@ def _serve(parts: Array, group: Group, op: str) -> Array:
     return mine
 
 
-def send_back(mine: Array, group: Group) -> Array:
+def _send_back(mine: Array, group: Group) -> Array:
     """The served part to everybody: [n, ...]."""
     parts = alone(mine, group)
     for k in range(1, group.n):
@@ -37,17 +40,14 @@ def send_back(mine: Array, group: Group) -> Array:
     return parts
 
 
-def _all_reduce(x: Array, group: Group, op: str) -> Array:
-    mine = _serve(padded_parts(x, group.n), group, op)
-    return unpadded(send_back(group.rounded(mine), group), x)
-
-
-def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    return _serve(cut(x, group.n, dim), group, op)
-
-
-def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return join(send_back(x, group), dim)
+def _serve_int8(parts: Array, group: Group) -> tuple[Array, Array]:
+    """`_serve` for sums, with int8 on the wire (`Int8Halves.reduce_parts`)."""
+    size = parts.shape[1]
+    codes = jax.vmap(encode)(parts)
+    lost = parts - jax.vmap(lambda code: decode(code, size))(codes)
+    came = jax.vmap(lambda code: decode(code, size))(_exchange(codes, group))
+    came = put(came, part(parts, group.rank), group.rank)  # its own part does not travel
+    return came.sum(0), put(lost, jnp.zeros_like(parts[0]), group.rank)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
@@ -57,4 +57,4 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
     return even(rounds, rounds * chunk, n, swap=n in (2, 4))
 
 
-balanced_fusion = Algorithm(_cost, _all_reduce, _reduce_scatter, _all_gather, exchange)
+balanced_fusion = from_halves(_cost, _serve, _send_back, all_to_all=_exchange, int8=Int8Halves(_serve_int8, _send_back))

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
-from jaxdist.collectives.algorithms.ring import alone, part
+from jaxdist.collectives.algorithm import COMBINE, Algorithm, alone, cut_parts, join_parts, padded_parts, part, unpadded
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group
+from jaxdist.collectives.group import Array, Group
 
 PIECE = 32768  # elements of a piece, about; at most MOST pieces a tree
 MOST = 4
@@ -143,12 +142,12 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     """Of everything, of which a device keeps its part: trees have no cheaper way."""
-    return part(_all_reduce(cut(x, group.n, dim), group, op), group.rank)
+    return part(_all_reduce(cut_parts(x, group.n, dim), group, op), group.rank)
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:
     """The sum (of bool, the maximum) of what each has in its own place, with zeros elsewhere."""
-    return join(_all_reduce(alone(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
+    return join_parts(_all_reduce(alone(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:

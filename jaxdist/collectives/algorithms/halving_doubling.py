@@ -9,9 +9,9 @@ runs at half speed over gloo; here only the largest message of an even n, n/2 pl
 
 import jax.numpy as jnp
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
+from jaxdist.collectives.algorithm import COMBINE, from_halves
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, shift
+from jaxdist.collectives.group import Array, Group, shift
 
 
 def halvings(n: int) -> list[tuple[int, int]]:
@@ -31,25 +31,12 @@ def _reduce_parts(parts: Array, group: Group, op: str) -> Array:
     return held[0]
 
 
-def _gather_parts(x: Array, group: Group) -> Array:
+def gather_parts(x: Array, group: Group) -> Array:
+    """Every device's x, by doubling: [n, ...]."""
     held = x[None]  # held[i] comes from the rank i further on
     for count, kept in reversed(halvings(group.n)):
         held = jnp.concatenate([held, group.permute(held[: count - kept], shift(group.n, -kept))])
     return jnp.roll(held, group.rank, axis=0)
-
-
-def _all_reduce(x: Array, group: Group, op: str) -> Array:
-    mine = _reduce_parts(padded_parts(x, group.n), group, op)
-    return unpadded(_gather_parts(group.rounded(mine), group), x)
-
-
-def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    return _reduce_parts(cut(x, group.n, dim), group, op)
-
-
-def all_gather(x: Array, group: Group, dim: int) -> Array:
-    """By doubling."""
-    return join(_gather_parts(x, group), dim)
 
 
 def cost(operation: str, size: int, group: Group) -> Cost:
@@ -59,4 +46,4 @@ def cost(operation: str, size: int, group: Group) -> Cost:
     return even(both * (n - 1).bit_length(), both * (n - 1) * chunk, n, swap=n % 2 == 0)
 
 
-halving_doubling = Algorithm(cost, _all_reduce, _reduce_scatter, all_gather)
+halving_doubling = from_halves(cost, _reduce_parts, gather_parts)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import Algorithm, Array, cut, padded_parts, unpadded
+from jaxdist.collectives.algorithm import Algorithm, cut_parts, padded_parts, unpadded
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group
+from jaxdist.collectives.group import Array, Group
 from jaxdist.errors import UserError
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -46,11 +46,11 @@ def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     if op == "sum":
         groups = _index_groups(group)
         if not x.size:  # XLA refuses to scatter nothing
-            return cut(x, group.n, dim)[0]
+            return cut_parts(x, group.n, dim)[0]
         if _scatter_is_unsafe():  # as many bytes, in other messages
-            return jnp.sum(_all_to_all(cut(x, group.n, dim), group), axis=0, dtype=x.dtype)
+            return jnp.sum(_all_to_all(cut_parts(x, group.n, dim), group), axis=0, dtype=x.dtype)
         return lax.psum_scatter(x, group.axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-    return REDUCE_LOCAL[op](_all_to_all(cut(x, group.n, dim), group), axis=0)
+    return REDUCE_LOCAL[op](_all_to_all(cut_parts(x, group.n, dim), group), axis=0)
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:

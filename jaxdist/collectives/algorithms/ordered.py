@@ -8,10 +8,10 @@ rounds of N), large ones by recursive halving in the same order and an all-gathe
 
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, padded_parts, unpadded
+from jaxdist.collectives.algorithm import COMBINE, from_halves, padded_parts, unpadded
 from jaxdist.collectives.algorithms import halving_doubling, tree
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, Pairs
+from jaxdist.collectives.group import Array, Group, Pairs
 
 SMALL = 4096  # elements up to which the rounds matter more than the bytes
 
@@ -25,11 +25,12 @@ def _levels(n: int) -> int | None:
     return n.bit_length() - 1 if n & (n - 1) == 0 else None
 
 
-def _halve(parts: Array, group: Group, op: str) -> Array:
+def _reduce_parts(parts: Array, group: Group, op: str) -> Array:
     """[n, ...] -> this device's part. Round k pairs ranks that differ in bit k: each keeps the parts with its own bit
     k."""
     held, levels = parts, _levels(group.n)
-    assert levels is not None
+    if levels is None:
+        return tree.scatter(tree.reduce(parts, group, op, 0), group, 0)
     for k in range(levels):
         halves = held.reshape(held.shape[0] // 2, 2, *parts.shape[1:])  # by bit k of the part's number
         bit = (group.rank >> k) & 1
@@ -41,19 +42,13 @@ def _halve(parts: Array, group: Group, op: str) -> Array:
 def _all_reduce(x: Array, group: Group, op: str) -> Array:
     levels = _levels(group.n)
     if levels is None:
-        return tree.all_reduce(x, group, op)
+        return tree.broadcast(tree.reduce(x, group, op, 0), group, 0)
     if x.size > SMALL:
-        mine = _halve(padded_parts(x, group.n), group, op)
-        return unpadded(halving_doubling.all_gather(group.rounded(mine)[None], group, 0), x)
+        mine = _reduce_parts(padded_parts(x, group.n), group, op)
+        return unpadded(halving_doubling.gather_parts(group.rounded(mine), group), x)
     for k in range(levels):
         x = COMBINE[op](group.rounded(x), group.permute(x, _partners(group.n, 2**k)))
     return x
-
-
-def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    if _levels(group.n) is None:
-        return tree.reduce_scatter(x, group, op, dim)
-    return _halve(cut(x, group.n, dim), group, op)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
@@ -68,4 +63,4 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
     return even(both * levels, both * (n - 1) * -(-size // n), n, swap=True)
 
 
-ordered = Algorithm(_cost, _all_reduce, _reduce_scatter, halving_doubling.all_gather)
+ordered = from_halves(_cost, _reduce_parts, halving_doubling.gather_parts, all_reduce=_all_reduce)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
+from jaxdist.collectives.algorithm import COMBINE, Int8Halves, alone, from_halves, padded_parts, part, put, unpadded
+from jaxdist.collectives.compression import decode, encode
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, shift
-from jaxdist.collectives.varying import zeros_varying_like
+from jaxdist.collectives.group import Array, Group, shift
 
 Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> where its parts are; they travel together
 
@@ -21,16 +21,6 @@ Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> where its parts a
 def traffic(nbytes: float, n: int) -> float:
     """Bytes that each device sends in an all-reduce: 2 N (P-1)/P."""
     return 2 * nbytes * (n - 1) / n
-
-
-def part(parts: Array, index: Array) -> Array:
-    """parts[index mod n]."""
-    return lax.dynamic_index_in_dim(parts, index % parts.shape[0], keepdims=False)
-
-
-def put(parts: Array, value: Array, index: Array) -> Array:
-    """parts with parts[index mod n] replaced."""
-    return lax.dynamic_update_index_in_dim(parts, value, index % parts.shape[0], 0)
 
 
 def alone_in(i: Array) -> tuple[Array]:
@@ -52,11 +42,6 @@ def gather_round(step: Array, carry: tuple[Array, Array], group: Group, by: int)
     """One round of (parts, what came last): pass on what came last, and keep it."""
     parts, travelling = carry[0], group.permute(carry[1], shift(group.n, by))
     return put(parts, travelling, group.rank - by * (1 + step)), travelling
-
-
-def alone(x: Array, group: Group) -> Array:
-    """[n, ...] with x in this device's place and zeros elsewhere."""
-    return put(zeros_varying_like(jnp.broadcast_to(x, (group.n, *x.shape))), x, group.rank)
 
 
 def reduce_parts(parts: Array, group: Group, op: str) -> Array:
@@ -99,12 +84,18 @@ def all_reduce(x: Array, group: Group, op: str) -> Array:
     return unpadded(gather_in_place(parts, group), x)
 
 
-def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    return reduce_parts(cut(x, group.n, dim), group, op)
+def _reduce_parts_int8(parts: Array, group: Group) -> tuple[Array, Array]:
+    """`reduce_parts` for sums, with int8 on the wire (`Int8Halves.reduce_parts`)."""
+    size = parts.shape[1]
 
+    def round_(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        travelling, lost = carry
+        code = encode(travelling)
+        lost = put(lost, travelling - decode(code, size), group.rank - 1 - step)
+        arrived = decode(group.permute(code, shift(group.n)), size)
+        return arrived + part(parts, group.rank - 2 - step), lost
 
-def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return join(gather_parts(x, group), dim)
+    return lax.fori_loop(0, group.n - 1, round_, (part(parts, group.rank - 1), jnp.zeros_like(parts)))
 
 
 def cost(operation: str, size: int, group: Group) -> Cost:
@@ -114,4 +105,6 @@ def cost(operation: str, size: int, group: Group) -> Cost:
     return even(rounds, rounds * (size if operation == "all_gather" else chunk), n, swap=n == 2)
 
 
-ring = Algorithm(cost, all_reduce, _reduce_scatter, _all_gather)
+ring = from_halves(
+    cost, reduce_parts, gather_parts, all_reduce=all_reduce, int8=Int8Halves(_reduce_parts_int8, gather_parts)
+)

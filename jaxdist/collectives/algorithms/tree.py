@@ -8,9 +8,9 @@ import math
 
 import jax.numpy as jnp
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join
+from jaxdist.collectives.algorithm import COMBINE, from_rooted
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group, Pairs
+from jaxdist.collectives.group import Array, Group, Pairs
 
 
 def traffic(nbytes: float, n: int) -> float:
@@ -36,17 +36,13 @@ def reduce(x: Array, group: Group, op: str, root: int) -> Array:
     return x
 
 
-def _broadcast(x: Array, group: Group, root: int) -> Array:
+def broadcast(x: Array, group: Group, root: int) -> Array:
+    """The root's x, by the reduction's rounds backwards."""
     x = group.rounded(x)
     for pairs in reversed(rounds(group.n, root)):
         arrived = group.permute(x, [(parent, child) for child, parent in pairs])
         x = jnp.where(group.among(child for child, _ in pairs), arrived, x)
     return x
-
-
-def all_reduce(x: Array, group: Group, op: str) -> Array:
-    """To rank 0 and back."""
-    return _broadcast(reduce(x, group, op, 0), group, 0)
 
 
 def _gather(x: Array, group: Group, root: int) -> Array:
@@ -67,15 +63,6 @@ def scatter(parts: Array, group: Group, root: int) -> Array:
         arrived = group.permute(far, [(parent, child) for child, parent in pairs])
         held = jnp.where(group.among(child for child, _ in pairs), arrived, near)
     return held[0]
-
-
-def reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    """To rank 0, which scatters the result."""
-    return scatter(reduce(cut(x, group.n, dim), group, op, 0), group, 0)
-
-
-def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return join(_broadcast(_gather(x, group, 0), group, 0), dim)
 
 
 def cost(operation: str, size: int, group: Group) -> Cost:
@@ -112,6 +99,4 @@ def _both_ways(operation: str, size: int, group: Group) -> Cost:
     return Cost(up.rounds + down.rounds, max(sent), up.total + down.total, up.serial + down.serial)
 
 
-tree = Algorithm(
-    cost, all_reduce, reduce_scatter, _all_gather, broadcast=_broadcast, reduce=reduce, gather=_gather, scatter=scatter
-)
+tree = from_rooted(cost, broadcast, reduce, _gather, scatter)

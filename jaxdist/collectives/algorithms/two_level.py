@@ -9,10 +9,10 @@ axis, and in sub-groups, nothing says which devices are neighbours, and this is 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
+from jaxdist.collectives.algorithm import COMBINE, Algorithm, cut_parts, join_parts, padded_parts, part, put, unpadded
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, Pairs, shift
+from jaxdist.collectives.group import Array, Group, Pairs, shift
 from jaxdist.collectives.varying import zeros_varying_like
 
 
@@ -61,14 +61,14 @@ def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
     last = inner.permute(lax.fori_loop(0, n - 2, reduce, ring.take(parts, inwards(rank - 1))), shift(n))
 
     def inside(half: Array) -> Array:  # not both at once: what the other side waits for, first
-        return COMBINE[op](ring.part(last, half), ring.part(parts, jnp.stack(inwards(rank))[half]))
+        return COMBINE[op](part(last, half), part(parts, jnp.stack(inwards(rank))[half]))
 
     theirs = group.permute(inside(side), pairs)
     mine = group.rounded(COMBINE[op](inside(1 - side), theirs))
     back = group.permute(mine, pairs)
     whole = zeros_varying_like(parts)
     for half, complete in ((1 - side, mine), (side, back)):
-        whole = ring.put(whole, complete, jnp.stack(outwards(rank))[half])
+        whole = put(whole, complete, jnp.stack(outwards(rank))[half])
     return unpadded(ring.gather_in_place(whole, inner, outwards), x)
 
 
@@ -88,7 +88,7 @@ def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
     first, parts, swap = d == 0, padded_parts(x, 4), shift(2)
 
     def own(half: Array, d: Array) -> Array:
-        return ring.part(parts, 2 * half + d)
+        return part(parts, 2 * half + d)
 
     neighbours = inner.permute(own(1 - side, 1 - d), swap)
     theirs = COMBINE[op](own(1 - side, d), neighbours)  # this side's share of what the other side completes
@@ -100,13 +100,13 @@ def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
     rest = inner.permute(came, swap)
     whole = parts  # every one of which is replaced
     for half, place, done in ((side, 1 - d, mine), (side, d, beside), (1 - side, d, came), (1 - side, 1 - d, rest)):
-        whole = ring.put(whole, done, 2 * half + place)
+        whole = put(whole, done, 2 * half + place)
     return unpadded(whole, x)
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     outer, inner = group.split()
-    parts = cut(x, group.n, dim)
+    parts = cut_parts(x, group.n, dim)
     parts = jnp.swapaxes(parts.reshape(outer.n, inner.n, *parts.shape[1:]), 0, 1)
     mine = ring.reduce_parts(parts, inner, op) if inner.n > 1 else parts[0]
     return ring.reduce_parts(mine, outer, op) if outer.n > 1 else mine[0]
@@ -116,7 +116,7 @@ def _all_gather(x: Array, group: Group, dim: int) -> Array:
     outer, inner = group.split()
     rows = ring.gather_parts(x, outer) if outer.n > 1 else x[None]
     parts = ring.gather_parts(rows, inner) if inner.n > 1 else rows[None]
-    return join(jnp.swapaxes(parts, 0, 1).reshape(group.n, *x.shape), dim)
+    return join_parts(jnp.swapaxes(parts, 0, 1).reshape(group.n, *x.shape), dim)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
