@@ -151,7 +151,7 @@ def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
             )
 
 
-def allocate(
+def allocate_state(
     make_params: Callable[[jax.Array], PyTree],
     key: jax.Array,
     optimizer: optax.GradientTransformation,

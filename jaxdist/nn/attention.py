@@ -5,7 +5,7 @@ n key/value heads on this device.
 """
 
 import re
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.dropout import dropout_heads
-from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
-from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
 SITE_PROBABILITIES = 1
@@ -42,7 +42,7 @@ def causal_attention(
     """
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
-    scores = wide_einsum("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
+    scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
     # Added, not selected by: the backward pass of a selection would keep a mask as large as the scores.
     future = jnp.triu(jnp.full((length, length), jnp.finfo(wide).min, wide), 1)
     weights = jax.nn.softmax(scores + future, axis=-1)
@@ -92,21 +92,10 @@ class QKVProjection(nnx.Module):
     """
 
     def __init__(
-        self,
-        rngs: nnx.Rngs,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        bias: bool,
-        fp8: bool = False,
-        sequence: bool = False,
-        collective_matmul: bool = False,
+        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, **matmul: Unpack[MatmulOptions]
     ) -> None:
         features = kv_heads, heads // kv_heads + 2, width // heads
-        self.linear = ColumnParallelLinear(
-            rngs, width, features, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
-        )
+        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, **matmul)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
@@ -133,25 +122,12 @@ class Attention(nnx.Module):
         rope_theta: float | None,
         dropout: float,
         out_scale: float,
-        fp8: bool = False,
         kernel: str = "xla",
-        sequence: bool = False,
-        collective_matmul: bool = False,
+        **matmul: Unpack[MatmulOptions],
     ) -> None:
         self.kernel = kernel
-        self.qkv = QKVProjection(
-            rngs, width, heads, kv_heads, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
-        )
-        self.out = RowParallelLinear(
-            rngs,
-            width,
-            width,
-            bias=bias,
-            scale=out_scale,
-            fp8=fp8,
-            sequence=sequence,
-            collective_matmul=collective_matmul,
-        )
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, **matmul)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
         self.rope_theta = rope_theta
         self.dropout = dropout
 

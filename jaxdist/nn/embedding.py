@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank
-from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal
 from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
 from jaxdist.precision.policy import accumulation_dtype
@@ -62,7 +62,7 @@ class VocabHead(nnx.Module):
 
 def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
     """Logits of this device's vocabulary [B, S, V_t], summed and kept in at least fp32."""
-    return wide_einsum("BSD,VD->BSV", h_BSD, table_VD)
+    return einsum_fp32("BSD,VD->BSV", h_BSD, table_VD)
 
 
 def whole_vocab(logits_BSV: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ its weights varying, so the checked `shard_map` transposes that cast to the psum
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import jax
 from flax import nnx
@@ -24,6 +25,20 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     that is what y is split over)."""
     wide = accumulation_dtype(y.dtype)
     return (y.astype(wide) + to_varying(bias.astype(wide), varying_axes(y))).astype(y.dtype)
+
+
+class MatmulOptions(TypedDict, total=False):
+    """Keyword arguments that layers hand on to their linear layers. All are False by default.
+
+    fp8: products are taken in float8, see `jaxdist.nn.matmul.float8`.
+    sequence: between the linear layers a device has its own positions, see `jaxdist.nn.sequence_parallel`.
+    collective_matmul: with sequence and without fp8: what the products need is sent piece by piece while they run, see
+        `jaxdist.nn.matmul.collective`.
+    """
+
+    fp8: bool
+    sequence: bool
+    collective_matmul: bool
 
 
 class ColumnParallelLinear(nnx.Module):

@@ -1,13 +1,14 @@
 """The feed-forward half of a transformer block: column-parallel, nonlinearity, row-parallel."""
 
 import math
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -39,31 +40,12 @@ class MLP(nnx.Module):
         kind: str,
         bias: bool,
         out_scale: float,
-        fp8: bool = False,
-        sequence: bool = False,
-        collective_matmul: bool = False,
+        **matmul: Unpack[MatmulOptions],
     ) -> None:
         gated = kind == "swiglu"
-        self.up = ColumnParallelLinear(
-            rngs,
-            width,
-            (2, hidden) if gated else (hidden,),
-            split=1 if gated else 0,
-            bias=bias,
-            fp8=fp8,
-            sequence=sequence,
-            collective_matmul=collective_matmul,
-        )
-        self.down = RowParallelLinear(
-            rngs,
-            hidden,
-            width,
-            bias=bias,
-            scale=out_scale,
-            fp8=fp8,
-            sequence=sequence,
-            collective_matmul=collective_matmul,
-        )
+        features = (2, hidden) if gated else (hidden,)
+        self.up = ColumnParallelLinear(rngs, width, features, split=1 if gated else 0, bias=bias, **matmul)
+        self.down = RowParallelLinear(rngs, hidden, width, bias=bias, scale=out_scale, **matmul)
         self.gated = gated
 
     def __call__(self, x: jax.Array) -> jax.Array:

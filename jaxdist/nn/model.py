@@ -15,7 +15,7 @@ from jaxdist.specs import STACKED, PyTree, map_specs
 Batch = dict[str, jax.Array]
 
 
-class Stack(Protocol):
+class ModelParts(Protocol):
     """What `model_def` takes apart: an nnx.Module with these three parts.
 
     embed(batch, keys_B) -> h; blocks: nnx.List of uniform modules block(h, keys_B) -> h;
@@ -87,7 +87,7 @@ def model_def(
     scan_blocks: int = 1,
     columns: bool = False,
 ) -> ModelDef:
-    """Take apart the module that `build(rngs)` makes (see `Stack`). Nothing is allocated: it is traced abstractly.
+    """Take apart the module that `build(rngs)` makes (see `ModelParts`). Nothing is allocated: it is traced abstractly.
     scan_blocks, columns: see `ModelDef`.
 
     Raises `ValueError` when the blocks are not uniform: they are stacked and scanned over.

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying
-from jaxdist.errors import UserError
+from jaxdist.nn.matmul.collective import check_positions
 
 
 def whole_sequence(x_BSD: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ def sum_to_positions(x_BSD: jax.Array) -> jax.Array:
     """The sum over `tensor` of summands [B, S, ...]; each device gets its positions, [B, S / tensor, ...]."""
     if not active_axes("tensor"):
         return x_BSD
-    check_length(x_BSD.shape[1])
+    check_positions(x_BSD.shape[1])
     return lax.psum_scatter(to_varying(x_BSD, ("tensor",)), "tensor", scatter_dimension=1, tiled=True)
 
 
@@ -33,7 +33,7 @@ def own_positions(x: jax.Array, *, dim: int) -> jax.Array:
     """This device's positions of what all devices have whole."""
     if not active_axes("tensor"):
         return x
-    check_length(x.shape[dim])
+    check_positions(x.shape[dim])
     own = x.shape[dim] // lax.axis_size("tensor")
     return lax.dynamic_slice_in_dim(to_varying(x, ("tensor",)), rank("tensor") * own, own, axis=dim)
 
@@ -41,12 +41,3 @@ def own_positions(x: jax.Array, *, dim: int) -> jax.Array:
 def whole_length(own: int) -> int:
     """Positions of the sequence, from those of a device."""
     return own * lax.axis_size("tensor") if active_axes("tensor") else own
-
-
-def check_length(length: int) -> None:
-    """Raise `UserError` unless all devices of `tensor` get equally many positions."""
-    if length % (count := lax.axis_size("tensor")):
-        raise UserError(
-            f"sequence_parallel: {length} positions are not divisible by tensor={count}; allowed: a"
-            " sequence length that is, or sequence_parallel=False"
-        )

@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxdist.collectives import make_group, to_varying, varying_axes
 from jaxdist.collectives.group import shift
-from jaxdist.nn.sequence_parallel import check_length
+from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]  # activations, kernel
@@ -42,8 +42,17 @@ def product_scatter(x_BSI: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     if make_group("tensor") is None:
         return jnp.tensordot(x_BSI, kernel, 1)
-    check_length(x_BSI.shape[1])
+    check_positions(x_BSI.shape[1])
     return _product_scatter(*_alike(x_BSI, kernel))
+
+
+def check_positions(length: int) -> None:
+    """Raise `UserError` unless all devices of `tensor` get equally many positions."""
+    if length % (count := lax.axis_size("tensor")):
+        raise UserError(
+            f"sequence_parallel: {length} positions are not divisible by tensor={count}; allowed: a"
+            " sequence length that is, or sequence_parallel=False"
+        )
 
 
 def _alike(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
