@@ -1,4 +1,4 @@
-"""Collectives inside `jax.shard_map(check_vma=True)`: the compiler's own, and hand-written ones from `lax.ppermute`."""
+"""Collectives for use inside `jax.shard_map(check_vma=True)`: XLA's own, and algorithms written with `lax.ppermute`."""
 
 from jaxdist.collectives.algorithm import Algorithm, get_algorithm
 from jaxdist.collectives.bucket import in_buckets

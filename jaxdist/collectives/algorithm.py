@@ -1,4 +1,4 @@
-"""What an algorithm for collectives is. Each file in `algorithms/` defines one value of this type."""
+"""The type of a collective algorithm, and what algorithms share. Each file in `algorithms/` defines one `Algorithm`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,16 +27,21 @@ class Int8Halves(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """Collectives over one `Group` of n > 1 devices; None for what the algorithm has no answer to.
+    """The collective operations over one `Group` of n > 1 devices. An operation that an algorithm lacks is None.
 
-    x is typed varying over the group's axes. op is a key of `COMBINE`. dim: `x.shape[dim]` is divisible by n where it
-    is cut. root: a rank. Hand-written results are typed varying (see `claim_replicated`), native ones as jax has it.
+    x: an array, typed varying over the group's axes.
+    op: a key of `COMBINE`.
+    dim: where x is cut, `x.shape[dim]` is divisible by n.
+    root: a rank.
+    Results of hand-written algorithms are typed varying (see `claim_replicated`), those of `native` as JAX types them.
+
+    For example, `ring.all_reduce(x, group, "sum")` is the sum of all devices' x, on every device.
 
     cost: (operation, elements of the input on one device, group) -> Cost in elements.
     all_reduce: (x, group, op) -> same shape.
     reduce_scatter: (x, group, op, dim) -> the rank-th of n equal parts of `dim`.
     all_gather: (x, group, dim) -> n times as long along `dim`, in rank order.
-    all_to_all: (parts [n, ...], group) -> [n, ...]: part i goes to rank i, entry i came from it.
+    all_to_all: (parts [n, ...], group) -> [n, ...]: part i goes to rank i; entry i of the result came from rank i.
     broadcast: (x, group, root) -> the root's x.
     reduce: (x, group, op, root) -> the reduction on the root, anything elsewhere.
     gather: (x, group, root) -> [n, ...] on the root, anything elsewhere.
@@ -62,7 +67,7 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def cut_parts(x: Array, n: int, dim: int) -> Array:
-    """[..., n * k, ...] -> [n, ..., k, ...]: n equal parts of `dim`."""
+    """x as n equal parts of `dim`: [..., n * k, ...] -> [n, ..., k, ...]."""
     parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
     return jnp.moveaxis(parts, dim, 0)
 
@@ -74,12 +79,12 @@ def join_parts(parts: Array, dim: int) -> Array:
 
 
 def padded_parts(x: Array, n: int) -> Array:
-    """x, flat, as n equal parts [n, ceil(size / n)] with zeros at the end."""
+    """x, flattened, as n equal parts [n, ceil(size / n)], with zeros at the end."""
     return jnp.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
 
 
 def unpadded(parts: Array, like: Array) -> Array:
-    """The inverse of `padded_parts`: in the shape of `like`."""
+    """The inverse of `padded_parts`. The result has the shape of `like`."""
     return parts.ravel()[: like.size].reshape(like.shape)
 
 
@@ -104,10 +109,11 @@ def from_halves(
     gather_parts: Callable[[Array, Group], Array],
     **others: Any,
 ) -> Algorithm:
-    """An algorithm whose all-reduce is a reduce-scatter and an all-gather, unless `others` has an all_reduce.
+    """An algorithm whose all-reduce is a reduce-scatter and then an all-gather.
 
     reduce_parts: (parts [n, ...], group, op) -> this device's part of the reduction.
     gather_parts: (x, group) -> every device's x, [n, ...].
+    others: more fields of `Algorithm`; an `all_reduce` here replaces the one made of the two halves.
     """
 
     def all_reduce(x: Array, group: Group, op: str) -> Array:
@@ -131,7 +137,7 @@ def from_rooted(
     gather: Callable[[Array, Group, int], Array],
     scatter: Callable[[Array, Group, int], Array],
 ) -> Algorithm:
-    """An algorithm that has operations with a root: the others go to rank 0 and back."""
+    """An algorithm made of its operations with a root: all other operations go to rank 0 and back."""
 
     def all_reduce(x: Array, group: Group, op: str) -> Array:
         return broadcast(reduce(x, group, op, 0), group, 0)

@@ -1,9 +1,9 @@
-"""Sending fewer bytes than the values have: bf16, and int8 with a scale a block and error feedback.
+"""Compression on the wire: bf16, or int8 with one scale a block and error feedback.
 
-bf16 needs nothing but a cast around every permutation (`Group.permute`); sums stay in fp32. int8 loses too much for
-that: a value is encoded once for each trip, blockwise, and what the encoding lost stays on the device that lost it, to
-be added to its next contribution: over many sums the errors do not add up (error feedback; Seide et al. 2014,
-Karimireddy et al. 2019). The caller carries that residual, in fp32.
+bf16 is a cast around every permutation (`Group.permute`); sums stay in fp32. int8 loses too much for that. A value is
+encoded blockwise, once for each trip. What the encoding lost stays on the device, which adds it to its next
+contribution, so that errors do not add up over many sums (error feedback; Seide et al. 2014, Karimireddy et al. 2019).
+The caller carries this residual, in fp32.
 """
 
 import jax
@@ -33,15 +33,12 @@ def check_wire(wire_dtype: str | None, algorithm: str) -> None:
 
 
 def encoded_bytes(size: int) -> int:
-    """Bytes of `size` values in int8 blocks with their scales."""
+    """Bytes of `size` values in int8 blocks, scales included."""
     return -(-size // SCALE_BLOCK) * (SCALE_BLOCK + SCALE_BYTES)
 
 
 def encode(x: Array) -> Array:
-    """[m] floats -> int8 [blocks, SCALE_BYTES + SCALE_BLOCK].
-
-    A block with a value that is not finite decodes to nan.
-    """
+    """Floats [m] as int8 codes [blocks, SCALE_BYTES + SCALE_BLOCK]. A value that is not finite makes its block nan."""
     blocks = jnp.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK).astype(jnp.float32)
     largest = jnp.max(jnp.abs(blocks), axis=1, keepdims=True, initial=0.0)
     scale = jnp.where(largest == 0, jnp.ones_like(largest), largest / 127)
@@ -63,18 +60,19 @@ def _halves(algorithm: str) -> Int8Halves:
 
 
 def _finite(lost: Array) -> Array:
-    """What is not finite is in the sum already; carried along, it would spoil every sum to come."""
+    """The loss of an encoding, with zeros for what is not finite."""
+    # A nan is in this sum already. In the residual it would spoil every later sum, too.
     return jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
 
 
 def reduce_parts_lossy(parts: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
-    """fp32 [n, m] -> (this device's part of the sum [m], what this device's encodings lost [n, m])."""
+    """The first half of an int8 all-reduce: fp32 [n, m] -> (this device's part of the sum [m], its loss [n, m])."""
     mine, lost = _halves(algorithm).reduce_parts(parts, group)
     return mine, _finite(lost)
 
 
 def all_reduce_lossy(x: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
-    """(the sum of x, the same bits on every device; what this device's encodings lost, fp32), both shaped like x."""
+    """An int8 all-reduce: (the sum of x, the same bits on all devices; this device's loss, fp32), shaped like x."""
     mine, lost = reduce_parts_lossy(padded_parts(x.astype(jnp.float32), group.n), group, algorithm)
     code = encode(mine)
     lost = put(lost, mine - decode(code, mine.size), group.rank)
