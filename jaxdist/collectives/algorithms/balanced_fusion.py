@@ -1,8 +1,8 @@
-"""Every device is the server of exactly 1/n of the fused buffer: it gets that part from all workers, sums it, and sends
-the result back to all (SageMaker data parallel's balanced fusion buffers, with servers : workers = 1 : 1).
+"""Balanced fusion: every device is a parameter server for exactly 1/n of the fused buffer.
 
-In round k everybody sends to the k-th rank further on, so that all links are busy and every device sends exactly
-(n-1)/n N in each direction. The server sums in rank order after its own.
+A server gets its part from all workers, sums it, and sends the sum back to all (SageMaker data parallel's balanced
+fusion buffers, with servers : workers = 1 : 1). In round k every device sends to the rank k places further on. All
+links are busy, and every device sends exactly (n-1)/n N each way. A server adds its own part first, then the others'.
 """
 
 import jax
@@ -15,7 +15,7 @@ from jaxdist.collectives.group import Array, Group, shift
 
 
 def _exchange(parts: Array, group: Group) -> Array:
-    """parts[i] goes to rank i; returns what came, by sender: [n, ...]."""
+    """An all-to-all: parts[i] goes to rank i. The result [n, ...] is ordered by sender."""
     came = alone(part(parts, group.rank), group)
     for k in range(1, group.n):
         arrived = group.permute(part(parts, group.rank + k), shift(group.n, k))
@@ -24,7 +24,7 @@ def _exchange(parts: Array, group: Group) -> Array:
 
 
 def _serve(parts: Array, group: Group, op: str) -> Array:
-    """[n, ...] of the buffer -> the part that this device serves, reduced."""
+    """The reduction of the part that this device serves, from all n parts [n, ...] of each device's buffer."""
     mine = part(parts, group.rank)
     for k in range(1, group.n):
         mine = COMBINE[op](mine, group.permute(part(parts, group.rank + k), shift(group.n, k)))
@@ -32,7 +32,7 @@ def _serve(parts: Array, group: Group, op: str) -> Array:
 
 
 def _send_back(mine: Array, group: Group) -> Array:
-    """The served part to everybody: [n, ...]."""
+    """An all-gather: every device's served part, [n, ...]."""
     parts = alone(mine, group)
     for k in range(1, group.n):
         arrived = group.permute(mine, shift(group.n, k))
@@ -51,9 +51,10 @@ def _serve_int8(parts: Array, group: Group) -> tuple[Array, Array]:
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
-    """The ring's rounds and bytes. For an even n, one of n-1 rounds each way exchanges between pairs n/2 apart."""
+    """The ring's rounds and bytes."""
     chunk, n = size if operation == "all_gather" else -(-size // group.n), group.n
     rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
+    # For an even n, one of the n-1 rounds each way is an exchange between pairs: a large part if n is 2 or 4.
     return even(rounds, rounds * chunk, n, swap=n in (2, 4))
 
 

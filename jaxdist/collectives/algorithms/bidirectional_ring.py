@@ -1,7 +1,7 @@
 """Two rings at once, each with half of the data: one sends to the right, the other to the left.
 
-The rounds and bytes of one ring. A link that carries both directions at once moves the same bytes in half of the time
-when a single direction leaves it half idle (torus networks; TPU and NVLink rings).
+Rounds and bytes are those of one ring. Where links carry both directions at full rate (torus networks, TPU and NVLink
+rings), a single ring leaves them half idle, and two rings take half of the time.
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ RIGHT, LEFT = 1, -1
 
 
 def _halves(parts: Array) -> tuple[Array, Array]:
-    """[n, m] -> [n, ceil(m/2)] and [n, floor(m/2)]."""
+    """The data of the two rings: [n, m] -> [n, ceil(m/2)] and [n, floor(m/2)]."""
     middle = -(-parts.shape[1] // 2)
     return parts[:, :middle], parts[:, middle:]
 
@@ -46,5 +46,5 @@ def _gather_parts(x: Array, group: Group) -> Array:
     return jnp.concatenate([right, left], axis=1).reshape(group.n, *x.shape)
 
 
-# Rounds and bytes are the ring's; of each round's bytes, one direction of a link sees about half.
+# The ring's cost: one direction of a link carries about half of each round's bytes.
 bidirectional_ring = from_halves(cost, _reduce_parts, _gather_parts)

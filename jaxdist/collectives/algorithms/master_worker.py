@@ -1,6 +1,6 @@
-"""The baseline: everybody sends to the master, which combines and sends everybody the result.
+"""The master-worker baseline: all workers send to the master, which combines and sends the result to all.
 
-The master receives (n-1) N bytes and sends as many: its link is the bottleneck, and adding workers makes it worse.
+The master receives (n-1) N bytes and sends as many. Its link is the bottleneck, and each added worker makes it worse.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxdist.collectives.group import Array, Group
 
 
 def traffic(nbytes: float, n: int) -> float:
-    """Bytes that the master receives, and again sends: (P-1) N."""
+    """Bytes that the master receives, and as many that it sends: (P-1) N."""
     return (n - 1) * nbytes
 
 

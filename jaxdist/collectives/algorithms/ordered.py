@@ -1,9 +1,9 @@
-"""A summation order that does not depend on the number of devices: rank 0 with 1, 2 with 3; then pairs of pairs; ...
+"""Sums in a fixed order, whatever the number of devices: rank 0 with 1, 2 with 3; then pairs of pairs; and so on.
 
-On 2n devices, or on n devices that each add two neighbours first, the additions are the same, so that the results are
-the same bits (`parallel.grad_sync.deterministic`). For a power of two: small arrays by recursive doubling (log2 n
-rounds of N), large ones by recursive halving in the same order and an all-gather, 2 (n-1)/n N in 2 log2 n rounds
-(Thakur et al. 2005). Otherwise by the tree, which adds in this order too.
+2n devices add in the same order as n devices that each add two neighbours first, so that the results are the same bits
+(`parallel.grad_sync.deterministic`). If n is a power of two, small arrays are reduced by recursive doubling (log2 n
+rounds of N), and large ones by recursive halving and an all-gather, with 2 (n-1)/n N in 2 log2 n rounds (Thakur et al.
+2005). Any other n goes by the tree, which adds in this order, too.
 """
 
 from jax import lax
@@ -13,7 +13,7 @@ from jaxdist.collectives.algorithms import halving_doubling, tree
 from jaxdist.collectives.cost import Cost, even
 from jaxdist.collectives.group import Array, Group, Pairs
 
-SMALL = 4096  # elements up to which the rounds matter more than the bytes
+SMALL = 4096  # elements; up to here the rounds cost more than the bytes
 
 
 def _partners(n: int, distance: int) -> Pairs:
@@ -26,12 +26,11 @@ def _levels(n: int) -> int | None:
 
 
 def _reduce_parts(parts: Array, group: Group, op: str) -> Array:
-    """[n, ...] -> this device's part. Round k pairs ranks that differ in bit k: each keeps the parts with its own bit
-    k."""
+    """[n, ...] -> this device's part of the reduction."""
     held, levels = parts, _levels(group.n)
     if levels is None:
         return tree.scatter(tree.reduce(parts, group, op, 0), group, 0)
-    for k in range(levels):
+    for k in range(levels):  # ranks that differ in bit k are a pair: each keeps the parts that share its bit k
         halves = held.reshape(held.shape[0] // 2, 2, *parts.shape[1:])  # by bit k of the part's number
         bit = (group.rank >> k) & 1
         keep, give = (lax.dynamic_index_in_dim(halves, which, 1, keepdims=False) for which in (bit, 1 - bit))

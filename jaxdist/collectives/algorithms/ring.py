@@ -1,8 +1,8 @@
-"""The ring: every device sends to its right neighbour and combines what comes from its left.
+"""The ring: every device sends to its right neighbour and combines what comes from its left neighbour.
 
-An all-reduce of N bytes is a reduce-scatter and an all-gather of n-1 rounds each; in every round each device sends one
-chunk of N/n: 2 (n-1)/n N in all, whatever n, which no algorithm undercuts (Patarasuk and Yuan 2009, theorem 1). Two
-problems remain: the latency of 2 (n-1) rounds, and that the slowest link rules.
+An all-reduce of N bytes is a reduce-scatter and an all-gather of n-1 rounds each. In every round each device sends one
+chunk of N/n, which makes 2 (n-1)/n N in all. No algorithm sends less (Patarasuk and Yuan 2009, theorem 1). Two problems
+remain: the latency of 2 (n-1) rounds, and that the slowest link sets the pace.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxdist.collectives.compression import decode, encode
 from jaxdist.collectives.cost import Cost, even
 from jaxdist.collectives.group import Array, Group, shift
 
-Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> where its parts are; they travel together
+Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> the positions of its parts, which travel together
 
 
 def traffic(nbytes: float, n: int) -> float:
@@ -24,22 +24,23 @@ def traffic(nbytes: float, n: int) -> float:
 
 
 def alone_in(i: Array) -> tuple[Array]:
-    """The places of a ring whose ranks have one part each."""
+    """The `Places` of a plain ring: the part of rank i is at position i."""
     return (i,)
 
 
 def take(parts: Array, places: tuple[Array, ...]) -> Array:
-    """The parts that travel together: [len(places), ...]."""
+    """The parts at these positions, which travel together: [len(places), ...]."""
     return jnp.stack([part(parts, i) for i in places])
 
 
 def reduce_round(step: Array, travelling: Array, parts: Array, group: Group, op: str, by: int) -> Array:
-    """One round: the part that started at rank p+by is complete when it arrives at rank p, n-1 rounds later."""
+    """One round of the reduce-scatter: what travels moves on by `by` ranks, and takes up the part of this device."""
+    # The part that starts at rank p + by is complete when it arrives at rank p, n-1 rounds later.
     return COMBINE[op](group.permute(travelling, shift(group.n, by)), part(parts, group.rank - by * (2 + step)))
 
 
 def gather_round(step: Array, carry: tuple[Array, Array], group: Group, by: int) -> tuple[Array, Array]:
-    """One round of (parts, what came last): pass on what came last, and keep it."""
+    """One round of the all-gather. carry: (parts so far, the last to arrive), of which the latter is passed on."""
     parts, travelling = carry[0], group.permute(carry[1], shift(group.n, by))
     return put(parts, travelling, group.rank - by * (1 + step)), travelling
 
@@ -59,7 +60,7 @@ def gather_parts(x: Array, group: Group) -> Array:
 
 
 def gather_in_place(parts: Array, group: Group, places: Places = alone_in) -> Array:
-    """parts after an all-gather in it: at places(i) is what rank i had there."""
+    """An all-gather inside one buffer: the result has at places(i) what rank i had there."""
 
     def round_(step: Array, parts: Array) -> Array:
         arrived = group.permute(take(parts, places(group.rank - step)), shift(group.n))
@@ -71,8 +72,8 @@ def gather_in_place(parts: Array, group: Group, places: Places = alone_in) -> Ar
 
 
 def all_reduce(x: Array, group: Group, op: str) -> Array:
-    """Reduce-scatter, then all-gather, of n padded parts, both in one buffer: over gloo, fresh memory costs more time
-    than copying in old."""
+    """Reduce-scatter, then all-gather, of n padded parts."""
+    # Both in one buffer: over gloo, fresh memory takes more time than copies inside old memory.
 
     def reduce(step: Array, parts: Array) -> Array:
         arrived = group.permute(part(parts, group.rank - 1 - step), shift(group.n))
@@ -99,7 +100,7 @@ def _reduce_parts_int8(parts: Array, group: Group) -> tuple[Array, Array]:
 
 
 def cost(operation: str, size: int, group: Group) -> Cost:
-    """2 (n-1) rounds of N/n for an all-reduce, half of it for its halves."""
+    """The cost of an all-reduce is 2 (n-1) rounds of N/n; that of its halves, half of it."""
     chunk, n = -(-size // group.n), group.n
     rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
     return even(rounds, rounds * (size if operation == "all_gather" else chunk), n, swap=n == 2)
