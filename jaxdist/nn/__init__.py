@@ -1,5 +1,7 @@
-"""Layers that own the mesh axis `tensor`: each declares the PartitionSpecs of its parameters and issues the matching
-collectives. Layers take sizes and dtypes from their arrays, so the same code runs on a shard and on the whole."""
+"""Tensor-parallel layers: they declare the PartitionSpecs of their parameters and call the collectives over `tensor`.
+
+Layers read sizes and dtypes from their arrays, so that the same code runs on a shard and on the whole.
+"""
 
 from jaxdist.nn.attention import Attention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block

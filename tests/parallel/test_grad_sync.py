@@ -55,7 +55,7 @@ def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[Train
 
 def test_a_configuration_allows_what_the_collectives_have() -> None:
     """The configuration is checked before jax is imported, from lists of its own."""
-    assert ("auto", *KNOWN_LINKS) == grad_sync.KNOWN_LINKS
+    assert ("auto", *KNOWN_LINKS) == grad_sync.LINKS
     assert grad_sync.INT8 == compression.LOSSY
 
 

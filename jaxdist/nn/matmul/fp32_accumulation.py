@@ -1,4 +1,4 @@
-"""Products of half-precision arrays that are summed and kept in fp32, forward, and in half precision, backward."""
+"""Products of half-precision arrays with an fp32 result, whose backward pass multiplies in half precision."""
 
 import functools
 
@@ -10,11 +10,13 @@ from jaxdist.precision.policy import accumulation_dtype
 
 
 def einsum_fp32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """einsum(spec, a, b) in at least fp32, for scores and logits. No index of an operand is in it alone.
+    """einsum(spec, a, b) with a result in at least fp32, for scores and logits.
 
-    The backward pass of such a product would multiply its fp32 gradient with half-precision operands, which are
-    widened for it: a product in fp32, at a fraction of the speed. Here the gradient is rounded to the operands' type
-    first, as those of all other products are, and as PyTorch does; sums inside the products stay fp32.
+    JAX's own backward pass would multiply the fp32 gradient with half-precision operands, cast to fp32: a product in
+    fp32, at a fraction of the speed. Here the gradient is rounded to the operands' dtype first, as it is for all other
+    products, and in PyTorch. Sums inside the products stay fp32.
+
+    spec: as for `jnp.einsum`, with two operands and a result. Each index of an operand is in another term, too.
     """
     wide = accumulation_dtype(a.dtype)
     if wide == a.dtype or a.dtype != b.dtype:
