@@ -22,8 +22,8 @@ from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
 from jaxdist.nn.embedding import vocab_cross_entropy, vocab_logits
 from jaxdist.precision.policy import accumulation_dtype
 
-# Logits of a microbatch on a device stay whole up to this size. Larger ones are cut into chunks of at most this size. In
-# far smaller chunks, adding each one's gradient of the table would take as long as its products.
+# Logits of a microbatch on a device stay whole up to this size. Larger ones are cut into chunks of at most this size.
+# With far smaller chunks, adding each one's gradient of the table would take as long as its products.
 WHOLE_BYTES = 256 * 2**20
 
 

@@ -48,8 +48,8 @@ class ModelDef(NamedTuple):
     layers: the number of blocks.
     tied: whether the head reads the parameters of embed.
     chunks: the number of virtual stages of a pipeline stage.
-    stages: the number of blocks of each virtual stage, if these differ; else (). In the leaves of blocks each stage then
-        has as many rows as the largest; rows without a block are zeros. See `jaxdist.parallel.pipeline.stages`.
+    stages: the number of blocks of each virtual stage, if these differ; else (). In the leaves of blocks each stage has
+        as many rows as the largest; rows without a block are zeros. See `jaxdist.parallel.pipeline.stages`.
     fp8: whether linear layers multiply in float8. The precision of a step must have the same value.
     scan_blocks: blocks in one round of the loop over blocks; 0: no loop.
     columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.

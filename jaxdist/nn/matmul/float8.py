@@ -56,8 +56,8 @@ def _multiply(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], di
     """The product of two quantised arrays, accumulated in fp32. how: DEFAULT adds faster on Hopper, with fewer bits."""
     # XLA:GPU (gemm_rewriter.cc) keeps a product of two-dimensional float8 arrays in float8. It puts the factor of the
     # result into the same cuBLASLt call, if the factor has the result's dtype. The other form casts and scales arrays
-    # before the product, and is recognised by its pattern. This has failed before (openxla/xla issue 17887), and gives a
-    # product in a wider dtype without a message.
+    # before the product, and is recognised by its pattern. This has failed before (openxla/xla issue 17887), and gave
+    # a product in a wider dtype without a message.
     y = lax.dot_general(a[0], b[0], (dims, ((), ())), precision=how, preferred_element_type=dtype)
     return y * (a[1] * b[1]).astype(dtype)
 
