@@ -4,14 +4,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from jaxdist import registry
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group
-from jaxdist.collectives.varying import zeros_varying_like
+from jaxdist.collectives.parts import cut_parts, join_parts, padded_parts, unpadded
 
 ALGORITHMS = "jaxdist.collectives.algorithms"
+CostOf = Callable[[str, int, Group], Cost]
+ReduceParts = Callable[[Array, Group, str], Array]
+GatherParts = Callable[[Array, Group], Array]
+ToRoot = Callable[[Array, Group, str, int], Array]
+FromRoot = Callable[[Array, Group, int], Array]
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -66,49 +70,7 @@ def get_algorithm(name: str) -> Algorithm:
     return registry.load(ALGORITHMS, name, key="algorithm")
 
 
-def cut_parts(x: Array, n: int, dim: int) -> Array:
-    """x as n equal parts of `dim`: [..., n * k, ...] -> [n, ..., k, ...]."""
-    parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return jnp.moveaxis(parts, dim, 0)
-
-
-def join_parts(parts: Array, dim: int) -> Array:
-    """The inverse of `cut_parts`."""
-    x = jnp.moveaxis(parts, 0, dim)
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-
-
-def padded_parts(x: Array, n: int) -> Array:
-    """x, flattened, as n equal parts [n, ceil(size / n)], with zeros at the end."""
-    return jnp.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
-
-
-def unpadded(parts: Array, like: Array) -> Array:
-    """The inverse of `padded_parts`. The result has the shape of `like`."""
-    return parts.ravel()[: like.size].reshape(like.shape)
-
-
-def part(parts: Array, index: Array) -> Array:
-    """parts[index mod n]."""
-    return lax.dynamic_index_in_dim(parts, index % parts.shape[0], keepdims=False)
-
-
-def put(parts: Array, value: Array, index: Array) -> Array:
-    """parts with parts[index mod n] replaced."""
-    return lax.dynamic_update_index_in_dim(parts, value, index % parts.shape[0], 0)
-
-
-def alone(x: Array, group: Group) -> Array:
-    """[n, ...] with x in this device's place and zeros elsewhere."""
-    return put(zeros_varying_like(jnp.broadcast_to(x, (group.n, *x.shape))), x, group.rank)
-
-
-def from_halves(
-    cost: Callable[[str, int, Group], Cost],
-    reduce_parts: Callable[[Array, Group, str], Array],
-    gather_parts: Callable[[Array, Group], Array],
-    **others: Any,
-) -> Algorithm:
+def from_halves(cost: CostOf, reduce_parts: ReduceParts, gather_parts: GatherParts, **others: Any) -> Algorithm:
     """An algorithm whose all-reduce is a reduce-scatter and then an all-gather.
 
     reduce_parts: (parts [n, ...], group, op) -> this device's part of the reduction.
@@ -130,13 +92,7 @@ def from_halves(
     return Algorithm(cost, **functions)
 
 
-def from_rooted(
-    cost: Callable[[str, int, Group], Cost],
-    broadcast: Callable[[Array, Group, int], Array],
-    reduce: Callable[[Array, Group, str, int], Array],
-    gather: Callable[[Array, Group, int], Array],
-    scatter: Callable[[Array, Group, int], Array],
-) -> Algorithm:
+def from_rooted(cost: CostOf, broadcast: FromRoot, reduce: ToRoot, gather: FromRoot, scatter: FromRoot) -> Algorithm:
     """An algorithm made of its operations with a root: all other operations go to rank 0 and back."""
 
     def all_reduce(x: Array, group: Group, op: str) -> Array:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import Int8Halves, get_algorithm, padded_parts, put, unpadded
+from jaxdist.collectives.algorithm import Int8Halves, get_algorithm
 from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import padded_parts, put_part, unpadded
 from jaxdist.errors import UserError
 
 SCALE_BLOCK = 256  # values that share a scale
@@ -75,7 +76,7 @@ def all_reduce_lossy(x: Array, group: Group, algorithm: str) -> tuple[Array, Arr
     """An int8 all-reduce: (the sum of x, the same bits on all devices; this device's loss, fp32), shaped like x."""
     mine, lost = reduce_parts_lossy(padded_parts(x.astype(jnp.float32), group.n), group, algorithm)
     code = encode(mine)
-    lost = put(lost, mine - decode(code, mine.size), group.rank)
+    lost = put_part(lost, mine - decode(code, mine.size), group.rank)
     codes = _halves(algorithm).gather_parts(code, group)
     whole = jax.vmap(lambda code: decode(code, mine.size))(codes)
     return unpadded(whole, x).astype(x.dtype), unpadded(_finite(lost), x)

@@ -67,6 +67,12 @@ def even(rounds: int, sent: int, n: int, *, swap: bool = False) -> Cost:
     return Cost(rounds, sent, n * sent, sent, swap)
 
 
+def halves_cost(operation: str, size: int, n: int, rounds: int, *, swap: bool = False) -> Cost:
+    """The cost of sending (n-1)/n of the data in `rounds` rounds; of an all-reduce, which does so twice, the double."""
+    chunk, times = size if operation == "all_gather" else -(-size // n), 2 if operation == "all_reduce" else 1
+    return even(times * rounds, times * (n - 1) * chunk, n, swap=swap)
+
+
 NOTHING = Cost(0, 0, 0, 0)
 
 # Latency and bandwidth of one ppermute. "local" and the TCP latency were measured (docs/collectives.md says where);

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist import registry
-from jaxdist.collectives.algorithm import ALGORITHMS, cut_parts, get_algorithm, join_parts
+from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.compression import all_reduce_lossy, check_wire, reduce_parts_lossy
 from jaxdist.collectives.cost import NOTHING, Cost, Link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
+from jaxdist.collectives.parts import cut_parts, join_parts
 from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
 from jaxdist.errors import UserError

@@ -92,6 +92,10 @@ def _pure(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
+def _any_layer(module: nnx.Module, option: str) -> bool:
+    return any(getattr(node, option, False) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
+
+
 def model_def(
     build: Callable[[nnx.Rngs], Any],
     *,
@@ -124,10 +128,6 @@ def model_def(
         raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
 
-    def any_layer(option: str) -> bool:
-        nodes = (node for _, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Module))
-        return any(getattr(node, option, False) for node in nodes)
-
     def head_of(params: PyTree, embed: PyTree | None) -> tuple[Any, Any]:
         return nnx.merge(head_def, params), None if embed is None else nnx.merge(embed_def, embed)
 
@@ -150,7 +150,7 @@ def model_def(
         layers=len(split),
         tied=tied,
         columns=columns,
-        fp8=any_layer("fp8"),
-        collective_matmul=any_layer("collective_matmul"),
+        fp8=_any_layer(skeleton, "fp8"),
+        collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
     )

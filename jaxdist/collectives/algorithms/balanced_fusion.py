@@ -8,35 +8,36 @@ links are busy, and every device sends exactly (n-1)/n N each way. A server adds
 import jax
 import jax.numpy as jnp
 
-from jaxdist.collectives.algorithm import COMBINE, Int8Halves, alone, from_halves, part, put
+from jaxdist.collectives.algorithm import COMBINE, Int8Halves, from_halves
 from jaxdist.collectives.compression import decode, encode
-from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.cost import Cost, halves_cost
 from jaxdist.collectives.group import Array, Group, shift
+from jaxdist.collectives.parts import in_own_place, part_at, put_part
 
 
 def _exchange(parts: Array, group: Group) -> Array:
     """An all-to-all: parts[i] goes to rank i. The result [n, ...] is ordered by sender."""
-    came = alone(part(parts, group.rank), group)
+    came = in_own_place(part_at(parts, group.rank), group)
     for k in range(1, group.n):
-        arrived = group.permute(part(parts, group.rank + k), shift(group.n, k))
-        came = put(came, arrived, group.rank - k)
+        arrived = group.permute(part_at(parts, group.rank + k), shift(group.n, k))
+        came = put_part(came, arrived, group.rank - k)
     return came
 
 
 def _serve(parts: Array, group: Group, op: str) -> Array:
     """The reduction of the part that this device serves, from all n parts [n, ...] of each device's buffer."""
-    mine = part(parts, group.rank)
+    mine = part_at(parts, group.rank)
     for k in range(1, group.n):
-        mine = COMBINE[op](mine, group.permute(part(parts, group.rank + k), shift(group.n, k)))
+        mine = COMBINE[op](mine, group.permute(part_at(parts, group.rank + k), shift(group.n, k)))
     return mine
 
 
 def _send_back(mine: Array, group: Group) -> Array:
     """An all-gather: every device's served part, [n, ...]."""
-    parts = alone(mine, group)
+    parts = in_own_place(mine, group)
     for k in range(1, group.n):
         arrived = group.permute(mine, shift(group.n, k))
-        parts = put(parts, arrived, group.rank - k)
+        parts = put_part(parts, arrived, group.rank - k)
     return parts
 
 
@@ -46,16 +47,14 @@ def _serve_int8(parts: Array, group: Group) -> tuple[Array, Array]:
     codes = jax.vmap(encode)(parts)
     lost = parts - jax.vmap(lambda code: decode(code, size))(codes)
     came = jax.vmap(lambda code: decode(code, size))(_exchange(codes, group))
-    came = put(came, part(parts, group.rank), group.rank)  # its own part does not travel
-    return came.sum(0), put(lost, jnp.zeros_like(parts[0]), group.rank)
+    came = put_part(came, part_at(parts, group.rank), group.rank)  # its own part does not travel
+    return came.sum(0), put_part(lost, jnp.zeros_like(parts[0]), group.rank)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
     """The ring's rounds and bytes."""
-    chunk, n = size if operation == "all_gather" else -(-size // group.n), group.n
-    rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
     # For an even n, one of the n-1 rounds each way is an exchange between pairs: a large part if n is 2 or 4.
-    return even(rounds, rounds * chunk, n, swap=n in (2, 4))
+    return halves_cost(operation, size, group.n, group.n - 1, swap=group.n in (2, 4))
 
 
 balanced_fusion = from_halves(_cost, _serve, _send_back, all_to_all=_exchange, int8=Int8Halves(_serve_int8, _send_back))

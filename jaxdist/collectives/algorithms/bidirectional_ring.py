@@ -7,9 +7,10 @@ rings), a single ring leaves them half idle, and two rings take half of the time
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import alone, from_halves, part
+from jaxdist.collectives.algorithm import from_halves
 from jaxdist.collectives.algorithms.ring import cost, gather_round, reduce_round
 from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import in_own_place, part_at
 
 RIGHT, LEFT = 1, -1
 
@@ -30,7 +31,7 @@ def _reduce_parts(parts: Array, group: Group, op: str) -> Array:
             reduce_round(step, travelling[1], left, group, op, LEFT),
         )
 
-    start = part(right, group.rank - RIGHT), part(left, group.rank - LEFT)
+    start = part_at(right, group.rank - RIGHT), part_at(left, group.rank - LEFT)
     return jnp.concatenate(lax.fori_loop(0, group.n - 1, round_, start)).reshape(parts.shape[1:])
 
 
@@ -41,7 +42,7 @@ def _gather_parts(x: Array, group: Group) -> Array:
     def round_(step: Array, carry: tuple[tuple[Array, Array], ...]) -> tuple[tuple[Array, Array], ...]:
         return gather_round(step, carry[0], group, RIGHT), gather_round(step, carry[1], group, LEFT)
 
-    start = (alone(right, group), right), (alone(left, group), left)
+    start = (in_own_place(right, group), right), (in_own_place(left, group), left)
     (right, _), (left, _) = lax.fori_loop(0, group.n - 1, round_, start)
     return jnp.concatenate([right, left], axis=1).reshape(group.n, *x.shape)
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, alone, cut_parts, join_parts, padded_parts, part, unpadded
+from jaxdist.collectives.algorithm import COMBINE, Algorithm
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import cut_parts, in_own_place, join_parts, padded_parts, part_at, unpadded
 
 PIECE = 32768  # elements of a piece, about
 MOST = 4  # pieces of a tree, at most
@@ -143,12 +144,12 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     """An all-reduce, of which each device keeps its part: trees have no cheaper way."""
-    return part(_all_reduce(cut_parts(x, group.n, dim), group, op), group.rank)
+    return part_at(_all_reduce(cut_parts(x, group.n, dim), group, op), group.rank)
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:
     """An all-reduce (of bool, by max) of arrays that are zero but in the device's own place."""
-    return join_parts(_all_reduce(alone(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
+    return join_parts(_all_reduce(in_own_place(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:

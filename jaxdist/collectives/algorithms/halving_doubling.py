@@ -10,7 +10,7 @@ speed over gloo. Here only the largest message of an even n is one: it goes n/2 
 import jax.numpy as jnp
 
 from jaxdist.collectives.algorithm import COMBINE, from_halves
-from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.cost import Cost, halves_cost
 from jaxdist.collectives.group import Array, Group, shift
 
 
@@ -41,9 +41,7 @@ def gather_parts(x: Array, group: Group) -> Array:
 
 def cost(operation: str, size: int, group: Group) -> Cost:
     """The cost of an all-reduce is 2 ceil(log2 n) rounds and the ring's bytes; of its halves, half of it."""
-    chunk, n = size if operation == "all_gather" else -(-size // group.n), group.n
-    both = 2 if operation == "all_reduce" else 1
-    return even(both * (n - 1).bit_length(), both * (n - 1) * chunk, n, swap=n % 2 == 0)
+    return halves_cost(operation, size, group.n, (group.n - 1).bit_length(), swap=group.n % 2 == 0)
 
 
 halving_doubling = from_halves(cost, _reduce_parts, gather_parts)

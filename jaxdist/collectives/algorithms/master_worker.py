@@ -6,9 +6,10 @@ The master receives (n-1) N bytes and sends as many. Its link is the bottleneck,
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, alone, from_rooted
+from jaxdist.collectives.algorithm import COMBINE, from_rooted
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import in_own_place
 
 
 def traffic(nbytes: float, n: int) -> float:
@@ -35,7 +36,7 @@ def _broadcast(x: Array, group: Group, root: int) -> Array:
 
 
 def _gather(x: Array, group: Group, root: int) -> Array:
-    parts = alone(x, group)
+    parts = in_own_place(x, group)
     for worker in _workers(group, root):
         parts = lax.dynamic_update_index_in_dim(parts, group.permute(x, [(worker, root)]), worker, 0)
     return parts

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import Algorithm, cut_parts, padded_parts, unpadded
+from jaxdist.collectives.algorithm import Algorithm
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import cut_parts, padded_parts, unpadded
 from jaxdist.errors import UserError
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

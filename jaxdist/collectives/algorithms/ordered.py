@@ -8,10 +8,11 @@ rounds of N), and large ones by recursive halving and an all-gather, with 2 (n-1
 
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, from_halves, padded_parts, unpadded
+from jaxdist.collectives.algorithm import COMBINE, from_halves
 from jaxdist.collectives.algorithms import halving_doubling, tree
-from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.cost import Cost, even, halves_cost
 from jaxdist.collectives.group import Array, Group, Pairs
+from jaxdist.collectives.parts import padded_parts, unpadded
 
 SMALL = 4096  # elements; up to here the rounds cost more than the bytes
 
@@ -58,8 +59,7 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
         return tree.cost(operation, size, group)
     if operation == "all_reduce" and size <= SMALL:
         return even(levels, levels * size, n, swap=True)
-    both = 2 if operation == "all_reduce" else 1
-    return even(both * levels, both * (n - 1) * -(-size // n), n, swap=True)
+    return halves_cost(operation, size, n, levels, swap=True)
 
 
 ordered = from_halves(_cost, _reduce_parts, halving_doubling.gather_parts, all_reduce=_all_reduce)

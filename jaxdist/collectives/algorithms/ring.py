@@ -10,10 +10,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Int8Halves, alone, from_halves, padded_parts, part, put, unpadded
+from jaxdist.collectives.algorithm import COMBINE, Int8Halves, from_halves
 from jaxdist.collectives.compression import decode, encode
-from jaxdist.collectives.cost import Cost, even
+from jaxdist.collectives.cost import Cost, halves_cost
 from jaxdist.collectives.group import Array, Group, shift
+from jaxdist.collectives.parts import in_own_place, padded_parts, part_at, put_part, unpadded
 
 Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> the positions of its parts, which travel together
 
@@ -30,24 +31,24 @@ def alone_in(i: Array) -> tuple[Array]:
 
 def take(parts: Array, places: tuple[Array, ...]) -> Array:
     """The parts at these positions, which travel together: [len(places), ...]."""
-    return jnp.stack([part(parts, i) for i in places])
+    return jnp.stack([part_at(parts, i) for i in places])
 
 
 def reduce_round(step: Array, travelling: Array, parts: Array, group: Group, op: str, by: int) -> Array:
     """One round of the reduce-scatter: what travels moves on by `by` ranks, and takes up the part of this device."""
     # The part that starts at rank p + by is complete when it arrives at rank p, n-1 rounds later.
-    return COMBINE[op](group.permute(travelling, shift(group.n, by)), part(parts, group.rank - by * (2 + step)))
+    return COMBINE[op](group.permute(travelling, shift(group.n, by)), part_at(parts, group.rank - by * (2 + step)))
 
 
 def gather_round(step: Array, carry: tuple[Array, Array], group: Group, by: int) -> tuple[Array, Array]:
     """One round of the all-gather. carry: (parts so far, the last to arrive), of which the latter is passed on."""
     parts, travelling = carry[0], group.permute(carry[1], shift(group.n, by))
-    return put(parts, travelling, group.rank - by * (1 + step)), travelling
+    return put_part(parts, travelling, group.rank - by * (1 + step)), travelling
 
 
 def reduce_parts(parts: Array, group: Group, op: str) -> Array:
     """[n, ...] -> this device's part of the reduction."""
-    first = part(parts, group.rank - 1)
+    first = part_at(parts, group.rank - 1)
     return lax.fori_loop(
         0, group.n - 1, lambda step, travelling: reduce_round(step, travelling, parts, group, op, 1), first
     )
@@ -55,7 +56,7 @@ def reduce_parts(parts: Array, group: Group, op: str) -> Array:
 
 def gather_parts(x: Array, group: Group) -> Array:
     """Every device's x: [n, ...]."""
-    start = alone(x, group), x
+    start = in_own_place(x, group), x
     return lax.fori_loop(0, group.n - 1, lambda step, carry: gather_round(step, carry, group, 1), start)[0]
 
 
@@ -65,7 +66,7 @@ def gather_in_place(parts: Array, group: Group, places: Places = alone_in) -> Ar
     def round_(step: Array, parts: Array) -> Array:
         arrived = group.permute(take(parts, places(group.rank - step)), shift(group.n))
         for row, i in zip(arrived, places(group.rank - 1 - step), strict=True):
-            parts = put(parts, row, i)
+            parts = put_part(parts, row, i)
         return parts
 
     return lax.fori_loop(0, group.n - 1, round_, parts)
@@ -76,12 +77,12 @@ def all_reduce(x: Array, group: Group, op: str) -> Array:
     # Both in one buffer: over gloo, fresh memory takes more time than copies inside old memory.
 
     def reduce(step: Array, parts: Array) -> Array:
-        arrived = group.permute(part(parts, group.rank - 1 - step), shift(group.n))
-        return put(parts, COMBINE[op](arrived, part(parts, group.rank - 2 - step)), group.rank - 2 - step)
+        arrived = group.permute(part_at(parts, group.rank - 1 - step), shift(group.n))
+        return put_part(parts, COMBINE[op](arrived, part_at(parts, group.rank - 2 - step)), group.rank - 2 - step)
 
     parts = lax.fori_loop(0, group.n - 1, reduce, padded_parts(x, group.n))
     if group.wire is not None:
-        parts = put(parts, group.rounded(part(parts, group.rank)), group.rank)
+        parts = put_part(parts, group.rounded(part_at(parts, group.rank)), group.rank)
     return unpadded(gather_in_place(parts, group), x)
 
 
@@ -92,18 +93,16 @@ def _reduce_parts_int8(parts: Array, group: Group) -> tuple[Array, Array]:
     def round_(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         travelling, lost = carry
         code = encode(travelling)
-        lost = put(lost, travelling - decode(code, size), group.rank - 1 - step)
+        lost = put_part(lost, travelling - decode(code, size), group.rank - 1 - step)
         arrived = decode(group.permute(code, shift(group.n)), size)
-        return arrived + part(parts, group.rank - 2 - step), lost
+        return arrived + part_at(parts, group.rank - 2 - step), lost
 
-    return lax.fori_loop(0, group.n - 1, round_, (part(parts, group.rank - 1), jnp.zeros_like(parts)))
+    return lax.fori_loop(0, group.n - 1, round_, (part_at(parts, group.rank - 1), jnp.zeros_like(parts)))
 
 
 def cost(operation: str, size: int, group: Group) -> Cost:
     """The cost of an all-reduce is 2 (n-1) rounds of N/n; that of its halves, half of it."""
-    chunk, n = -(-size // group.n), group.n
-    rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
-    return even(rounds, rounds * (size if operation == "all_gather" else chunk), n, swap=n == 2)
+    return halves_cost(operation, size, group.n, group.n - 1, swap=group.n == 2)
 
 
 ring = from_halves(

@@ -9,10 +9,11 @@ the last is inner. Over one axis, and in sub-groups, no device is known to be a 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, cut_parts, join_parts, padded_parts, part, put, unpadded
+from jaxdist.collectives.algorithm import COMBINE, Algorithm
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost, even
 from jaxdist.collectives.group import Array, Group, Pairs, shift
+from jaxdist.collectives.parts import cut_parts, join_parts, padded_parts, part_at, put_part, unpadded
 from jaxdist.collectives.varying import zeros_varying_like
 
 
@@ -63,14 +64,14 @@ def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
     last = inner.permute(lax.fori_loop(0, n - 2, reduce, ring.take(parts, inwards(rank - 1))), shift(n))
 
     def inside(half: Array) -> Array:  # one half at a time: first the one for which the other side waits
-        return COMBINE[op](part(last, half), part(parts, jnp.stack(inwards(rank))[half]))
+        return COMBINE[op](part_at(last, half), part_at(parts, jnp.stack(inwards(rank))[half]))
 
     theirs = group.permute(inside(side), pairs)
     mine = group.rounded(COMBINE[op](inside(1 - side), theirs))
     back = group.permute(mine, pairs)
     whole = zeros_varying_like(parts)
     for half, complete in ((1 - side, mine), (side, back)):
-        whole = put(whole, complete, jnp.stack(outwards(rank))[half])
+        whole = put_part(whole, complete, jnp.stack(outwards(rank))[half])
     return unpadded(ring.gather_in_place(whole, inner, outwards), x)
 
 
@@ -94,7 +95,7 @@ def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
     first, parts, swap = d == 0, padded_parts(x, 4), shift(2)
 
     def own(half: Array, d: Array) -> Array:
-        return part(parts, 2 * half + d)
+        return part_at(parts, 2 * half + d)
 
     neighbours = inner.permute(own(1 - side, 1 - d), swap)
     theirs = COMBINE[op](own(1 - side, d), neighbours)  # this side's share of what the other side completes
@@ -106,7 +107,7 @@ def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
     rest = inner.permute(came, swap)
     whole = parts  # a buffer: all four parts are replaced
     for half, place, done in ((side, 1 - d, mine), (side, d, beside), (1 - side, d, came), (1 - side, 1 - d, rest)):
-        whole = put(whole, done, 2 * half + place)
+        whole = put_part(whole, done, 2 * half + place)
     return unpadded(whole, x)
 
 
