@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist import registry
-from jaxdist.collectives.algorithm import Algorithm, cut, join
+from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.compression import all_reduce_lossy, check_wire, reduce_parts_lossy
 from jaxdist.collectives.cost import NOTHING, Cost, Link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
+from jaxdist.collectives.parts import cut_parts, join_parts
 from jaxdist.collectives.transpose import extremum, linear, with_loss
 from jaxdist.collectives.varying import varying_axes, zeros_varying_like
 from jaxdist.errors import UserError
@@ -33,13 +34,7 @@ from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
 
 Run = Callable[[jax.Array, Group], jax.Array]
-ALGORITHMS = "jaxdist.collectives.algorithms"
 OPS = ("sum", "mean", "max", "min")
-
-
-def get_algorithm(name: str) -> Algorithm:
-    """The `Algorithm` in `collectives/algorithms/<name>.py`, or at a dotted path."""
-    return registry.load(ALGORITHMS, name, key="algorithm")
 
 
 def function_of(algorithm: str, operation: str) -> Callable[..., jax.Array]:
@@ -219,7 +214,7 @@ def reduce_scatter(
         def reduce(x: jax.Array, group: Group) -> jax.Array:
             if wire_dtype != "int8":
                 return function(x, group, "sum", at)
-            parts = cut(x, group.n, at)
+            parts = cut_parts(x, group.n, at)
             flat = parts.reshape(group.n, -1).astype(jnp.float32)
             return reduce_parts_lossy(flat, group, algorithm)[0].reshape(parts.shape[1:]).astype(x.dtype)
 
@@ -273,7 +268,7 @@ def all_to_all(
         to = _check_dim(leaf, concat_dim, "all_to_all")
 
         def move(x: jax.Array, group: Group, at: int, to: int) -> jax.Array:
-            return join(function(cut(x, group.n, at), group), to)
+            return join_parts(function(cut_parts(x, group.n, at), group), to)
 
         return _as_linear(
             algorithm, lambda x, group: move(x, group, at, to), lambda g, group: move(g, group, to, at), leaf, group
@@ -337,8 +332,8 @@ def gather(
         at = _check_dim(leaf, dim, "gather")
         return _as_linear(
             algorithm,
-            lambda x, group: _only(group.rank == root, join(function(x, group, root), at)),
-            lambda g, group: back(cut(g, group.n, at), group, root),
+            lambda x, group: _only(group.rank == root, join_parts(function(x, group, root), at)),
+            lambda g, group: back(cut_parts(g, group.n, at), group, root),
             leaf,
             group,
         )
@@ -359,8 +354,8 @@ def scatter(
         at = _check_dim(leaf, dim, "scatter", group)
         return _as_linear(
             algorithm,
-            lambda x, group: function(cut(x, group.n, at), group, root),
-            lambda g, group: _only(group.rank == root, join(back(g, group, root), at)),
+            lambda x, group: function(cut_parts(x, group.n, at), group, root),
+            lambda g, group: _only(group.rank == root, join_parts(back(g, group, root), at)),
             leaf,
             group,
         )

@@ -17,7 +17,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import attention, embedding
-from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
@@ -68,7 +68,7 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
 
     now = errors()
     for module in (attention, embedding):
-        monkeypatch.setattr(module, "wide_einsum", plain_einsum)
+        monkeypatch.setattr(module, "einsum_fp32", plain_einsum)
     before = errors()
     old = jax.tree.leaves(before)
     for new, one in zip(jax.tree.leaves(now), old, strict=True):
@@ -76,7 +76,7 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
     assert sum(jax.tree.leaves(now)) < 1.1 * sum(old)
 
 
-def test_wide_einsum_is_einsum() -> None:
+def test_einsum_fp32_is_einsum() -> None:
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 3, 4), (5, 4)))
     weight = jnp.asarray(rng.normal(size=(2, 3, 5)), jnp.float32)
@@ -84,7 +84,7 @@ def test_wide_einsum_is_einsum() -> None:
     def loss(function: Any) -> Any:
         return lambda a, b: (function("BSD,VD->BSV", a, b) * weight).sum()
 
-    got, want = (jax.grad(loss(each), (0, 1))(a, b) for each in (wide_einsum, plain_einsum))
+    got, want = (jax.grad(loss(each), (0, 1))(a, b) for each in (einsum_fp32, plain_einsum))
     assert [leaf.dtype for leaf in got] == [jnp.bfloat16] * 2
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=2**-6, atol=2**-5)
