@@ -23,8 +23,8 @@ from jaxdist.cli.link_bandwidth import SlowLink, bandwidths, one_device_a_proces
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.observe.environment import redact
-from jaxdist.runtime.join.environment import describe_job
-from jaxdist.runtime.join.join import join
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.start import choose_platform, fail_alone
 
@@ -240,9 +240,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         choose_platform(DevicesConfig(platform=options.platform, simulated=options.simulated))
-        job = describe_job(os.environ)
+        job = find_job(os.environ)
         if job is not None:
-            join(job)
+            join_job(job)
     except (UserError, MissingPeers) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,8 +11,9 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from jaxdist.launcher.ranks import Place
-from jaxdist.launcher.supervisor import free_port, rank_environ
+from jaxdist.launcher.ranks import HostPlace
+from jaxdist.launcher.supervisor import rank_environ
+from jaxdist.runtime.connection import free_port
 
 GRACE_S = 5.0  # for a process to end after SIGTERM
 MESSAGE = 15_000  # characters of a traceback, its end: they fit into a pipe that nobody reads yet
@@ -55,7 +56,7 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs}; allowed: 1 or more")
     context = multiprocessing.get_context("spawn")
-    place = Place(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8))
+    place = HostPlace(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8))
     processes: list[BaseProcess] = []
     reports: list[connection.Connection] = []
     try:

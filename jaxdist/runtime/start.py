@@ -17,8 +17,8 @@ from jaxdist.errors import UserError
 from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
-from jaxdist.runtime.join.environment import describe_job
-from jaxdist.runtime.join.join import HEARTBEAT_S, join
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import HEARTBEAT_S, join_job
 from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
 
 
@@ -105,9 +105,9 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Non
     enable_x64(config.precision.policy)
     set_flags(config, expected_backend(config.devices), started=has_devices())
     choose_platform(config.devices)
-    job = describe_job(os.environ)
+    job = find_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
-        join(job, heartbeat_s(config.train.watchdog_s))
+        join_job(job, heartbeat_s(config.train.watchdog_s))
     with fail_alone(), watched(config):
         config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
         set_options(config, jax.default_backend())

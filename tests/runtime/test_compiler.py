@@ -16,19 +16,24 @@ from jaxdist.config.schema import Config, DevicesConfig, GradSyncConfig, MeshCon
 from jaxdist.errors import UserError
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (
-    ADVICE,
     DETERMINISTIC,
     PRESETS,
     Setting,
-    refused,
     resolve,
     set_flags,
     set_options,
     settings,
+    why_refused,
 )
 
+LIMIT = "--xla_gpu_experimental_parallel_collective_overlap_limit"
+ADVICE = (  # of docs/compiler.md
+    Setting(LIMIT, "2", "-", "-"),
+    Setting("--xla_gpu_pipeline_all_gather", "on", "-", "-", ((0, 11), (99, 0))),
+    Setting("--xla_gpu_enable_pipelined_all_gather", "true", "-", "-"),
+    Setting("--xla_gpu_enable_while_loop_double_buffering", "true", "-", "-"),
+)
 SETTINGS = [*ADVICE, *DETERMINISTIC, *(each for preset in PRESETS.values() for each in preset)]
-LIMIT = next(each.name for each in ADVICE if each.name.endswith("overlap_limit"))
 
 
 def config(*flags: str, preset: str = "fast", deterministic: bool = False, fsdp: int = 1, **parallel: Any) -> Config:
@@ -48,8 +53,8 @@ def test_the_installed_compiler_knows_every_flag_of_the_tables() -> None:
         [f"{each.name}={each.value}" for each in SETTINGS if each.name.startswith("--") and each.here is here]
         for here in (True, False)
     )
-    assert refused(here) is None and all(each.reason and each.source for each in SETTINGS)
-    assert not gone or "unknown" in (refused(gone) or "")
+    assert why_refused(here) is None and all(each.reason and each.source for each in SETTINGS)
+    assert not gone or "unknown" in (why_refused(gone) or "")
 
 
 def test_the_page_has_every_setting() -> None:
@@ -104,7 +109,7 @@ def test_deterministic_sums_have_deterministic_kernels(preset: str, env: pytest.
 
 
 def test_simulated_devices_keep_their_defaults(env: pytest.MonkeyPatch) -> None:
-    env.setattr(compiler, "refused", lambda flags: pytest.fail("nothing to try"))
+    env.setattr(compiler, "why_refused", lambda flags: pytest.fail("nothing to try"))
     before = settings()
     set_flags(config(), "cpu", started=False)
     set_options(config(), "cpu")
@@ -200,9 +205,9 @@ def test_flags_in_a_file_are_not_dropped(env: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trial_that_cannot_be_made_refuses_nothing(env: pytest.MonkeyPatch) -> None:
-    env.setattr(compiler, "PROBE", "import time; time.sleep(60)")
-    env.setattr(compiler, "PROBE_S", 0.1)
-    assert refused(["--xla_no_such_flag=1"]) is None
-    env.setattr(compiler, "PROBE", "raise SystemExit(1)")
-    env.setattr(compiler, "PROBE_S", 60)
+    env.setattr(compiler, "FLAG_PROBE", "import time; time.sleep(60)")
+    env.setattr(compiler, "FLAG_PROBE_S", 0.1)
+    assert why_refused(["--xla_no_such_flag=1"]) is None
+    env.setattr(compiler, "FLAG_PROBE", "raise SystemExit(1)")
+    env.setattr(compiler, "FLAG_PROBE_S", 60)
     compiler.check_known(["--xla_no_such_flag=1"], "")

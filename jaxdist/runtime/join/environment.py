@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.errors import UserError
+from jaxdist.runtime.connection import split_address
 
 # What explicit flags are kept in: so that everything that looks for the job, now or in a child, finds the same one.
 INIT_METHOD, NUM_PROCESSES, RANK = "JAXDIST_INIT_METHOD", "JAXDIST_NUM_PROCESSES", "JAXDIST_RANK"
@@ -48,7 +49,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def describe_job(environ: Mapping[str, str]) -> Job | None:
+def find_job(environ: Mapping[str, str]) -> Job | None:
     """The job that the environment describes, or None for a single process. The first of these that is there:
 
     1. JAXDIST_INIT_METHOD (a flag of scripts/train.py), tcp://HOST:PORT or file://PATH, with JAXDIST_NUM_PROCESSES and
@@ -170,14 +171,6 @@ def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
         if several and rank in environ and not bound:
             return (_integer(environ, rank),)
     return ()
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`."""
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not host.strip("[]"):
-        raise UserError(f"coordinator: {address!r} in the environment is no address; allowed: host:port of rank 0")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
