@@ -80,12 +80,12 @@ class Supervisor:
         self.shrunk = False
         self.peers: FirstHost | OtherHost | None = None
         if plan.coordinator is not None and plan.nnodes > 1:
-            where, seconds = split_address(plan.coordinator), join_timeout(environ)
-            self.peers = (
-                OtherHost(where, node=plan.node_rank, nnodes=plan.nnodes, seconds=seconds)
-                if plan.node_rank
-                else (FirstHost(where, nnodes=plan.nnodes, min_nodes=plan.min_nodes, seconds=seconds, grace=plan.grace))
-            )
+            where = split_address(plan.coordinator)
+            job: dict[str, Any] = {"nnodes": plan.nnodes, "seconds": join_timeout(environ)}
+            if plan.node_rank:
+                self.peers = OtherHost(where, node=plan.node_rank, **job)
+            else:
+                self.peers = FirstHost(where, min_nodes=plan.min_nodes, grace=plan.grace, **job)
 
     def say(self, text: str) -> None:
         """Write a line to standard error, and with the time to the launcher's own log."""
@@ -182,7 +182,7 @@ class Supervisor:
             return None
         if self.plan.max_restarts == 0:
             self.say(self.describe(outcome))
-            return STOPPED if cause in (STOPPED,) or cause < 0 else WRONG if cause == WRONG else FAILED
+            return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILED
         self.say(f"{self.describe(outcome)}; given up after {self.fruitless} restarts without a newer checkpoint")
         return WRONG if cause == WRONG else FAILED
 
@@ -237,7 +237,7 @@ class Supervisor:
 
 
 def launch(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run a job as a command line says; the exit status. Raises `UserError` for what the user can mend."""
+    """Run a job as a command line says. Returns the exit status. Raises `UserError` for mistakes of the user."""
     environ = os.environ if environ is None else environ
     plan, signals = make_plan(arguments, environ), list[int]()
     with noted_signals(signals, SAME_S):
@@ -251,8 +251,8 @@ def launch(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -
             supervisor.close()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """`launch`, with a user's mistake as one line and status 2."""
+def run_launcher(arguments: Sequence[str]) -> int:
+    """Call `launch`; a mistake of the user is one line on standard error and status 2."""
     try:
         return launch(arguments)
     except UserError as error:

@@ -97,12 +97,12 @@ class Channel:
     def _introduce(self, connection: Connection, hello: JsonObject) -> int | None:
         """The rank that a stranger turns out to be. A bad hello ends its connection."""
         rank, token = hello.get("hello"), str(hello.get("token"))
-        expected = isinstance(rank, int) and 0 < rank < self.here.processes and rank not in self._ranks
-        if not expected or not hmac.compare_digest(token.encode(), self._token.encode()):
-            self._connections.drop(connection)
-            return None
-        self._ranks[rank] = connection
-        return rank
+        known = hmac.compare_digest(token.encode(), self._token.encode())
+        if known and isinstance(rank, int) and 0 < rank < self.here.processes and rank not in self._ranks:
+            self._ranks[rank] = connection
+            return rank
+        self._connections.drop(connection)
+        return None
 
     def close(self) -> None:
         """End all connections."""
