@@ -33,8 +33,13 @@ START = ("setpriv", "--pdeathsig", "KILL", "unshare", "--uts", "--pid", "--fork"
 
 
 class ShapedLink(NamedTuple):
-    """What shapes the link of one host. rate: bits per second, or None for unshaped. text: the rate as it was given.
-    burst: bytes that may leave at once. congestion: TCP's congestion control."""
+    """The link of one host.
+
+    rate: Bits per second, or None for a link that is not shaped.
+    text: The rate as it was given.
+    burst: Bytes that may leave at once.
+    congestion: TCP's congestion control.
+    """
 
     rate: int | None
     text: str
@@ -43,10 +48,13 @@ class ShapedLink(NamedTuple):
 
 
 def parse_links(rate: str, burst: str, congestion: str, hosts: int) -> list[ShapedLink]:
-    """One link a host. Raises `UserError` for what makes no sense.
+    """The links of the hosts. Raises `UserError`.
 
-    rate: one for all or one a host, with commas between: a number and bit, kbit, mbit or gbit, or none. burst: a whole
-    number and b, kb or mb.
+    Args:
+        rate: One rate for all or one a host, with commas between: a number and bit, kbit, mbit or gbit, or none.
+        burst: A whole number and b, kb or mb.
+        congestion: A name, such as cubic.
+        hosts: How many there are.
     """
     if not 1 <= hosts <= MAX_HOSTS:
         raise UserError(f"hosts: {hosts}; allowed: 1 to {MAX_HOSTS}")
@@ -74,7 +82,7 @@ def _bits(text: str) -> int | None:
 
 
 def _call(*command: str) -> tuple[str, str]:
-    """Run a command: (what it printed, why it failed or ""). Ctrl-C in a terminal does not reach it."""
+    """Run a command, which Ctrl-C in a terminal does not reach: (its output, why it failed or "")."""
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, stdin=subprocess.DEVNULL)
     said = " ".join((done.stderr or done.stdout).split()) or f"exit status {done.returncode}"
     return done.stdout, said if done.returncode else ""
@@ -96,12 +104,13 @@ def _start_time(pid: int) -> str:
 
 
 def new_name() -> str:
+    """A name for a run's namespaces, without their roles."""
     pid = os.getpid()
     return f"vhosts-{pid}-{_start_time(pid)}-{secrets.token_hex(3)}"
 
 
 def unavailable() -> str | None:
-    """Why virtual hosts cannot run here, and what would help, in one line; None when they can."""
+    """A line that says why virtual hosts cannot run here and how to mend it; None when they can."""
     if sys.platform != "linux":
         return f"virtual hosts need Linux (network namespaces, tbf); this is {sys.platform}"
     packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
@@ -139,7 +148,7 @@ def unavailable() -> str | None:
 
 
 def clean() -> int:
-    """Remove what runs that are dead left behind; the number of namespaces removed."""
+    """Remove the namespaces that dead runs have left behind. Returns how many."""
     found = {path.name: NAME.fullmatch(path.name) for folder in (NAMESPACES, ETC) for path in folder.glob("vhosts-*")}
     dead = [name for name, match in found.items() if match and _start_time(int(match[1])) != match[2]]
     remove(dead)
@@ -147,7 +156,7 @@ def clean() -> int:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Remove these namespaces, with every process in them. Another run may be removing the same ones."""
+    """Remove these namespaces and every process in them. Another run may be removing the same ones."""
     for name in names:
         for pid in _call("ip", "netns", "pids", name)[0].split():
             with contextlib.suppress(ProcessLookupError):
@@ -162,7 +171,7 @@ def remove(names: Sequence[str]) -> None:
 
 
 def build(name: str, links: Sequence[ShapedLink]) -> None:
-    """The switch, the hosts and the links between them."""
+    """Make the switch, the hosts and the links between them."""
     switch = f"{name}-switch"
     _do("ip", "netns", "add", switch)
     _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -180,7 +189,7 @@ def build(name: str, links: Sequence[ShapedLink]) -> None:
         _do("ip", "-n", host, "addr", "add", f"{address}/32", "dev", INTERFACE)
         _do("ip", "-n", host, "link", "set", INTERFACE, "up")
         _do("ip", "-n", host, "link", "set", "lo", "up")
-        # On the route, as a namespace may not choose one that the machine has not allowed to all users.
+        # Set on the route: a namespace may not choose a default that the machine has not allowed to all users.
         route = (f"{SUBNET}.0/24", "dev", INTERFACE, "src", address, "congctl", link.congestion)
         if failure := _call("ip", "-n", host, "route", "add", *route)[1]:
             there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
@@ -191,6 +200,7 @@ def build(name: str, links: Sequence[ShapedLink]) -> None:
 
 
 def byte_counts(namespace: str) -> tuple[int, int]:
+    """Bytes that a host has sent and received."""
     folder = f"/sys/class/net/{INTERFACE}/statistics"
     tx, rx = _do("ip", "netns", "exec", namespace, "cat", f"{folder}/tx_bytes", f"{folder}/rx_bytes").split()
     return int(tx), int(rx)

@@ -39,11 +39,13 @@ Output = Literal["prefixed", "first", "captured"]
 
 
 class HostResult(NamedTuple):
-    """How the command ended on one host.
+    """The end of the command on one host.
 
-    status: 0 to 255, 128 + n after signal n. killed: it did not end by itself, but was killed after the grace period.
-    seconds: from the start of the job. tx_bytes, rx_bytes: sent and received through `eth0`, headers included. stdout,
-    stderr: all of it where output is captured, else the last lines.
+    status: 0 to 255, 128 + n after signal n.
+    killed: Whether it was killed after the grace period.
+    seconds: Since the start of the job.
+    tx_bytes, rx_bytes: Sent and received through `eth0`, headers included.
+    stdout, stderr: The whole output if it is captured, else the last lines.
     """
 
     host: int
@@ -70,7 +72,7 @@ class _Host:
     seconds: float = 0.0
 
     def send(self, number: int) -> None:
-        """To all of the command's process group; SIGKILL ends whatever else it has started, too."""
+        """Send a signal to the command's process group. SIGKILL ends whatever else it has started, too."""
         if self.process.poll() is None:
             self.killed |= number == signal.SIGKILL
             os.killpg(self.process.pid, number)
@@ -93,7 +95,7 @@ class _Host:
 
 
 class _Job:
-    """The hosts of a run while it runs. signals: those received by this process."""
+    """A run while it runs. signals: those that this process has received."""
 
     def __init__(
         self, name: str, links: Sequence[ShapedLink], output: Output, environ: Mapping[str, str], signals: list[int]
@@ -139,7 +141,7 @@ class _Job:
             host.pumps[-1].start()
 
     def _pump(self, source: IO[str], kept: deque[str], target: Any, prefix: str) -> None:
-        """Keep and show what a host prints, line by line."""
+        """Keep and show the output of a host, line by line."""
         with source:
             for line in source:
                 kept.append(line)
@@ -155,8 +157,8 @@ class _Job:
                     target = None
 
     def watch(self, grace: float) -> list[HostResult]:
-        """Until all have ended. Signals are passed on. After the first, or the first failure, the hosts have `grace`
-        seconds to end by themselves; a second signal ends them at once."""
+        """Wait until all hosts have ended. Signals are passed on. After the first one, or the first failure, the hosts
+        have `grace` seconds to end by themselves; a second signal ends them at once."""
         deadline, passed_on = float("inf"), 0
         running = list(self.hosts)
         while running:
@@ -179,7 +181,7 @@ class _Job:
         return [host.result() for host in self.hosts]
 
     def kill(self) -> None:
-        """Whatever still runs."""
+        """Kill the hosts that still run."""
         for host in self.hosts:
             host.send(signal.SIGKILL)
             host.process.wait()
@@ -197,16 +199,22 @@ def run_on_hosts(
     environ: Mapping[str, str] | None = None,
     signals: list[int] | None = None,
 ) -> list[HostResult]:
-    """Run a command on every one of `hosts` virtual hosts, as one job, and wait: a result a host.
+    """Run a command on virtual hosts, as one job, and wait. Returns a result a host.
 
-    rate, burst, congestion: see `parse_links`. output: "captured", or shown as it comes: "prefixed" of all hosts,
-    "first" of host 0. grace: seconds left to the other hosts when one has failed, and to all after a signal. environ:
-    in place of `os.environ`. The command finds in its environment HOST_INDEX, HOST_COUNT, the variables of a JAX job,
-    VIRTUAL_HOSTS_INTERFACE and VIRTUAL_HOSTS_RATE; the hosts know one another as host0, host1, ...
+    The command finds in its environment HOST_INDEX, HOST_COUNT, the variables of a JAX job, VIRTUAL_HOSTS_INTERFACE and
+    VIRTUAL_HOSTS_RATE; the hosts know one another as host0, host1, ... SIGINT, SIGTERM and SIGHUP are passed on to the
+    hosts. Raises `UserError` for wrong arguments and where `unavailable` says why.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to the hosts. They take effect here when all is removed; or, where a list
-    `signals` is given, they are put there and do not. Raises `UserError` for wrong arguments and for what `unavailable`
-    says.
+    Args:
+        command: The program and its arguments.
+        hosts: How many hosts.
+        rate: See `parse_links`, as for burst and congestion.
+        burst: Bytes that may leave a host at once.
+        congestion: TCP's congestion control.
+        output: "captured", or shown as it comes: "prefixed" of all hosts, "first" of host 0.
+        grace: Seconds left to the other hosts when one has failed, and to all after a signal.
+        environ: In place of `os.environ`.
+        signals: A list that receives the signals, which otherwise take effect here when all is removed.
     """
     links = parse_links(rate, burst, congestion, hosts)
     check_command(command)
@@ -233,6 +241,6 @@ def run_on_hosts(
 
 
 def exit_status(results: Sequence[HostResult]) -> int:
-    """That of the host that failed first, leaving out those that were killed on account of it; 0 when none failed."""
+    """The status of the host that failed first by itself; 0 when none failed."""
     failed = [(result.seconds, result.status) for result in results if result.status and not result.killed]
     return min(failed)[1] if failed else 0
