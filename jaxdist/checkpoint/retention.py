@@ -10,18 +10,12 @@ FEWEST = 2  # of the newest, even if the user asks for fewer: one may be damaged
 
 @dataclass(frozen=True)
 class Retention:
-    """A preservation policy of orbax.
+    """A preservation policy of orbax."""
 
-    keep: How many of the newest checkpoints stay.
-    keep_every: Steps divisible by it stay for good; 0 for none.
-    keep_best: How many with the lowest evaluation loss stay.
-    losses: The evaluation losses by step. Saves fill it in.
-    """
-
-    keep: int
-    keep_every: int = 0
-    keep_best: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
+    keep: int  # how many of the newest checkpoints stay
+    keep_every: int = 0  # steps divisible by it stay for good; 0 for none
+    keep_best: int = 0  # how many with the lowest evaluation loss stay
+    losses: dict[int, float] = field(default_factory=dict)  # the evaluation losses by step. Saves fill it in
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether each of these checkpoints stays. They come in the order of steps."""

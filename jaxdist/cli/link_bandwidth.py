@@ -17,16 +17,11 @@ SLOW = 0.5  # of the usual bandwidth
 
 
 class SlowLink(NamedTuple):
-    """A link that is slower than the others.
+    """A link that is slower than the others."""
 
-    ends: The two ends of a pair, or one end that is slow to all others.
-    mb_per_s: Its best bandwidth.
-    usual: The bandwidth of the others.
-    """
-
-    ends: tuple[int, ...]
-    mb_per_s: float
-    usual: float
+    ends: tuple[int, ...]  # the two ends of a pair, or one end that is slow to all others
+    mb_per_s: float  # its best bandwidth
+    usual: float  # the bandwidth of the others
 
 
 def one_device_a_process() -> list[jax.Device]:

@@ -33,18 +33,12 @@ START = ("setpriv", "--pdeathsig", "KILL", "unshare", "--uts", "--pid", "--fork"
 
 
 class ShapedLink(NamedTuple):
-    """The link of one host.
+    """The link of one host."""
 
-    rate: Bits per second, or None for a link that is not shaped.
-    text: The rate as it was given.
-    burst: Bytes that may leave at once.
-    congestion: TCP's congestion control.
-    """
-
-    rate: int | None
-    text: str
-    burst: int
-    congestion: str
+    rate: int | None  # bits per second, or None for a link that is not shaped
+    text: str  # the rate as it was given
+    burst: int  # bytes that may leave at once
+    congestion: str  # TCP's congestion control
 
 
 def parse_links(rate: str, burst: str, congestion: str, hosts: int) -> list[ShapedLink]:

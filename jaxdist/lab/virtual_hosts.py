@@ -39,22 +39,15 @@ Output = Literal["prefixed", "first", "captured"]
 
 
 class HostResult(NamedTuple):
-    """The end of the command on one host.
-
-    status: 0 to 255, 128 + n after signal n.
-    killed: Whether it was killed after the grace period.
-    seconds: Since the start of the job.
-    tx_bytes, rx_bytes: Sent and received through `eth0`, headers included.
-    stdout, stderr: The whole output if it is captured, else the last lines.
-    """
+    """The end of the command on one host."""
 
     host: int
-    status: int
-    killed: bool
-    seconds: float
-    tx_bytes: int
-    rx_bytes: int
-    stdout: str
+    status: int  # 0 to 255, 128 + n after signal n
+    killed: bool  # whether it was killed after the grace period
+    seconds: float  # since the start of the job
+    tx_bytes: int  # sent through `eth0`, headers included
+    rx_bytes: int  # received
+    stdout: str  # all of it if output is captured, else the last lines
     stderr: str
 
 
@@ -82,16 +75,9 @@ class _Host:
             pump.join()
         code = self.process.wait()
         now = byte_counts(self.namespace)
-        return HostResult(
-            self.index,
-            code if code >= 0 else 128 - code,
-            self.killed,
-            self.seconds,
-            now[0] - self.before[0],
-            now[1] - self.before[1],
-            "".join(self.kept["stdout"]),
-            "".join(self.kept["stderr"]),
-        )
+        status, moved = code if code >= 0 else 128 - code, (now[0] - self.before[0], now[1] - self.before[1])
+        printed = ("".join(self.kept["stdout"]), "".join(self.kept["stderr"]))
+        return HostResult(self.index, status, self.killed, self.seconds, *moved, *printed)
 
 
 class _Job:

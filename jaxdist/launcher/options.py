@@ -41,30 +41,22 @@ def check_command(command: Sequence[str]) -> None:
 
 
 class Plan(NamedTuple):
-    """The job to start, as the command line describes it.
-
-    procs, min_procs: Processes on this host, and the fewest with which to go on.
-    nnodes, min_nodes: Hosts, and the fewest with which to go on.
-    coordinator: "host:port", or None for a free port of this host.
-    log_option: The option that errors about the logs' folder name.
-    bind: Whether each process gets CPUs of its own.
-    grace, backoff: Seconds.
-    """
+    """The job to start, as the command line describes it."""
 
     command: tuple[str, ...]
-    procs: int
-    min_procs: int
-    nnodes: int
-    min_nodes: int
+    procs: int  # on this host
+    min_procs: int  # the fewest with which to go on
+    nnodes: int  # hosts
+    min_nodes: int  # the fewest with which to go on
     node_rank: int
-    coordinator: str | None
+    coordinator: str | None  # "host:port", or None for a free port of this host
     max_restarts: int
     run_dir: Path
     log_dir: Path
-    log_option: str
-    bind: bool
-    grace: float
-    backoff: float
+    log_option: str  # the option that errors about the logs' folder name
+    bind: bool  # whether each process has CPUs of its own
+    grace: float  # seconds
+    backoff: float  # seconds
 
 
 def make_parser() -> argparse.ArgumentParser:

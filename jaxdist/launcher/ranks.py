@@ -92,36 +92,24 @@ class Rank:
 
 
 class HostPlace(NamedTuple):
-    """The part of one host in an attempt of the job.
+    """The part of one host in an attempt of the job."""
 
-    node, nodes: The number of the host, and how many there are.
-    first_rank, world: The rank of its first process, and how many processes the job has.
-    host, port: The address of rank 0.
-    job: A name of the attempt; processes of another one do not join it.
-    """
-
-    node: int
-    nodes: int
-    first_rank: int
-    world: int
-    host: str
+    node: int  # the number of this host
+    nodes: int  # how many hosts there are
+    first_rank: int  # of the processes on this host
+    world: int  # how many processes the job has
+    host: str  # the address of rank 0
     port: int
-    job: str
+    job: str  # a name of the attempt; processes of another one do not join it
 
 
 class Outcome(NamedTuple):
-    """The end of an attempt.
+    """The end of an attempt."""
 
-    statuses: By rank, as `Rank.status`.
-    cause: The rank that failed first, or None.
-    killed: The ranks that were killed because of it.
-    elsewhere: Whether another host is lost or its ranks have failed.
-    """
-
-    statuses: dict[int, int]
-    cause: int | None
-    killed: frozenset[int]
-    elsewhere: bool = False
+    statuses: dict[int, int]  # by rank, as `Rank.status`
+    cause: int | None  # the rank that failed first, or None
+    killed: frozenset[int]  # the ranks that were killed because of it
+    elsewhere: bool = False  # whether another host is lost or its ranks have failed
 
 
 def first_cause(failed: Sequence[tuple[int, int]]) -> int | None:
@@ -131,27 +119,23 @@ def first_cause(failed: Sequence[tuple[int, int]]) -> int | None:
     return min(key, key=lambda rank: key[rank], default=None)
 
 
+@dataclass
 class Attempt:
-    """One start of all processes of this host. environs: one for each process, with its RANK in it."""
+    """One start of all processes of this host."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environs: Sequence[Mapping[str, str]],
-        *,
-        logs: Path,
-        option: str,
-        bind: bool,
-        screen: Screen,
-        number: int,
-    ) -> None:
-        self.command, self.environs, self.logs, self.option = command, environs, logs, option
-        self.bind, self.screen, self.number = bind, screen, number
-        self.ranks: list[Rank] = []
-        self.order: list[Rank] = []  # as they ended
-        self.reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(HERE / "reaper.py")], stdin=subprocess.PIPE, start_new_session=True
-        )
+    command: Sequence[str]
+    environs: Sequence[Mapping[str, str]]  # one for each process, with its RANK in it
+    logs: Path
+    option: str  # that errors about the logs' folder name
+    bind: bool
+    screen: Screen
+    number: int
+    ranks: list[Rank] = field(default_factory=list)
+    order: list[Rank] = field(default_factory=list)  # as they ended
+
+    def __post_init__(self) -> None:
+        reaper = [sys.executable, "-I", "-S", str(HERE / "reaper.py")]
+        self.reaper = subprocess.Popen(reaper, stdin=subprocess.PIPE, start_new_session=True)
 
     def start(self) -> None:
         """Start all processes."""

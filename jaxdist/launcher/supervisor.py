@@ -110,20 +110,10 @@ class Supervisor:
         """Make one attempt, to its end."""
         plan, note = self.plan, self.logs.absolute() / f"stopped-{safe_name(place.job)}-{place.node}"
         more = {STOP_NOTE: str(note)} | ({FREE_PORT: "1"} if plan.coordinator is None else {})
-        environs = [
-            rank_environ(self.environ, place, local=local, procs=self.procs, attempt=self.attempt, run_dir=plan.run_dir)
-            | more
-            for local in range(self.procs)
-        ]
-        attempt = Attempt(
-            plan.command,
-            environs,
-            logs=self.logs,
-            option=plan.log_option,
-            bind=plan.bind,
-            screen=self.screen,
-            number=self.attempt,
-        )
+        options: dict[str, Any] = {"procs": self.procs, "attempt": self.attempt, "run_dir": plan.run_dir}
+        environs = [rank_environ(self.environ, place, local=n, **options) | more for n in range(self.procs)]
+        logs = (self.logs, plan.log_option)
+        attempt = Attempt(plan.command, environs, *logs, plan.bind, self.screen, self.attempt)
         try:
             attempt.start()
             return attempt.watch(self.signals, plan.grace, self.peers or Peers(), note)
@@ -141,9 +131,8 @@ class Supervisor:
             for rank, status in others.items()
         ]
         shown = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
-        return f"rank {outcome.cause} failed first ({exit_code(outcome.statuses[outcome.cause])})" + (
-            f"; {shown}" if shown else ""
-        )
+        first = f"rank {outcome.cause} failed first ({exit_code(outcome.statuses[outcome.cause])})"
+        return f"{first}; {shown}" if shown else first
 
     def ended(self, outcome: Outcome) -> int | None:
         """The exit status of the launcher after this attempt, or None to start again."""
@@ -152,11 +141,8 @@ class Supervisor:
             return 0
         if self.signals:
             stopped = statuses <= set(HALTED)
-            self.say(
-                "stopped; the same command goes on"
-                if stopped
-                else f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}"
-            )
+            wrong = f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}"
+            self.say("stopped; the same command goes on" if stopped else wrong)
             return STOPPED if stopped else WRONG if WRONG in statuses else FAILED
         cause = outcome.statuses[outcome.cause] if outcome.cause is not None else STOPPED
         if cause == WRONG and not self.shrunk:

@@ -27,20 +27,13 @@ FLAG_PROBE_S = 60.0
 
 
 class Setting(NamedTuple):
-    """A setting of the compiler.
+    """A setting of the compiler."""
 
-    name: An option of jax, or a flag of XLA ("--xla_...").
-    value: The value that is set.
-    reason: Why.
-    source: Who says so.
-    versions: The first jax that has it, and the first that has it no more.
-    """
-
-    name: str
+    name: str  # an option of jax, or a flag of XLA ("--xla_...")
     value: str
-    reason: str
-    source: str
-    versions: tuple[tuple[int, int], tuple[int, int]] = ((0, 10), (99, 0))
+    reason: str  # why it is set
+    source: str  # who says so
+    versions: tuple[tuple[int, int], tuple[int, int]] = ((0, 10), (99, 0))  # first with, first without
 
     @property
     def here(self) -> bool:

@@ -29,21 +29,14 @@ LAUNCHERS = (
 
 
 class Job(NamedTuple):
-    """A job of several processes, as the environment describes it.
+    """A job of several processes, as the environment describes it."""
 
-    coordinator: "host:port" of process 0.
-    processes, rank: How many there are, and which one this is.
-    gpus: Indices of this process's GPUs: () for all that it sees, None for those of JAX_LOCAL_DEVICE_IDS.
-    detect: Whether JAX must find out the rest: a SLURM or MPI job with variables missing.
-    file: In place of a coordinator, the file where process 0 writes its address.
-    """
-
-    coordinator: str | None
+    coordinator: str | None  # "host:port" of process 0
     processes: int | None
-    rank: int | None
-    gpus: tuple[int, ...] | None = ()
-    detect: bool = False
-    file: str | None = None
+    rank: int | None  # of this process
+    gpus: tuple[int, ...] | None = ()  # indices of its GPUs; (): all that it sees; None: those of JAX_LOCAL_DEVICE_IDS
+    detect: bool = False  # whether JAX must find out the rest: a SLURM or MPI job with variables missing
+    file: str | None = None  # in place of a coordinator: where process 0 writes its address
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -1,5 +1,6 @@
 """Which rank is to blame when a job ends: pure functions of the messages that the watching threads have received."""
 
+import functools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +14,8 @@ LONGEST = 3.0  # a phase may take so many times what it has taken before, whatev
 SLOW_RATIO, SLOW_SHARE = 2.0, 1 / 3  # see `slow`
 MOST_SHOWN = 6  # ranks described one by one
 SYMPTOMS = ("gloo", "nccl", "connection", "coordination service", "deadline_exceeded", "unavailable", "preempt")
+
+_named = functools.partial(name_ranks, most=2 * MOST_SHOWN)
 
 
 class Beat(NamedTuple):
@@ -30,33 +33,21 @@ class Beat(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception that ends a rank.
+    """An exception that ends a rank."""
 
-    text: Its type and first line.
-    status: The exit status of the rank.
-    symptom: Whether the loss of another rank may be its cause.
-    at: When this process heard of it.
-    """
-
-    text: str
-    status: int
-    symptom: bool
-    at: float
+    text: str  # its type and first line
+    status: int  # the exit status of the rank
+    symptom: bool  # whether the loss of another rank may be its cause
+    at: float  # when this process heard of it
 
 
 class Blame(NamedTuple):
-    """The verdict on a job that ends.
+    """The verdict on a job that ends."""
 
-    kind: "gone", "silent", "stuck" or "failed".
-    ranks: The ranks to blame.
-    text: The verdict as one line.
-    status: The exit status of the other ranks.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    text: str
-    status: int
+    kind: str  # "gone", "silent", "stuck" or "failed"
+    ranks: tuple[int, ...]  # the ranks to blame
+    text: str  # the verdict as one line
+    status: int  # the exit status of the other ranks
 
 
 def beat_of(crumb: Crumb, now: float) -> Beat:
@@ -86,11 +77,6 @@ def behind(beats: Mapping[int, Beat], limit: float) -> tuple[int, ...]:
     return tuple(sorted(last)) if over else ()
 
 
-def named(ranks: Collection[int]) -> str:
-    """The ranks, in few words also where they are many."""
-    return name_ranks(ranks, most=2 * MOST_SHOWN)
-
-
 def _others(beats: Mapping[int, Beat], but: Collection[int]) -> str:
     """The phases of the other ranks, for the end of a line."""
     rest = [rank for rank in sorted(beats) if rank not in but]
@@ -103,7 +89,7 @@ def stuck(beats: Mapping[int, Beat], ranks: tuple[int, ...], why: str = "") -> B
     if len(ranks) == len(beats) > 1:
         text = f"stuck: no rank is behind the others, a collective or the devices hang; all {beats[ranks[0]]}"
     else:
-        text = f"stuck: {named(ranks)} {beats[ranks[0]]}{_others(beats, ranks)}"
+        text = f"stuck: {_named(ranks)} {beats[ranks[0]]}{_others(beats, ranks)}"
     return Blame("stuck", ranks, text + why, 75)
 
 
@@ -118,7 +104,7 @@ def gone(beats: Mapping[int, Beat], ranks: Sequence[int]) -> Blame:
     """The blame of ranks whose connections have ended, in this order: the first rank is the cause."""
     first = ranks[0]
     last = f", last {beats[first]}" if first in beats else ""
-    then = f"; then {named(ranks[1:])}" if ranks[1:] else ""
+    then = f"; then {_named(ranks[1:])}" if ranks[1:] else ""
     return Blame("gone", (first,), f"gone: rank {first} was killed or has crashed{last}{then}", 75)
 
 
@@ -131,7 +117,7 @@ def failed(failures: Mapping[int, Failure]) -> Blame:
     rest = [rank for rank in sorted(roots) if rank not in same][:MOST_SHOWN]
     also = "".join(f"; rank {rank}: {roots[rank].text}" for rank in rest)
     status = 2 if roots[first].status == 2 else 75
-    return Blame("failed", tuple(sorted(roots)), f"failed: {named(same)}: {roots[first].text}{also}", status)
+    return Blame("failed", tuple(sorted(roots)), f"failed: {_named(same)}: {roots[first].text}{also}", status)
 
 
 def slow(paces: Mapping[int, Pace]) -> str | None:
@@ -166,8 +152,8 @@ def difference(facts: Mapping[int, Mapping[str, Any]]) -> str | None:
             groups.setdefault(str(facts[rank].get(field, "nothing")), []).append(rank)
         if len(groups) > 1:
             right = max(groups, key=lambda value: len(groups[value]))
-            odd = [f"{value} on {named(ranks)}" for value, ranks in groups.items() if value != right]
-            found.append(f"{field}: {'; '.join(odd[:MOST_SHOWN])}, but {right} on {named(groups[right])}")
+            odd = [f"{value} on {_named(ranks)}" for value, ranks in groups.items() if value != right]
+            found.append(f"{field}: {'; '.join(odd[:MOST_SHOWN])}, but {right} on {_named(groups[right])}")
     if not found:
         return None
     more = f" (and {len(found) - 1} more that differ)" if found[1:] else ""

@@ -22,19 +22,13 @@ LIMITS = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(LONG, 10.0)}
 
 
 class Crumb(NamedTuple):
-    """The phase of a main thread.
+    """The phase of a main thread."""
 
-    order: How many phases were entered before: the rank's progress, for every rank enters the same ones.
-    step: The last step begun, from 1.
-    since: When the phase was entered, by `time.monotonic`.
-    longest: Seconds that a phase of `LONG` has taken before, else 0.
-    """
-
-    order: int
-    step: int
+    order: int  # how many phases were entered before: the rank's progress, for every rank enters the same ones
+    step: int  # the last step begun, from 1
     phase: str
-    since: float
-    longest: float = 0.0
+    since: float  # when the phase was entered, by `time.monotonic`
+    longest: float = 0.0  # seconds that a phase of `LONG` has taken before, else 0
 
 
 class Pace(NamedTuple):

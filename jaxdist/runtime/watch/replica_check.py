@@ -25,17 +25,12 @@ DEVICES_SHOWN = 4  # in a line
 
 
 class Odd(NamedTuple):
-    """A leaf whose copies differ.
-
-    devices: Indices, in the mesh's order, of the devices that differ from the majority; of all where there is none.
-    sure: Whether there is a majority, so that it is known which devices are wrong.
-    copies: How many devices have this part of the leaf.
-    """
+    """A leaf whose copies differ."""
 
     leaf: str
-    devices: tuple[int, ...]
-    sure: bool
-    copies: int
+    devices: tuple[int, ...]  # indices in the mesh of those that differ from the majority; all where there is none
+    sure: bool  # whether there is a majority, so that it is known which devices are wrong
+    copies: int  # how many devices have this part of the leaf
 
 
 class ReplicasDiffer(Exception):
