@@ -189,9 +189,9 @@ import os
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxdist.runtime.join.environment import find_job
-from jaxdist.runtime.join import join
+from jaxdist.runtime.join.join import join_job
 jax.config.update("jax_platforms", "cpu")
-join(find_job(os.environ))
+join_job(find_job(os.environ))
 mesh = jax.make_mesh((3,), ("data",))
 here = np.full((1, 250_000), 10.0 ** jax.process_index(), np.float32)
 x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), here)
