@@ -7,16 +7,16 @@ from jaxdist.lab.network import clean, unavailable
 from jaxdist.lab.virtual_hosts import HostResult, Output, exit_status, run_on_hosts
 from jaxdist.launcher.options import CommandParser, split_command
 
-DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N processes of one job, each behind a link of
-the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs
+LAB_DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N processes of one job, each behind a link
+of the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs
 Linux and root; COMMAND runs as root too. It finds the job in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
 JAX_PROCESS_ID, and HOST_INDEX, HOST_COUNT, VIRTUAL_HOSTS_INTERFACE and VIRTUAL_HOSTS_RATE."""
-USAGE = "virtual_hosts.py -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       virtual_hosts.py --clean"
+LAB_USAGE = "virtual_hosts.py -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       virtual_hosts.py --clean"
 
 
 def make_lab_parser() -> CommandParser:
     """The options before `--`."""
-    parser = CommandParser(description=DESCRIPTION, usage=USAGE)
+    parser = CommandParser(description=LAB_DESCRIPTION, usage=LAB_USAGE)
     add = parser.add_argument
     add("-n", "--hosts", type=int, metavar="N", help="number of hosts, 1 to 64")
     add("--rate", help="of every link, both ways, as 200mbit; or one a host, with commas; or none")

@@ -164,7 +164,7 @@ def remove(names: Sequence[str]) -> None:
         ETC.rmdir()
 
 
-def build(name: str, links: Sequence[ShapedLink]) -> None:
+def build_network(name: str, links: Sequence[ShapedLink]) -> None:
     """Make the switch, the hosts and the links between them."""
     switch = f"{name}-switch"
     _do("ip", "netns", "add", switch)

@@ -17,7 +17,7 @@ from jaxdist.lab.network import (
     START,
     SUBNET,
     ShapedLink,
-    build,
+    build_network,
     byte_counts,
     clean,
     new_name,
@@ -213,7 +213,7 @@ def run_on_hosts(
         clean()
         job = _Job(new_name(), links, output, os.environ if environ is None else environ, received)
         try:
-            build(job.name, links)
+            build_network(job.name, links)
             job.begun = time.monotonic()
             for index in range(0 if received else hosts):
                 job.start(command, index)

@@ -16,14 +16,13 @@ from typing import Any
 
 from jaxdist.errors import UserError
 from jaxdist.launcher.ranks import POLL_S, HostPlace, Outcome, Peers, first_cause
-from jaxdist.runtime.connection import PROTOCOL, Connection, JsonObject, format_address, listen, open_connection
+from jaxdist.runtime.connection import NAME_S, PROTOCOL, Connection, JsonObject, format_address, listen, open_connection
 from jaxdist.runtime.join.roll_call import NOTICE_S, MissingPeers
 from jaxdist.runtime.rank_names import name_ranks
 
 SETTLE_S = 15.0  # beyond the grace period, until another host must have said how its ranks ended
 LOST_S = 30  # a host that answers nothing for so long is lost: one without power or network does not hang up
-NAME_S = 30.0  # until host 0's own name must be known to it
-CONNECT_S, RETRY_S = 2.0, 0.2  # of a try to reach host 0, and until the next one
+TRY_S, PAUSE_S = 2.0, 0.2  # of a try to reach host 0, and until the next one
 CLOSE_S = 5.0  # in which a last message must be sent
 
 
@@ -208,9 +207,9 @@ class OtherHost(Peers):
 
     def _connect(self, procs: int) -> None:
         try:
-            self.connection = open_connection(*self.where, CONNECT_S, LOST_S)
+            self.connection = open_connection(*self.where, TRY_S, LOST_S)
         except OSError:  # not there yet
-            time.sleep(RETRY_S)
+            time.sleep(PAUSE_S)
             return
         who: dict[str, Any] = {"node": self.node, "nnodes": self.nnodes, "procs": procs, "launcher": self.launcher}
         self.connection.send({"jaxdist": PROTOCOL, "status": "hello"} | who)

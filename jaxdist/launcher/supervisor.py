@@ -26,7 +26,7 @@ from jaxdist.runtime.join.environment import FREE_PORT, INIT_METHOD, JOB_ID, NUM
 from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
 from jaxdist.runtime.run_folder import RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
 
-FAILED, WRONG = 1, 2
+FAILURE, WRONG = 1, 2
 ATTEMPT = "JAXDIST_ATTEMPT"  # of the job, from 1
 MAX_BACKOFF_S = 60.0
 # Variables that an outer launcher may have left in the environment. They would win over those that are set here.
@@ -143,7 +143,7 @@ class Supervisor:
             stopped = statuses <= set(HALTED)
             wrong = f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}"
             self.say("stopped; the same command goes on" if stopped else wrong)
-            return STOPPED if stopped else WRONG if WRONG in statuses else FAILED
+            return STOPPED if stopped else WRONG if WRONG in statuses else FAILURE
         cause = outcome.statuses[outcome.cause] if outcome.cause is not None else STOPPED
         if cause == WRONG and not self.shrunk:
             self.say(f"{self.describe(outcome)}; not started again: it would fail again")
@@ -168,9 +168,9 @@ class Supervisor:
             return None
         if self.plan.max_restarts == 0:
             self.say(self.describe(outcome))
-            return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILED
+            return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILURE
         self.say(f"{self.describe(outcome)}; given up after {self.fruitless} restarts without a newer checkpoint")
-        return WRONG if cause == WRONG else FAILED
+        return WRONG if cause == WRONG else FAILURE
 
     def close(self) -> None:
         """Hang up, close the log."""

@@ -19,6 +19,7 @@ from jaxdist.errors import UserError
 
 PROTOCOL = 1  # of the messages; roll call and launchers send it as "jaxdist", and refuse another one
 MAX_LINE = 1 << 20  # bytes; more without an end is noise, while the statuses of some thousand ranks fit
+NAME_S = 30.0  # until the name of the host on which to listen must be known to it
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S = 10, 5
 
 JsonObject = dict[str, Any]

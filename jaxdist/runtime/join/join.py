@@ -8,13 +8,12 @@ import jax
 from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` finds out by itself
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import PortTaken, format_address, listen, split_address
+from jaxdist.runtime.connection import NAME_S, PortTaken, format_address, listen, split_address
 from jaxdist.runtime.join import rendezvous_file
 from jaxdist.runtime.join.environment import FREE_PORT, JOB_ID, Job
 from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
 
 HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
-NAME_S = 30.0  # until process 0's own name must be known to it
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 

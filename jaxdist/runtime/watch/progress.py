@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-Batch = TypeVar("Batch")
+StepBatch = TypeVar("StepBatch")
 
 WINDOW = 10  # steps whose times are compared between ranks
 WARM = 3  # steps without a limit: the first is compiled and connects its devices, which is seen two steps later
@@ -75,7 +75,7 @@ class Breadcrumbs:
         """Enter a phase of a step. It is called compile in the first steps."""
         self.enter(phase if self._warm >= WARM else "compile")
 
-    def steps(self, batches: Iterable[Batch], first: int) -> Iterator[Batch]:
+    def steps(self, batches: Iterable[StepBatch], first: int) -> Iterator[StepBatch]:
         """The batches, as steps from first + 1 on. Waiting for a batch is phase data, its use begins as phase host. The
         first batch is a phase of its own: a source may have to be read up to its place."""
         rest, step, self._warm = iter(batches), first, 0
