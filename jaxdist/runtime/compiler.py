@@ -33,12 +33,6 @@ class Setting(NamedTuple):
     value: str
     reason: str  # why it is set
     source: str  # who says so
-    versions: tuple[tuple[int, int], tuple[int, int]] = ((0, 10), (99, 0))  # first with, first without
-
-    @property
-    def here(self) -> bool:
-        """Whether the jax that is installed has it."""
-        return self.versions[0] <= jax.__version_info__[:2] < self.versions[1]
 
 
 # The settings of `preset: fast`. Those of "gpu" are only for a step that does not prefetch: a step that prefetches
@@ -74,7 +68,7 @@ DETERMINISTIC = (
 def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list[str]:
     """The flags to add to XLA_FLAGS, which has the value `given`. A flag of the environment wins over one of `flags`,
     and that over one of the preset."""
-    wanted = {each.name: f"{each.name}={each.value}" for each in preset if each.name.startswith("--") and each.here}
+    wanted = {each.name: f"{each.name}={each.value}" for each in preset if each.name.startswith("--")}
     wanted |= {flag_name(flag): flag for flag in flags}
     known = names_given(given)
     return [flag for name, flag in wanted.items() if name not in known]
@@ -159,7 +153,7 @@ def set_options(config: Config, backend: str) -> None:
         return
     for each in PRESETS[backend]:
         untouched = each.name.upper() not in os.environ and str(jax.config.values[each.name]) == "UNKNOWN"
-        if not each.name.startswith("--") and each.here and untouched:
+        if not each.name.startswith("--") and untouched:
             jax.config.update(each.name, each.value)
 
 
