@@ -27,8 +27,8 @@ def broken(how: str, rank: int, folder: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if (how, rank) == ("arrays", 1):
-            told, future = barrier._Told, SimpleNamespace(result=fail)
-            patch.setattr(barrier, "_Told", lambda _, saves: told(future, saves))
+            shared, future = barrier._SharedFuture, SimpleNamespace(result=fail)
+            patch.setattr(barrier, "_SharedFuture", lambda _, saves: shared(future, saves))
         if (how, rank) == ("merging", 0):
             patch.setattr(Merging, "fails", True)
         if (how, rank) == ("metadata", 0):
