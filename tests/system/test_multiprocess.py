@@ -1,20 +1,17 @@
 """The command line in processes of its own: two of four simulated devices train like one of eight; signals, errors."""
 
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import child
 import jax
 import numpy as np
 import pytest
+from jobs import Environ, Processes, by_jax, free_port, torchrun
 
 from jaxdist import load_config, make_mesh, make_optimizer, state_target
 from jaxdist.checkpoint import Checkpoints
@@ -39,85 +36,6 @@ checkpoint: {every: 4}
 devices: {platform: cpu, simulated: 4}
 observe: {report: false}
 """
-
-Environ = dict[str, str]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def torchrun(port: int, rank: int) -> Environ:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-
-
-def by_jax(port: int, rank: int) -> Environ:
-    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
-
-
-class Processes:
-    """Python processes started together in one folder; whatever happens, none of them outlives the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.running: list[subprocess.Popen[bytes]] = []
-
-    def add(self, arguments: Sequence[str], environ: Environ, folder: Path | None = None) -> None:
-        clean = {key: value for key, value in child.environment().items() if key not in torchrun(0, 0)}
-        rank = len(self.running)
-        with (self.folder / f"out{rank}").open("wb") as out, (self.folder / f"err{rank}").open("wb") as err:
-            self.running.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments],
-                    env=clean | child.QUICK | environ,
-                    stdout=out,
-                    stderr=err,
-                    cwd=folder or self.folder,
-                )
-            )
-
-    def out(self, rank: int) -> str:
-        """Standard output, without what gloo prints there when it connects, from several threads at once: a number or
-        the end of a line may come after another line."""
-        text = (self.folder / f"out{rank}").read_text()
-        return "\n".join(
-            line for line in text.splitlines() if "peer ranks" not in line and not re.fullmatch(r"\d*", line)
-        )
-
-    def err(self, rank: int) -> str:
-        return (self.folder / f"err{rank}").read_text()
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {i}\n{self.out(i)}\n{self.err(i)}" for i in range(len(self.running)))
-
-    def wait(self, seconds: float = 60) -> list[int]:
-        """Exit statuses. Fails, with what they printed, when not all have ended in time."""
-        deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in self.running):
-            if time.monotonic() > deadline:
-                self.kill()
-                pytest.fail(f"not ended after {seconds} s\n{self.logs()}")
-            time.sleep(0.02)
-        return [process.returncode for process in self.running]
-
-    def until(self, seen: Callable[[], bool], what: str, seconds: float = 120) -> None:
-        """Fails, with what they printed, when one of them ends before it is seen."""
-        deadline = time.monotonic() + seconds
-        while not seen():
-            if time.monotonic() > deadline or any(process.poll() is not None for process in self.running):
-                self.kill()
-                pytest.fail(f"not seen in {seconds} s: {what}\n{self.logs()}")
-            time.sleep(0.02)
-
-    def wait_for_step(self, metrics: Path, step: int, seconds: float = 60) -> None:
-        self.until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= step, f"step {step}", seconds)
-
-    def kill(self) -> None:
-        for process in self.running:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
