@@ -329,7 +329,7 @@ def test_nearest(word: str, name: str | None) -> None:
 
 def test_reference_is_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "config_reference.py")],
+        [sys.executable, str(ROOT / "scripts" / "docs" / "config_reference.py")],
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

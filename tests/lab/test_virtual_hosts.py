@@ -179,8 +179,8 @@ PSUM = """
 import os
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.runtime.job import describe_job
-from jaxdist.runtime.join import join
+from jaxdist.runtime.join.environment import describe_job
+from jaxdist.runtime.join.join import join
 jax.config.update("jax_platforms", "cpu")
 join(describe_job(os.environ))
 mesh = jax.make_mesh((3,), ("data",))

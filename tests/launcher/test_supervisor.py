@@ -291,14 +291,14 @@ def test_a_note_that_cannot_be_left(tmp_path: Path, capsys: pytest.CaptureFixtur
 TAKEN = """
 import os, socket, sys
 from jaxdist.errors import UserError
-from jaxdist.runtime import join, job, rollcall
-described = job.describe_job(os.environ)
+from jaxdist.runtime.join import environment, join, roll_call
+described = environment.describe_job(os.environ)
 taken = None
 if os.environ["JAXDIST_ATTEMPT"] == "1":
-    taken = socket.create_server(job.split_address(described.coordinator))
+    taken = socket.create_server(environment.split_address(described.coordinator))
 try:
     join._gather(described._replace(processes=1), 1, 5.0)
-except rollcall.MissingPeers as error:
+except roll_call.MissingPeers as error:
     sys.exit(print(f"error: {error}") or 75)
 except UserError as error:
     sys.exit(print(f"error: {error}") or 2)

@@ -232,7 +232,7 @@ def test_a_program_without_stages_stays_as_it_is(strategy: str, monkeypatch: pyt
 
     cases = [{"schedule": "accumulate", "data": 2, "fsdp": 2}, {"schedule": "one_f_one_b", "pipe": 2}]
     spread = [texts(**case) for case in cases]
-    monkeypatch.setattr("jaxdist.parallel.strategy.spreading", lambda strategy, options: strategy)
+    monkeypatch.setattr("jaxdist.parallel.compose.spreading", lambda strategy, options: strategy)
     plain = [texts(**case) for case in cases]
     assert [a == b for a, b in zip(spread, plain, strict=True)] == [True, False]
 

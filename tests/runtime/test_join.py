@@ -335,9 +335,9 @@ LISTENING = """
 import json, os, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
-from jaxdist.runtime.job import describe_job
-from jaxdist.runtime.join import join
-from jaxdist.runtime.rollcall import MissingPeers
+from jaxdist.runtime.join.environment import describe_job
+from jaxdist.runtime.join.join import join
+from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.errors import UserError
 try:
     join(describe_job(os.environ))

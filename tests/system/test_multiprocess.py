@@ -188,7 +188,7 @@ def test_taken_port(processes: Processes) -> None:
 
 READ_A_BATCH = """
 import json
-from jaxdist.config import load_config
+from jaxdist.config.load import load_config
 from jaxdist.data import Loader
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime.start import start
@@ -376,17 +376,17 @@ def test_same_bits_in_one_process_and_in_two(make_folder: Callable[[], Path]) ->
 
 SLOW_EVALUATION = """
 import sys, threading, time
-from jaxdist.config import load_config
-from jaxdist.evaluator import Evaluator
-from jaxdist.train import train
+from jaxdist.config.load import load_config
+from jaxdist.trainer.evaluation import Evaluator
+from jaxdist.trainer.train import train
 def hang(self, params):
     open("hanging", "w").close()
     time.sleep(600)
 if sys.argv[1] == "evaluation":
     Evaluator.__call__ = hang
 else:
-    from jaxdist.checkpoint import integrity
-    integrity.seal = lambda folder, step: hang(None, None)
+    from jaxdist.checkpoint import checksums
+    checksums.seal = lambda folder, step: hang(None, None)
 config = load_config("tiny.yaml", [*sys.argv[2:], "train.steps=1000000", "train.eval_every=3", "checkpoint.every=2"])
 from pathlib import Path
 sys.exit(train(config, Path("run")))
@@ -428,7 +428,7 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
         "c.TrainStep.__call__ = call\n"
     )
     run = (
-        "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n"
+        "import sys; from pathlib import Path; from jaxdist.config.load import load_config\n"
         "from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', ['mesh.tensor=1', "
         f"'devices.simulated={4 // count}']), Path('run')))"
     )
@@ -461,7 +461,7 @@ def test_a_process_behind_in_its_first_step_stops_with_the_others(processes: Pro
     )
     options = ["mesh.tensor=1", "devices.simulated=2", "train.max_hours=1e-6", "train.steps=1000"]
     run = (
-        "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n"
+        "import sys; from pathlib import Path; from jaxdist.config.load import load_config\n"
         f"from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', {options}), Path('run')))"
     )
     for rank in range(2):
