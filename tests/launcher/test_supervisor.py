@@ -523,7 +523,7 @@ def test_a_lost_host_is_done_without_and_taken_in_again(hosts: Callable[..., Lau
 def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not close its connection: the next attempt does without it, and another launcher takes its place. Where
     it lives, the same launcher may take it back at once."""
-    monkeypatch.setattr(hosts, "SETTLE_S", 0.1)
+    monkeypatch.setattr(agents, "SETTLE_S", 0.1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = probe.getsockname()

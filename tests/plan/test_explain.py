@@ -64,6 +64,7 @@ def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
 
 def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "explain.py"), "--config", "configs/llama_8b_fsdp.yaml"]
+    command += ["--budget", "configs/budgets/llama_8b_fsdp.json"]
     done = subprocess.run(
         [*command, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--parameters", "--activations"],
         cwd=ROOT,
