@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 
@@ -64,6 +65,11 @@ def equations(jaxpr: Any, stack: str = "") -> Iterator[tuple[str, Any]]:
         yield inner, equation
         for sub in jaxprs_in_params(equation.params):
             yield from equations(sub, inner)
+
+
+def floats(equation: Any) -> set[str]:
+    """Names of the floating-point types of its operands."""
+    return {str(x.aval.dtype) for x in equation.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)}
 
 
 def names_in(equation: Any) -> set[str]:

@@ -69,11 +69,11 @@ def joined() -> Any:
     from jax.sharding import PartitionSpec as P
 
     jax.config.update("jax_platforms", "cpu")
-    from jaxdist.runtime.join.environment import describe_job
+    from jaxdist.runtime.join.environment import find_job
     from jaxdist.runtime.join.join import join
     from jaxdist.state import TrainState
 
-    job = describe_job(os.environ)
+    job = find_job(os.environ)
     assert job is not None
     join(job)
     mesh, rows = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), jax.device_count()

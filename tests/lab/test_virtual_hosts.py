@@ -11,6 +11,7 @@ from pathlib import Path
 
 import child
 import pytest
+from jobs import wait_until
 
 from jaxdist.errors import UserError
 from jaxdist.lab.network import ShapedLink, parse_links, unavailable
@@ -77,13 +78,6 @@ def sleepers() -> list[str]:
         if words[:2] == SLEEP.encode().split():
             found.append(path.parent.name)
     return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 SEND = """

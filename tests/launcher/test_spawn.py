@@ -32,10 +32,10 @@ def add_up(rank: int, folder: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import multihost_utils
 
-    from jaxdist.runtime.join.environment import describe_job
+    from jaxdist.runtime.join.environment import find_job
     from jaxdist.runtime.join.join import join
 
-    job = describe_job(os.environ)
+    job = find_job(os.environ)
     assert job is not None
     join(job)
     total = multihost_utils.process_allgather(jax.numpy.array(10 ** jax.process_index())).sum()

@@ -15,6 +15,7 @@ from typing import Any
 
 import child
 import pytest
+from jobs import wait_until
 
 from jaxdist.errors import UserError
 from jaxdist.launcher import hosts as agents
@@ -60,12 +61,19 @@ class Launcher:
 
     def until(self, path: str, text: str = "", seconds: float = 30) -> str:
         """Wait until a file in the folder holds a text, and give what it holds."""
-        deadline, file = time.monotonic() + seconds, self.folder / path
-        while not (file.exists() and text in file.read_text() and file.read_text()):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                pytest.fail(f"{text!r} is not in {path}: {self.process.poll()}\n{self.out()}\n{self.err()}")
-            time.sleep(0.02)
-        return file.read_text()
+        file = self.folder / path
+
+        def seen() -> str:
+            said = file.read_text() if file.exists() else ""
+            return said if text in said else ""
+
+        return wait_until(
+            seen,
+            f"{text!r} in {path}",
+            seconds,
+            over=lambda: self.process.poll() is not None,
+            logs=lambda: f"{self.process.poll()}\n{self.out()}\n{self.err()}",
+        )
 
 
 @pytest.fixture

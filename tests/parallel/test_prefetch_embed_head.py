@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
+from layouts import SEQ, initial
 from levels import levels
 from optax import MaskedNode
-from test_layouts import SEQ, initial
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.config.resolve import resolve_model

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import pytest
-import test_layouts as layouts
 from jaxprs import collectives, names_of_values
 from levels import levels
 

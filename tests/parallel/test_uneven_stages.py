@@ -5,16 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import oracle
+import pipelines
 import pytest
-import test_layouts as layouts
-import test_pipeline as pipelines
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from levels import levels
-from test_pipeline import Case
+from pipelines import Case
 
 from jaxdist.collectives import to_varying
 from jaxdist.config.schema import OptimizerConfig

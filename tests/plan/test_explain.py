@@ -64,6 +64,7 @@ def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
 
 def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "explain.py"), "--config", "configs/llama_8b_fsdp.yaml"]
+    command += ["--budget", "configs/budgets/llama_8b_fsdp.json"]
     done = subprocess.run(
         [*command, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--parameters", "--activations"],
         cwd=ROOT,
@@ -99,15 +100,6 @@ def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 10_000
     for text in ("A device sends", "Memory of a device", "bytes a device", "Kept for the backward pass"):
         assert text in done.stdout
-
-
-def test_readme_shows_what_is_printed() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme[readme.index("$ python scripts/explain.py") :].partition("```")[0].splitlines()
-    command = shown[0].removeprefix("$ python ").split()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    lines = re.compile(r":\d+$")  # they move with every edit
-    assert [lines.sub("", text) for text in done.stdout.splitlines()] == [lines.sub("", text) for text in shown[1:]]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import pytest
+from batches import token_shapes
 from jax.sharding import NamedSharding
 from levels import levels
 
@@ -37,21 +37,12 @@ def model(style: str = "llama", *, tied: bool = False, layers: int = LAYERS) -> 
     return gpt(config, max_length=LENGTH)
 
 
-def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
-    grid = (rows, LENGTH)
-    return {
-        "inputs": jax.ShapeDtypeStruct(grid, np.int32),
-        "targets": jax.ShapeDtypeStruct(grid, np.int32),
-        "weights": jax.ShapeDtypeStruct(grid, np.float32),
-    }
-
-
 def ledger_of(definition: Any, strategy: str, **options: Any) -> Any:
     """On a mesh without devices. options: sizes of the mesh, and arguments of `make_train_step`."""
     sizes = {axis: options.pop(axis) for axis in ("data", "fsdp", "tensor") if axis in options}
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
     step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
-    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), batch())
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), token_shapes(ROWS))
 
 
 def unit_bytes(definition: Any) -> dict[str, int]:
@@ -175,7 +166,7 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
     step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
     data = {
         name: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch().items()
+        for name, leaf in token_shapes(ROWS).items()
     }
     compiled = compiled_collectives(step.lower(state, data).compile().as_text())
     planned, found = ledger(step, state, data), dict[str, float]()
@@ -197,7 +188,7 @@ def test_what_the_compiler_adds_is_told_apart() -> None:
     step = make_train_step(definition, tx, mesh, strategy="zero3")
     data = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch().items()
+        for name, leaf in token_shapes(ROWS).items()
     }
     added = [each for each in compiled_collectives(step.lower(state, data).compile().as_text()) if each.added]
     assert added and {each.op for each in added} == {"psum"} and sum(each.wire_bytes for each in added) < 1000

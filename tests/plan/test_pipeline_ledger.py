@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from batches import token_shapes
 from jax.sharding import NamedSharding, PartitionSpec
 from levels import levels
 
@@ -42,15 +43,6 @@ def model(*, tied: bool = False, layers: int = LAYERS) -> Any:
     return gpt(config, max_length=LENGTH)
 
 
-def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
-    grid = (rows, LENGTH)
-    return {
-        "inputs": jax.ShapeDtypeStruct(grid, np.int32),
-        "targets": jax.ShapeDtypeStruct(grid, np.int32),
-        "weights": jax.ShapeDtypeStruct(grid, np.float32),
-    }
-
-
 def ledger_of(
     schedule: str,
     *,
@@ -65,7 +57,7 @@ def ledger_of(
     step = make_train_step(
         definition, tx, mesh, strategy=strategy, schedule=schedule, microbatches=microbatches, precision=precision
     )
-    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), batch())
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), token_shapes(ROWS))
 
 
 def table(schedule: str, stages: int, microbatches: int) -> Ticks:
@@ -167,7 +159,7 @@ def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
     definition = arrange(model(layers=8), stages=stages, chunks=chunks)
     step = make_train_step(definition, tx, mesh, strategy="zero3", schedule=schedule, microbatches=microbatches)
-    rows = batch(microbatches * 2)
+    rows = token_shapes(microbatches * 2)
     found = ledger(step, state_target(definition, tx, mesh, strategy="zero3"), rows)
     inside = [each for each in found.collectives if each.phase != "once a step" and each.op != "ppermute"]
     assert len(inside) > 20 and not any(each.conditional for each in inside)
@@ -203,7 +195,7 @@ def test_the_compiled_program_sends_as_much(schedule: str) -> None:
     step = make_train_step(definition, tx, mesh, schedule=schedule, microbatches=4)
     data = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch().items()
+        for name, leaf in token_shapes(ROWS).items()
     }
     state = state_target(definition, tx, mesh)
     compiled = compiled_collectives(step.lower(state, data).compile().as_text())

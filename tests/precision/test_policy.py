@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from jaxprs import equations
+from batches import random_tokens
+from jaxprs import equations, floats
 from levels import levels
 
 from jaxdist import registry
@@ -66,11 +67,6 @@ TABLE = {
 }
 
 
-def batch(rows: int = 8, length: int = 8) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(0).integers(0, 32, (rows, length + 1)).astype(np.int32)
-    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((rows, length), np.float32)}
-
-
 def spied(model: ModelDef, seen: dict[str, str]) -> ModelDef:
     """The model, whose units write down the dtypes of the parameters that they are given."""
 
@@ -89,10 +85,6 @@ def spied(model: ModelDef, seen: dict[str, str]) -> ModelDef:
         return run
 
     return model._replace(**{name: unit(name) for name in ("embed", "block", "head", "logits")})
-
-
-def floats(equation: Any) -> set[str]:
-    return {str(x.aval.dtype) for x in equation.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)}
 
 
 def trace(
@@ -122,7 +114,7 @@ def trace(
         prefetch=prefetch,
         microbatches=2 if axes.get("pipe", 1) > 1 else 1,
     )
-    return target, step.jitted(target).trace(target, batch()).jaxpr
+    return target, step.jitted(target).trace(target, random_tokens()).jaxpr
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -176,7 +168,7 @@ def test_the_ledger_reads_a_step_of_o1_like_one_of_fp32() -> None:
     found = []
     for name in ("fp32", "O1"):
         step = make_train_step(model, tx, mesh, strategy="zero3", precision=name)
-        rows = ledger(step, target, batch()).collectives
+        rows = ledger(step, target, random_tokens()).collectives
         found.append(sorted((row.op, row.axes, row.source, row.phase, row.purpose, row.calls) for row in rows))
     assert found[0] == found[1] and any("nn/linear.py" in row[2] for row in found[1])
 
@@ -203,7 +195,7 @@ def test_frozen_parameters_are_kept_too(strategy: str) -> None:
     model, mesh, tx, freeze = gpt(GPT2, max_length=8), make_mesh(fsdp=2), optax.sgd(0.1), ("*norm1*", "embed.*")
     target = state_target(model, tx, mesh, strategy=strategy, freeze=freeze)
     step = make_train_step(spied(model, seen), tx, mesh, strategy=strategy, precision="O2", freeze=freeze)
-    step.jitted(target).trace(target, batch())
+    step.jitted(target).trace(target, random_tokens())
     assert seen == {path: F32 if "norm" in path else F16 for path in seen} and len(seen) == 16
 
 
@@ -215,7 +207,7 @@ def test_evaluation_and_sampling_run_in_the_policy(name: str, params: str, kept:
     strategy = get_strategy(StrategyOptions(policy, strategy="zero3"))
     target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
     parts = model, mesh, specs_of_arrays(target.params), strategy
-    evaluation = make_eval_step(*parts).trace(target.params, batch()).jaxpr
+    evaluation = make_eval_step(*parts).trace(target.params, random_tokens()).jaxpr
     tokens = jnp.zeros((2, 8), jnp.int32)
     sampling = make_sampler(*parts).trace(target.params, tokens, 1, 2, jax.random.key(0)).jaxpr
     assert seen == {path: kept if "norm" in path else params for path in seen} and len(seen) == 16
@@ -302,7 +294,7 @@ def first_step(policy: str, strategy: str, schedule: str, axes: tuple[tuple[str,
         return_grads=True,
         microbatches=2 if mesh.shape["pipe"] > 1 else 1,
     )
-    metrics = step(init_state(model, tx, mesh, strategy=strategy), batch())[1]
+    metrics = step(init_state(model, tx, mesh, strategy=strategy), random_tokens())[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
 

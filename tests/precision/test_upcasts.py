@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from test_policy import BF16, batch, equations, floats
+from batches import random_tokens
+from jaxprs import equations, floats
 
 from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
@@ -38,10 +39,15 @@ GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32, dropout=
 def test_every_product_of_a_bf16_step_has_bf16_operands(config: ModelConfig, axes: Any, options: Any) -> None:
     model, mesh, tx = gpt(config, max_length=8), make_mesh(**axes), optax.adamw(1e-3)
     target = state_target(model, tx, mesh, strategy=options.get("strategy", "ddp"))
-    jaxpr = make_train_step(model, tx, mesh, precision="bf16", **options).jitted(target).trace(target, batch()).jaxpr
+    jaxpr = (
+        make_train_step(model, tx, mesh, precision="bf16", **options)
+        .jitted(target)
+        .trace(target, random_tokens())
+        .jaxpr
+    )
     products = [(stack, each) for stack, each in equations(jaxpr) if each.primitive.name == "dot_general"]
     assert len(products) >= 12
-    wide = [f"{stack}: {each}" for stack, each in products if floats(each) != {BF16}]
+    wide = [f"{stack}: {each}" for stack, each in products if floats(each) != {"bfloat16"}]
     assert not wide, "\n".join(wide)
 
 
@@ -59,12 +65,12 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         with jax.numpy_dtype_promotion("standard"):
-            want = jax.device_get(jax.grad(oracle.loss)(exact, batch(32), resolve_model(config)))
+            want = jax.device_get(jax.grad(oracle.loss)(exact, random_tokens(32), resolve_model(config)))
 
     def errors() -> Any:
         step = make_train_step(model, tx, mesh, precision="bf16", return_grads=True)
         state = place_params(params, tx, state_target(model, tx, mesh))
-        return jax.tree.map(oracle.error, jax.device_get(step(state, batch(32))[1]["grads"]), want)
+        return jax.tree.map(oracle.error, jax.device_get(step(state, random_tokens(32))[1]["grads"]), want)
 
     now = errors()
     for module in (attention, embedding):
