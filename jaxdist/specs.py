@@ -93,7 +93,7 @@ def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> Py
 
 
 def map_named(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
-    """`map_specs` in which a leaf's path names its equations, so that ledger and profiles show the path."""
+    """`map_specs`, with the path of each leaf as the name of its equations: ledger and profiles show it."""
 
     def named(path: tuple[Any, ...], *leaves: Any) -> Any:
         with jax.named_scope(path_name(path) or "parameter"):
