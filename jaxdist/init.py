@@ -16,7 +16,7 @@ from jaxdist.parallel.grad_sync import GradSync, residual_target
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle
-from jaxdist.state import TrainState, abstract_state, allocate_state, on_host, place_params
+from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
 DEFAULT_SYNC = GradSync()
 Rules = Sequence[tuple[str, P]]
@@ -94,7 +94,7 @@ def init_state(
     )
     optimizer = only_trained(optimizer, freeze)
     if isinstance(source, ModelDef):
-        return allocate_state(source.init, jax.random.key(seed), optimizer, target)
+        return allocate(source.init, jax.random.key(seed), optimizer, target)
     if callable(source):
-        return allocate_state(source, jax.random.key(seed), optimizer, target)
+        return allocate(source, jax.random.key(seed), optimizer, target)
     return place_params(source, optimizer, target)
