@@ -16,7 +16,7 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle
-from jaxdist.state import TrainState, abstract_state, allocate_state, on_host, place_params
+from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
 Rules = Sequence[tuple[str, P]]
 Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
@@ -78,7 +78,7 @@ def init_state(
     target = state_target(source, optimizer, mesh, options, rules=rules)
     optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
     if isinstance(source, ModelDef):
-        return allocate_state(source.init, key, optimizer, target)
+        return allocate(source.init, key, optimizer, target)
     if callable(source):
-        return allocate_state(source, key, optimizer, target)
+        return allocate(source, key, optimizer, target)
     return place_params(source, optimizer, target)

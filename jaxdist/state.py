@@ -169,7 +169,7 @@ def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
             )
 
 
-def allocate_state(
+def allocate(
     make_params: Callable[[jax.Array], PyTree],
     key: jax.Array,
     optimizer: optax.GradientTransformation,

@@ -77,20 +77,20 @@ NOTHING = Cost(0, 0, 0, 0)
 
 # Latency and bandwidth of one ppermute. "local" and the TCP latency were measured (docs/collectives.md says where);
 # bandwidths of hardware are the vendors' one-way figures a GPU, latencies of NCCL what nccl-tests commonly shows.
-KNOWN_LINKS = {
+LINKS = {
     "local": Link(200e-6, 1e9),  # eight simulated devices on two cores: within a factor of two
     "nvlink": Link(6e-6, 450e9),  # H100: NVLink 4, 900 GB/s both ways
     "infiniband": Link(15e-6, 50e9),  # 400 Gbit/s a GPU
     "tcp": Link(400e-6, 117e6, swap_factor=2.0, shared=True),  # gloo over 1 Gbit Ethernet
 }
-RATE_UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
+UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 
 
 def make_link(name: str) -> Link:
-    """The link of a name in `KNOWN_LINKS`, or of a rate such as "200mbit" or "10gbit", which is TCP of that rate."""
-    if name in KNOWN_LINKS:
-        return KNOWN_LINKS[name]
+    """A name in `LINKS`, or a rate such as "200mbit" or "10gbit": gloo over TCP of that rate."""
+    if name in LINKS:
+        return LINKS[name]
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", name)
     if match is None or float(match[1]) <= 0:
-        raise UserError(f"link: {name!r} is not known; allowed: {', '.join(KNOWN_LINKS)}, or a rate such as 200mbit")
-    return KNOWN_LINKS["tcp"]._replace(bytes_per_s=float(match[1]) * RATE_UNITS[match[2]])
+        raise UserError(f"link: {name!r} is not known; allowed: {', '.join(LINKS)}, or a rate such as 200mbit")
+    return LINKS["tcp"]._replace(bytes_per_s=float(match[1]) * UNITS[match[2]])

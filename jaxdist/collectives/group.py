@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.cost import KNOWN_LINKS, Link
+from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import active_axes, to_varying
 from jaxdist.errors import UserError
@@ -122,8 +122,8 @@ def default_link() -> Link:
     device = jax.sharding.get_abstract_mesh().abstract_device
     on_gpu = device is not None and device.platform != "cpu"
     if jax.process_count() > 1:
-        return KNOWN_LINKS["infiniband" if on_gpu else "tcp"]
-    return KNOWN_LINKS["nvlink" if on_gpu else "local"]
+        return LINKS["infiniband" if on_gpu else "tcp"]
+    return LINKS["nvlink" if on_gpu else "local"]
 
 
 def shift(n: int, by: int = 1) -> list[tuple[int, int]]:

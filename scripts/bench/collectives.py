@@ -37,7 +37,7 @@ from jaxdist import collectives, registry
 from jaxdist.collectives import Cost, Link, make_link, to_varying
 from jaxdist.collectives.algorithms.auto import choose
 from jaxdist.collectives.compression import SCALE_BLOCK, SCALE_BYTES
-from jaxdist.collectives.cost import KNOWN_LINKS, NOTHING
+from jaxdist.collectives.cost import LINKS, NOTHING
 from jaxdist.collectives.group import Group, default_link
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
@@ -127,7 +127,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--wire-dtype", choices=("bfloat16", "int8"))
     parser.add_argument("--platform", default="auto", choices=("auto", "cpu", "gpu"))
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="calls that are timed (default: 7)")
-    parser.add_argument("--link", help=f"for predictions and auto: {', '.join(KNOWN_LINKS)}, or a rate such as 200mbit")
+    parser.add_argument("--link", help=f"for predictions and auto: {', '.join(LINKS)}, or a rate such as 200mbit")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT.svg")
     hosts = parser.add_argument_group("virtual hosts", "see virtual_hosts.py")
@@ -168,7 +168,7 @@ def start(options: argparse.Namespace) -> Setup:
         raise UserError(f"--mesh or --devices: {math.prod(shape)}, but the job has {total} devices; leave it out")
     mesh = make_mesh(**dict(zip(AXES, shape, strict=False)))
     rate = options.rate if options.virtual_hosts else os.environ.get(RATE, "none")
-    if options.link not in (None, *KNOWN_LINKS):
+    if options.link not in (None, *LINKS):
         rate = options.link
     rates = [parse_links(text, "256kb", "cubic", 1)[0].rate for text in rate.split(",") if hosts > 1]
     bits = min((rate for rate in rates if rate is not None), default=None)
@@ -284,7 +284,7 @@ def row_of(setup: Setup, algorithm: str, size: int, found: np.ndarray) -> dict[s
     cost, leaving, busiest = traffic(setup, chosen, size)
     times = found[:, :, 0, 0].max(axis=0) * 1e3  # of the process that took longest, in each round
     median = float(np.median(times))
-    inside = KNOWN_LINKS["local"] if setup.hosts > 1 and setup.local > 1 else None
+    inside = LINKS["local"] if setup.hosts > 1 and setup.local > 1 else None
     row: dict[str, Any] = {
         "bytes": nbytes,
         "algorithm": algorithm,

@@ -16,7 +16,7 @@ from levels import levels
 from jaxdist import init_state, make_mesh, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.collectives import compression
-from jaxdist.collectives.cost import KNOWN_LINKS
+from jaxdist.collectives.cost import LINKS
 from jaxdist.config.rules import grad_sync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -55,7 +55,7 @@ def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[Train
 
 def test_a_configuration_allows_what_the_collectives_have() -> None:
     """The configuration is checked before jax is imported, from lists of its own."""
-    assert ("auto", *KNOWN_LINKS) == grad_sync.LINKS
+    assert ("auto", *LINKS) == grad_sync.LINKS
     assert grad_sync.INT8 == compression.LOSSY
 
 
