@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,18 +13,16 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
+from jaxdist.config.checks import prefetches
 from jaxdist.config.resolve import GPU_PLUGINS
-from jaxdist.config.rules.prefetch import prefetches
-from jaxdist.config.schema import Config, PrecisionConfig
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef, why_not_cudnn
 from jaxdist.optim import make_optimizer
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
-from jaxdist.precision.loss_scale import ScaleRule
-from jaxdist.precision.policy import Precision, make_precision
+from jaxdist.precision.policy import Precision, precision_of
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
@@ -54,24 +52,6 @@ class Parts(NamedTuple):
     layout: dict[str, Any]
     max_skips: int
     options: dict[str, Any]
-
-
-def precision_of(config: PrecisionConfig) -> Precision:
-    """The policy of this configuration, with what is set beside it."""
-    chosen = make_precision(
-        config.policy,
-        config.reduce_dtype,
-        half=config.half,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        keep_fp32=config.keep_fp32,
-        per_op=config.per_op,
-    )
-    given = config.loss_scale
-    mode = given.mode or ("none" if chosen.scale_rule is None else "dynamic")
-    moves = (given.growth_factor, given.backoff_factor) if mode == "dynamic" else (1.0, 1.0)
-    rule = ScaleRule(given.init_scale, *moves, given.growth_interval)
-    return chosen._replace(loss_scale=1.0 if mode == "none" else rule)
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
@@ -147,7 +127,7 @@ def _keywords(build: Callable[..., Any]) -> set[str]:
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be one without devices."""
-    parallel, sync = config.parallel, GradSync(**asdict(config.parallel.grad_sync))
+    parallel, sync = config.parallel, config.parallel.grad_sync
     precision = precision_of(config.precision)
     stages, chunks = mesh.shape["pipe"], parallel.chunks
     ahead = int(prefetches_on(config, mesh))

@@ -7,12 +7,13 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh, has_host_memory
 from jaxdist.nn import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync, residual_target
+from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.nn import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.blocks.prefetch import compiler_options
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
+from jaxdist.parallel.grad_sync import check_sync, check_update, divide, order_of_work, sum_totals
 from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
 from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy, StrategyOptions

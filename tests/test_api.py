@@ -12,12 +12,12 @@ import pytest
 from jaxprs import primitive_counts
 
 import jaxdist
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.step import make_train_step
 
 SGD = optax.sgd(0.1)

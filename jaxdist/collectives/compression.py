@@ -13,25 +13,10 @@ from jax import lax
 from jaxdist.collectives.algorithm import padded_parts, unpadded
 from jaxdist.collectives.algorithms import balanced_fusion, ring
 from jaxdist.collectives.group import Group, shift
-from jaxdist.errors import UserError
 
 Array = jax.Array
 BLOCK = 256  # values that share a scale
 SCALE = 4  # bytes of a scale, which travels in front of its block
-WIRE_DTYPES = ("bfloat16", "int8")
-LOSSY = ("ring", "balanced_fusion")  # each encodes every value it sends exactly once, as error feedback needs
-
-
-def check_wire(wire_dtype: str | None, algorithm: str) -> None:
-    """Raise `UserError` for a wire format that the algorithm cannot send."""
-    if wire_dtype is None:
-        return
-    if wire_dtype not in WIRE_DTYPES:
-        raise UserError(f"wire_dtype={wire_dtype!r} is not known; allowed: {', '.join(WIRE_DTYPES)}, or none")
-    if algorithm == "native":
-        raise UserError(f"wire_dtype={wire_dtype!r}: native sums in the dtype that it sends; choose ring, say")
-    if wire_dtype == "int8" and algorithm not in LOSSY:
-        raise UserError(f"wire_dtype='int8': not with algorithm={algorithm!r}; allowed: {', '.join(LOSSY)}")
 
 
 def encoded_bytes(size: int) -> int:
@@ -82,9 +67,12 @@ def _balanced_fusion(parts: Array, group: Group) -> tuple[Array, Array]:
     return came.sum(0), ring.put(lost, jnp.zeros_like(parts[0]), group.rank)
 
 
+REDUCE_PARTS = {"ring": _ring, "balanced_fusion": _balanced_fusion}  # by algorithm
+
+
 def reduce_parts_lossy(parts: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
     """fp32 [n, m] -> (this device's part of the sum [m], what this device's encodings lost [n, m])."""
-    mine, lost = {"ring": _ring, "balanced_fusion": _balanced_fusion}[algorithm](parts, group)
+    mine, lost = REDUCE_PARTS[algorithm](parts, group)
     return mine, _finite(lost)
 
 

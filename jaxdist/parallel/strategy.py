@@ -15,9 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_varying, varying_axes
-from jaxdist.errors import UserError
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.rules.grad_sync import refuse_in_conditions
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
-from jaxdist.parallel.grad_sync import GradSync, finish, reduce_late
+from jaxdist.parallel.grad_sync import finish, reduce_late
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import PyTree, dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
@@ -143,10 +144,7 @@ def _check_conditions(options: StrategyOptions) -> None:
     """Raise `UserError` where gradients would be summed by ppermutes in conditions that not all stages take: each waits
     for all devices of the mesh, for ever."""
     if options.pipeline_cond and options.sync.algorithm != "native" and active_axes("pipe"):
-        raise UserError(
-            f"grad_sync.algorithm={options.sync.algorithm!r}: this strategy sums over fsdp inside a pipeline's stages, "
-            "by 'native' only; take that, or strategy zero1 or ddp, or pipeline_cond=False"
-        )
+        refuse_in_conditions(options.sync.algorithm)
 
 
 def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: jax.Array) -> tuple[None, jax.Array]:

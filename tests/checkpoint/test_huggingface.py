@@ -14,19 +14,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from levels import levels
 
-from jaxdist.build import assemble, make_model, precision_of
+from jaxdist.build import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.huggingface.convert import check, config_json, export
 from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import Stored, open_steps
 from jaxdist.cli.checkpoint import import_model
+from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.resolve import resolve_model
-from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig
 from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
+from jaxdist.precision.policy import precision_of
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record
 

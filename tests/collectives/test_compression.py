@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
 
 from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, make_link, reduce_scatter
-from jaxdist.collectives.compression import BLOCK, LOSSY, decode, encode, encoded_bytes
+from jaxdist.collectives.compression import BLOCK, decode, encode, encoded_bytes
+from jaxdist.config.rules.grad_sync import LOSSY
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 

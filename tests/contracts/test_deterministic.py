@@ -18,11 +18,11 @@ import pytest
 from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step, state_target
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, with_rounded_products
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.precision.policy import make_precision
 from jaxdist.precision.reproducible import erf_inv, products_rounded, rounded
 

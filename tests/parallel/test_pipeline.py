@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from levels import levels
 
 from jaxdist import registry
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
@@ -20,7 +21,6 @@ from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist import init_state, make_mesh, make_train_step, registry
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.errors import UserError
-from jaxdist.parallel.grad_sync import GradSync
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_model.py"

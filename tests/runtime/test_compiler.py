@@ -9,10 +9,11 @@ import jax
 import pytest
 from child import ROOT
 
+from jaxdist.config.checks import prefetches
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
-from jaxdist.config.rules.prefetch import prefetches
 from jaxdist.config.rules.xla_flags import check_flags
-from jaxdist.config.schema import Config, DevicesConfig, GradSyncConfig, MeshConfig, ParallelConfig, XlaConfig
+from jaxdist.config.schema import Config, DevicesConfig, MeshConfig, ParallelConfig, XlaConfig
 from jaxdist.errors import UserError
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (
@@ -32,7 +33,7 @@ LIMIT = next(each.name for each in ADVICE if each.name.endswith("overlap_limit")
 
 
 def config(*flags: str, preset: str = "fast", deterministic: bool = False, fsdp: int = 1, **parallel: Any) -> Config:
-    options = ParallelConfig(grad_sync=GradSyncConfig(deterministic=deterministic), **parallel)
+    options = ParallelConfig(grad_sync=GradSync(deterministic=deterministic), **parallel)
     return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=options, mesh=MeshConfig(fsdp=fsdp))
 
 

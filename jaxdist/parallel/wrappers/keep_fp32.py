@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.precision.policy import NORMS, accumulation_dtype
+from jaxdist.config.rules.precision import NORMS
+from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, fitting, map_specs, only
 
 if TYPE_CHECKING:

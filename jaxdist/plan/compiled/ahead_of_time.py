@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxdist.build import Parts, assemble, attention_of, precision_of
+from jaxdist.build import Parts, assemble, attention_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts, make_mesh
@@ -27,6 +27,7 @@ from jaxdist.plan.compiled.hardware import Gpu
 from jaxdist.plan.compiled.hlo import Compiled, compiled_collectives
 from jaxdist.plan.compiled.memory import Footprint, batch_of, footprint_of
 from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
+from jaxdist.precision.policy import precision_of
 
 INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")

@@ -2,11 +2,13 @@
 SLURM, Open MPI, Kubernetes. Read before JAX is imported."""
 
 import argparse
+import functools
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.rules.mesh import read_count
 from jaxdist.errors import UserError
 
 # What explicit flags are kept in: so that everything that looks for the job, now or in a child, finds the same one.
@@ -41,11 +43,7 @@ class Job(NamedTuple):
     file: str | None = None
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UserError(f"{name}: {text!r} in the environment is no rank or count; allowed: an integer >= 0")
-    return int(text)
+_integer = functools.partial(read_count, at_least=0)
 
 
 def describe_job(environ: Mapping[str, str]) -> Job | None:
