@@ -276,7 +276,7 @@ def test_resolve_mesh_always_fits(sizes: tuple[int, ...], rest: str | None, devi
 
 
 def test_rest_needs_known_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxdist.config.checks.GPU_PLUGINS", ("json",))  # a module that is installed
+    monkeypatch.setattr("jaxdist.config.resolve.GPU_PLUGINS", ("json",))  # a module that is installed
     config = load(tmp_path, "mesh: {data: -1, fsdp: 2}\ndata: {global_batch: 6}\n")
     assert config.mesh.data == -1 and known_devices(config.devices) is None
     check_layout(replace(config, mesh=resolve_mesh(config.mesh, 6, "exact")))
@@ -330,7 +330,7 @@ def test_nearest(word: str, name: str | None) -> None:
 
 def test_reference_is_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "config_reference.py")],
+        [sys.executable, str(ROOT / "scripts" / "docs" / "config_reference.py")],
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

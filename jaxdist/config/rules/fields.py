@@ -31,7 +31,7 @@ _NAMES: dict[Any, str] = {
     tuple[int, ...]: "a list of integers",
 }
 _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
-    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "ep": "expert", "cp": "context", "sp": "context",
+    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence_parallel",
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
     "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
     "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
