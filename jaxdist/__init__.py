@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxdist import collectives as collectives
+    from jaxdist.config.grad_sync import GradSync as GradSync
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
     from jaxdist.errors import UserError as UserError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from jaxdist.nn import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim import make_optimizer as make_optimizer
-    from jaxdist.parallel.grad_sync import GradSync as GradSync
     from jaxdist.parallel.options import StepOptions as StepOptions
     from jaxdist.parallel.options import StrategyOptions as StrategyOptions
     from jaxdist.parallel.schedule import Program as Program
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
     "Config": "jaxdist.config.schema",
-    "GradSync": "jaxdist.parallel.grad_sync",
+    "GradSync": "jaxdist.config.grad_sync",
     "ModelDef": "jaxdist.nn",
     "Precision": "jaxdist.precision.policy",
     "Program": "jaxdist.parallel.schedule",

@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,19 +13,17 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
+from jaxdist.config.checks import prefetches
 from jaxdist.config.resolve import GPU_PLUGINS
-from jaxdist.config.rules.prefetch import prefetches
-from jaxdist.config.schema import Config, PrecisionConfig
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef, why_not_cudnn
 from jaxdist.optim import make_optimizer
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
-from jaxdist.precision.loss_scale import ScaleRule
-from jaxdist.precision.policy import Precision, make_precision
+from jaxdist.precision.policy import Precision, precision_of
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
@@ -57,24 +55,6 @@ class Parts(NamedTuple):
     target: TrainState
     order: np.ndarray
     step: TrainStep
-
-
-def precision_of(config: PrecisionConfig) -> Precision:
-    """The policy of this configuration, with what is set beside it."""
-    chosen = make_precision(
-        config.policy,
-        config.reduce_dtype,
-        half=config.half,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        keep_fp32=config.keep_fp32,
-        per_op=config.per_op,
-    )
-    given = config.loss_scale
-    mode = given.mode or ("none" if chosen.scale_rule is None else "dynamic")
-    moves = (given.growth_factor, given.backoff_factor) if mode == "dynamic" else (1.0, 1.0)
-    rule = ScaleRule(given.init_scale, *moves, given.growth_interval)
-    return chosen._replace(loss_scale=1.0 if mode == "none" else rule)
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
@@ -152,13 +132,12 @@ def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
     """The options of a step: the keys of `parallel` that are fields of `StepOptions`, and those of other sections."""
     parallel = config.parallel
     shared = {field.name for field in fields(parallel)} & {field.name for field in fields(StepOptions)}
-    precision, sync = precision_of(config.precision), GradSync(**asdict(parallel.grad_sync))
+    precision = precision_of(config.precision)
     resolved = {
         "remat": config.memory.remat,
         "freeze": config.optimizer.freeze,
         "seed": config.train.seed,
         "precision": precision,
-        "grad_sync": sync,
         "prefetch": int(prefetches_on(config, mesh)),
         "offload": config.memory.offload.optimizer,
         "max_skips": config.precision.max_consecutive_skips if skips_steps(config, precision) else 0,

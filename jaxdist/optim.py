@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
 
+from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import CALLS
 from jaxdist.precision.policy import accumulation_dtype
@@ -227,10 +228,7 @@ def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_sta
     with jax.numpy_dtype_promotion("standard"):
         jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
     if found := sorted(_sums(jaxpr)):
-        raise UserError(
-            f"optimizer: {', '.join(found)} over whole parameters, whose order or rounding depends on the layout; "
-            "deterministic allows elementwise optimizers (adamw, sgd, lion), and jaxdist.optim.clip_by_ordered_norm"
-        )
+        refuse_optimizer(", ".join(found))
 
 
 def _sums(jaxpr: Any, *, looped: str = "") -> set[str]:

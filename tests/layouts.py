@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxdist import registry
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import place_params

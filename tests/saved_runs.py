@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.build import assemble, make_model, precision_of
+from jaxdist.build import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.reader import Stored, open_steps
 from jaxdist.config.schema import Config, DataConfig, ModelConfig
 from jaxdist.data import Source
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
+from jaxdist.precision.policy import precision_of
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record
 

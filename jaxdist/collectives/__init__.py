@@ -2,7 +2,6 @@
 
 from jaxdist.collectives.algorithm import Algorithm, get_algorithm
 from jaxdist.collectives.bucket import in_buckets
-from jaxdist.collectives.compression import check_wire
 from jaxdist.collectives.cost import Cost, Link, make_link
 from jaxdist.collectives.group import Group, make_group
 from jaxdist.collectives.operations import (
@@ -20,6 +19,7 @@ from jaxdist.collectives.operations import (
 )
 from jaxdist.collectives.replicated import claim_replicated, stack, stacked_specs
 from jaxdist.collectives.varying import active_axes, pmax, psum, rank, to_varying, varying_axes, zeros_varying_like
+from jaxdist.config.rules.grad_sync import check_wire
 
 __all__ = [
     "Algorithm", "Cost", "Group", "Link", "active_axes", "all_gather", "all_reduce", "all_reduce_with_feedback",

@@ -13,24 +13,9 @@ from jax import lax
 from jaxdist.collectives.algorithm import Int8Halves, get_algorithm
 from jaxdist.collectives.group import Array, Group
 from jaxdist.collectives.parts import padded_parts, put_part, unpadded
-from jaxdist.errors import UserError
 
 SCALE_BLOCK = 256  # values that share a scale
 SCALE_BYTES = 4  # bytes of a scale, which travels in front of its block
-WIRE_DTYPES = ("bfloat16", "int8")
-LOSSY = ("ring", "balanced_fusion")  # each encodes every value it sends exactly once, as error feedback needs
-
-
-def check_wire(wire_dtype: str | None, algorithm: str) -> None:
-    """Raise `UserError` for a wire format that the algorithm cannot send."""
-    if wire_dtype is None:
-        return
-    if wire_dtype not in WIRE_DTYPES:
-        raise UserError(f"wire_dtype={wire_dtype!r} is not known; allowed: {', '.join(WIRE_DTYPES)}, or none")
-    if algorithm == "native":
-        raise UserError(f"wire_dtype={wire_dtype!r}: native sums in the dtype that it sends; choose ring, say")
-    if wire_dtype == "int8" and algorithm not in LOSSY:
-        raise UserError(f"wire_dtype='int8': not with algorithm={algorithm!r}; allowed: {', '.join(LOSSY)}")
 
 
 def encoded_bytes(size: int) -> int:

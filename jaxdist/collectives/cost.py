@@ -1,9 +1,8 @@
 """The cost model of collectives: rounds, bytes, and time on a link (the alpha-beta model, Hockney 1994)."""
 
-import re
 from typing import NamedTuple
 
-from jaxdist.errors import UserError
+from jaxdist.config.rules.grad_sync import link_rate
 
 
 class Link(NamedTuple):
@@ -83,14 +82,9 @@ LINKS = {
     "infiniband": Link(15e-6, 50e9),  # 400 Gbit/s a GPU
     "tcp": Link(400e-6, 117e6, swap_factor=2.0, shared=True),  # gloo over 1 Gbit Ethernet
 }
-UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 
 
 def make_link(name: str) -> Link:
     """A name in `LINKS`, or a rate such as "200mbit" or "10gbit": gloo over TCP of that rate."""
-    if name in LINKS:
-        return LINKS[name]
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", name)
-    if match is None or float(match[1]) <= 0:
-        raise UserError(f"link: {name!r} is not known; allowed: {', '.join(LINKS)}, or a rate such as 200mbit")
-    return LINKS["tcp"]._replace(bytes_per_s=float(match[1]) * UNITS[match[2]])
+    rate = link_rate(name)
+    return LINKS[name] if rate is None else LINKS["tcp"]._replace(bytes_per_s=rate)

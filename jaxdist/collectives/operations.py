@@ -23,12 +23,13 @@ from jax import lax
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
-from jaxdist.collectives.compression import all_reduce_lossy, check_wire, reduce_parts_lossy
-from jaxdist.collectives.cost import NOTHING, Cost, Link
+from jaxdist.collectives.compression import all_reduce_lossy, reduce_parts_lossy
+from jaxdist.collectives.cost import NOTHING, Cost, Link, make_link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
 from jaxdist.collectives.parts import cut_parts, join_parts
 from jaxdist.collectives.transpose import extremum, linear, with_loss
 from jaxdist.collectives.varying import varying_axes, zeros_varying_like
+from jaxdist.config.rules.grad_sync import check_wire
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
@@ -84,8 +85,9 @@ def _check_root(root: int, group: Group | None) -> None:
         raise UserError(f"root={root}: allowed are the ranks 0 to {n - 1} of the group")
 
 
-def _on_the_wire(group: Group, wire_dtype: str | None, link: Link | None) -> Group:
+def _on_the_wire(group: Group, wire_dtype: str | None, link: Link | str | None) -> Group:
     """The group for one call. int8 is encoded before it is sent, not cast on the way."""
+    link = make_link(link) if isinstance(link, str) else link
     return replace(group, wire=None if wire_dtype == "int8" else wire_dtype, link=link)
 
 
@@ -135,12 +137,13 @@ def all_reduce(
     algorithm: str = "native",
     groups: Groups | None = None,
     wire_dtype: str | None = None,
-    link: Link | None = None,
+    link: Link | str | None = None,
 ) -> PyTree:
     """`op` (sum, mean, max, min) of `x` over the devices, on every device, in the dtype of `x`. Any shape.
 
     wire_dtype: "bfloat16" or "int8", what travels instead of floats; sums stay in fp32. Not with native; int8 with
-    ring and balanced_fusion only, and see `all_reduce_with_feedback`. link: what "auto" and "two_level" reckon with.
+    ring and balanced_fusion only, and see `all_reduce_with_feedback`. link: what "auto" and "two_level" reckon with,
+    or its name, or a rate.
     The gradient of max and min is shared equally by the devices that attain it.
     """
     check_wire(wire_dtype, algorithm)
@@ -194,7 +197,7 @@ def reduce_scatter(
     algorithm: str = "native",
     groups: Groups | None = None,
     wire_dtype: str | None = None,
-    link: Link | None = None,
+    link: Link | str | None = None,
 ) -> PyTree:
     """This device's share of the reduction of `x`: the rank-th of n equal parts of `dim`.
 

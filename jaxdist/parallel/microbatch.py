@@ -4,20 +4,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import rank
+from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, AnyMesh, batch_shards
+from jaxdist.mesh import BATCH_AXES, AnyMesh
 from jaxdist.specs import PyTree
 
 
 def check_batch(batch: PyTree, mesh: AnyMesh, microbatches: int) -> None:
-    """Raise `UserError` unless every leaf's dim 0 is one and the same multiple of what the batch is split into."""
-    parts = batch_shards(mesh) * microbatches
-    for leaf in jax.tree.leaves(batch):
-        if not leaf.ndim or leaf.shape[0] != jax.tree.leaves(batch)[0].shape[0] or leaf.shape[0] % parts:
-            raise UserError(
-                f"batch: a leaf has shape {leaf.shape}; dim 0 of all leaves must be the same multiple of the "
-                f"parts it is cut into, {parts} (data * fsdp * expert * microbatches; deterministic: virtual_shards)"
-            )
+    """Raise `UserError` unless all leaves have as many rows, and these divide into what the batch is split into."""
+    leaves = jax.tree.leaves(batch)
+    for leaf in leaves:
+        if not leaf.ndim or leaf.shape[0] != leaves[0].shape[0]:
+            raise UserError(f"batch: a leaf has shape {leaf.shape}; allowed: the same dim 0 in all leaves, of rows")
+    check_rows(leaves[0].shape[0], {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": microbatches})
 
 
 def check_global(batch: PyTree) -> None:

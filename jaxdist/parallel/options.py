@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.rules.prefetch import check_prefetch
 from jaxdist.config.rules.remat import Remat, check_remat
-from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
-from jaxdist.parallel.grad_sync import GradSync, check_sync, finish, order_of_work, reduce_late
+from jaxdist.parallel.grad_sync import check_sync, finish, order_of_work, reduce_late
 from jaxdist.precision.policy import Precision, make_precision
 from jaxdist.specs import PyTree
 
@@ -66,12 +67,9 @@ class StepOptions:
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
         check_sync(self.grad_sync, self.precision.reduce)
-        if self.prefetch not in (0, 1):
-            raise UserError(f"prefetch={self.prefetch}: allowed: 0, 1")
-        if self.prefetch and not self.reshard_after_forward:
-            raise UserError("prefetch=1: gathers again for the backward pass; leave out reshard_after_forward=False")
-        if self.prefetch and self.grad_sync.deterministic:
-            raise UserError("prefetch=1: changes the order of work; leave it out with deterministic")
+        check_prefetch(
+            self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=self.grad_sync.deterministic
+        )
 
     @property
     def sync(self) -> GradSync:

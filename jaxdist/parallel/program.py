@@ -10,7 +10,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import active_axes, psum
-from jaxdist.config.rules.collective_matmul import check_conditions
+from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
+from jaxdist.config.rules.mesh import check_axis
+from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
@@ -52,6 +54,7 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
         )
     if model.fp8 and not precision.fp8:
         raise UserError("precision: layers of the model were built with fp8=True; allowed: fp8; or build it without")
+    check_collective_matmul(model.collective_matmul, sequence_parallel=True, fp8=model.fp8, per_op=precision.per_op)
     if not precision.per_op:
         return model
     embed, block, head, logits = (
@@ -91,7 +94,7 @@ def _check(model: ModelDef, remat: Remat, *, isolated: bool, prefetch: int) -> N
         check_deterministic(remat)
     check_unrolled(model.scan_blocks, remat, prefetch=prefetch, deterministic=isolated)
     if prefetch and model.stages:
-        raise UserError("prefetch=1: the model is arranged for stages of different sizes; take prefetch=0")
+        refuse_stages("parallel.prefetch: 1", allowed="0")
 
 
 def _block_of(model: ModelDef, *, conditions: bool) -> Callable[..., Any]:
@@ -104,7 +107,7 @@ def _block_of(model: ModelDef, *, conditions: bool) -> Callable[..., Any]:
 def _check_axes(model: ModelDef) -> None:
     _block_of(model, conditions=True)  # `relay` has one, whatever is asked of the schedules
     if active_axes("context"):  # would be the same work twice
-        raise UserError("mesh.context: the model runs on whole sequences; set context to 1")
+        check_axis("context", lax.axis_size("context"))
 
 
 def make_program(

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxdist.collectives import active_axes
-from jaxdist.errors import UserError
+from jaxdist.config.rules.pipeline import check_one_stage
 from jaxdist.parallel.blocks.layers import Blocks
 from jaxdist.parallel.blocks.sqrt_remat import Segments
 from jaxdist.precision.policy import accumulation_dtype
@@ -70,8 +69,7 @@ def run_microbatch(
     program: Program, diff: PyTree, held: PyTree, microbatch: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """(loss sum, weight sum, gradients times seed) of one microbatch, on a mesh with one stage."""
-    if active_axes("pipe"):
-        raise UserError("mesh.pipe: this schedule runs the model as one stage; take schedule='one_f_one_b', or pipe=1")
+    check_one_stage(jax.lax.axis_size("pipe"))
 
     def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         loss, weight = program.loss(diff, held, microbatch)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_varying, varying_axes
-from jaxdist.errors import UserError
+from jaxdist.config.rules.grad_sync import refuse_in_conditions
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.precision.policy import Precision
@@ -127,10 +127,7 @@ def _connect_forward(
 def _check_conditions(options: StrategyOptions) -> None:
     # A ppermute waits for all devices of the mesh: in a condition that not all stages take, for ever.
     if options.pipeline_cond and options.sync.algorithm != "native" and active_axes("pipe"):
-        raise UserError(
-            f"grad_sync.algorithm={options.sync.algorithm!r}: this strategy sums over fsdp inside a pipeline's stages, "
-            "by 'native' only; take that, or strategy zero1 or ddp, or pipeline_cond=False"
-        )
+        refuse_in_conditions(options.sync.algorithm)
 
 
 def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: jax.Array) -> tuple[None, jax.Array]:

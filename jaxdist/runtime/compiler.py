@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.config.rules.prefetch import prefetches
-from jaxdist.config.rules.xla_flags import KEY, flag_name, names_given
+from jaxdist.config.checks import prefetches
+from jaxdist.config.rules.xla_flags import FLAGS_KEY, flag_name, names_given
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.runtime.cache import folder_in_use
@@ -104,7 +104,7 @@ def check_known(flags: Sequence[str], given: str) -> None:
     for flag in flags:
         if why_refused([flag]) is not None:
             raise UserError(
-                f"{KEY}: {jaxlib} does not know {flag}, or not this value, and would"
+                f"{FLAGS_KEY}: {jaxlib} does not know {flag}, or not this value, and would"
                 " abort; allowed: flags of this version (docs/compiler.md); remove it"
             )
     raise UserError(
@@ -134,7 +134,7 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
         )
     if started and xla.flags and flags:
         raise UserError(
-            f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
+            f"{FLAGS_KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
             " or put them into XLA_FLAGS before JAX starts"
         )
     if flags and not started:

@@ -3,7 +3,6 @@
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -11,10 +10,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxdist.build import prefetches_on
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.resolve import resolve_model
-from jaxdist.config.schema import GradSyncConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
-from jaxdist.parallel.grad_sync import GradSync, order_of_work
+from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import held
 from jaxdist.runtime.cache import cache_row
 from jaxdist.runtime.rank_names import name_ranks
@@ -26,7 +25,7 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else word + ("es" if word.endswith(("s", "h")) else "s")
 
 
-def describe_sync(sync: GradSyncConfig) -> str:
+def describe_sync(sync: GradSync) -> str:
     """Such as "ring" or "ring (int8)" or "ordered (8 virtual shards)"."""
     if sync.deterministic:
         return f"ordered ({sync.virtual_shards} virtual shards)"
@@ -82,8 +81,7 @@ def describe(run: Run) -> dict[str, str]:
     """The header on the console: what runs."""
     config, info = run.config, run.source.info
     model, parallel = resolve_model(config.model), config.parallel
-    sync = GradSync(**asdict(parallel.grad_sync))
-    schedule, microbatches = order_of_work(sync, run.mesh, parallel.schedule, parallel.microbatches)
+    schedule, microbatches = order_of_work(parallel.grad_sync, run.mesh, parallel.schedule, parallel.microbatches)
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     kind = "simulated CPU" if on_cpu(run.mesh) else run.mesh.devices.flat[0].device_kind
     near, far = held(run.target) / 2**20, held(run.target, on_host=True) / 2**20

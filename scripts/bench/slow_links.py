@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
-from jaxdist.config.schema import Config, GradSyncConfig
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
@@ -91,7 +92,7 @@ def train(hosts: int, rate: str, folder: Path, config: list[str], *, together: b
         raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr.strip()[-500:]}")
 
 
-def predicted_seconds(size: int, hosts: int, sync: GradSyncConfig, rate: str) -> float:
+def predicted_seconds(size: int, hosts: int, sync: GradSync, rate: str) -> float:
     """Of the all-reduce of `size` fp32 gradients, by the cost model: bucket by bucket."""
     from jaxdist.collectives import Group, get_algorithm, make_link
     from jaxdist.collectives.compression import encoded_bytes

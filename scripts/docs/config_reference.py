@@ -1,7 +1,6 @@
 """Print docs/config.md from the dataclasses: `python scripts/docs/config_reference.py > docs/config.md`."""
 
-from jaxdist.config.fields import is_list, show
-from jaxdist.config.reader import all_keys, keys
+from jaxdist.config.rules.fields import all_keys, is_list, keys, show
 from jaxdist.config.schema import Config
 
 HEAD = """# Configuration reference

@@ -14,17 +14,19 @@ from jax.sharding import PartitionSpec as P
 from levels import levels
 from saved_runs import LENGTH, MODELS, NEEDS, bits, config_of, random_params, restored, save_run
 
-from jaxdist.build import make_model, precision_of
+from jaxdist.build import make_model
 from jaxdist.checkpoint.huggingface.convert import check, config_json, export
 from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.checkpoint import import_model
+from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.resolve import resolve_model
-from jaxdist.config.schema import Config, MeshConfig, ParallelConfig, PrecisionConfig
+from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
+from jaxdist.precision.policy import precision_of
 
 pytestmark = pytest.mark.xdist_group("huggingface")  # files are shared by the tests
 

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
 
 from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, make_link, reduce_scatter
-from jaxdist.collectives.compression import LOSSY, SCALE_BLOCK, decode, encode, encoded_bytes
+from jaxdist.collectives.compression import SCALE_BLOCK, decode, encode, encoded_bytes
+from jaxdist.config.rules.grad_sync import LOSSY
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 
@@ -97,15 +98,15 @@ def test_only_narrow_values_travel(wire_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [
-        (np.float32, {"wire_dtype": "bfloat16", "algorithm": "native"}, "native sums in the dtype that it sends"),
-        (np.float32, {"wire_dtype": "int8", "algorithm": "native"}, "native sums in the dtype that it sends"),
+        (np.float32, {"wire_dtype": "bfloat16", "algorithm": "native"}, "native sums in the type that it sends"),
+        (np.float32, {"wire_dtype": "int8", "algorithm": "native"}, "native sums in the type that it sends"),
         (np.float32, {"wire_dtype": "int4", "algorithm": "ring"}, "'int4' is not known; allowed: bfloat16, int8"),
         (np.float32, {"wire_dtype": "float16", "algorithm": "ring"}, "'float16' is not known"),
         (np.int32, {"wire_dtype": "bfloat16", "algorithm": "ring"}, "for floats, not for int32"),
         (np.int32, {"wire_dtype": "int8", "algorithm": "ring"}, "for floats, not for int32"),
         (np.float32, {"wire_dtype": "int8", "algorithm": "ring", "op": "max"}, "not with op='max'"),
         *[
-            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed: ring, balanced_fusion")
+            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed algorithms: ring, balanced_fusion")
             for name in BY_HAND
             if name not in LOSSY
         ],
@@ -113,7 +114,7 @@ def test_only_narrow_values_travel(wire_dtype: str) -> None:
 )
 def test_wrong_wire_formats_are_named_in_one_line(dtype: Any, options: dict[str, str], message: str) -> None:
     for function in (all_reduce, reduce_scatter):
-        with pytest.raises(UserError, match=f"wire_dtype=.*{message}") as error:
+        with pytest.raises(UserError, match=f"wire_dtype.*{message}") as error:
             on_every_device(lambda x, f=function: f(x, "data", **options), np.zeros((2, 4), dtype), data=2)
         assert "\n" not in str(error.value)
 

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.fields import check_value, nearest
 from jaxdist.config.load import load_config, to_yaml
-from jaxdist.config.reader import all_keys, parse_yaml
+from jaxdist.config.precision import PrecisionConfig
+from jaxdist.config.reader import parse_yaml
 from jaxdist.config.resolve import known_devices, resolve_mesh, resolve_model
+from jaxdist.config.rules.fields import all_keys, check_value, nearest
 from jaxdist.config.rules.pipeline import uneven
-from jaxdist.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
+from jaxdist.config.schema import Config, MeshConfig, ModelConfig
 from jaxdist.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from levels import levels
 
 from jaxdist.collectives import all_reduce, reduce_scatter, send_recv, to_varying
-from jaxdist.collectives.compression import LOSSY
+from jaxdist.config.rules.grad_sync import LOSSY
 from jaxdist.mesh import make_mesh
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -16,13 +16,13 @@ from jaxprs import ancestors, collectives, scans_with
 from levels import levels
 
 from jaxdist import registry
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import place_sharded
 from jaxdist.precision.policy import POLICIES

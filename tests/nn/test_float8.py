@@ -18,14 +18,15 @@ from jaxprs import equations, floats
 from levels import levels
 
 from jaxdist.build import make_model
-from jaxdist.config.schema import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.precision import PrecisionConfig
+from jaxdist.config.schema import Config, DataConfig, MemoryConfig, ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef, product
 from jaxdist.nn.matmul.float8 import E4M3, E5M2, fits, float8_product, quantise
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.plan.explain import explain
 from jaxdist.precision.policy import has_float8, make_precision
 from jaxdist.runtime.start import start

@@ -283,7 +283,7 @@ def test_the_machine_notices_wrong_places(buffer: str) -> None:
         ("zero_bubble", (4, 8, 0), ("parallel.chunks: 0", "zero_bubble", "allowed: 1")),
         ("zero_bubble", (2, 0, 1), ("parallel.microbatches: 0", "8 say")),
         ("interleaved", (4, 8, 0), ("parallel.chunks: 0", "interleaved", "1 and more")),
-        ("interleaved", (4, 10, 2), ("parallel.microbatches: 10", "4 stages", "chunks 2", "8 or 12", ".chunks=1")),
+        ("interleaved", (4, 10, 2), ("parallel.microbatches: 10", "mesh.pipe 4", "chunks 2", "8, 12", ".chunks=1")),
         ("interleaved", (4, 3, 2), ("parallel.microbatches: 3", "work: 4;")),
     ],
 )

@@ -21,6 +21,7 @@ from levels import levels
 from optax import MaskedNode
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import init_state, state_target
@@ -41,7 +42,6 @@ from jaxdist.parallel.blocks.prefetch import (
     read_late,
 )
 from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision

@@ -16,6 +16,7 @@ from jaxprs import collectives, names_of_values
 from levels import levels
 
 from jaxdist import make_mesh, make_train_step
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.remat import MODES, NAMES
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -23,7 +24,6 @@ from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.blocks.sqrt_remat import sizes
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.plan.traced.activations import ON_HOST, Kept, kept_activations
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger

@@ -24,6 +24,7 @@ from levels import levels
 
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import init_state, state_target
@@ -32,7 +33,6 @@ from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import only_trained
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.explain import Explanation, explain
 from jaxdist.precision.policy import POLICIES

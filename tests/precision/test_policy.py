@@ -372,11 +372,20 @@ def test_fields_replace_those_of_the_policy(policy: str, fields: Any, expected: 
             {"policy": "fp4"},
             "precision.policy: 'fp4' is not known; allowed: fp32, bf16, fp16, fp8, fp64, O0, O1, O2, O3",
         ),
-        ({"policy": "fp8", "per_op": True}, "'fp8' with per_op True, compute_dtype bfloat16: .* allowed: per_op false"),
-        ({"policy": "fp8", "compute_dtype": F16}, "'fp8' with per_op False, compute_dtype float16: .* or float32"),
+        (
+            {"policy": "fp8", "per_op": True},
+            "'fp8' with precision.per_op true, precision.compute_dtype bfloat16: .* allowed: per_op false",
+        ),
+        (
+            {"policy": "fp8", "compute_dtype": F16},
+            "'fp8' with precision.per_op false, precision.compute_dtype float16: .* or float32",
+        ),
         ({"policy": "O2", "half": "fp16"}, "precision.half: 'fp16' is not known; allowed: float16, bfloat16"),
         ({"policy": "bf16", "half": "float16"}, "bf16 has none; allowed with fp16, O1, O2, O3"),
-        ({"policy": "fp32", "per_op": True}, "compute_dtype is float32; allowed compute_dtype: float16, bfloat16"),
+        (
+            {"policy": "fp32", "per_op": True},
+            "compute_dtype is float32; allowed precision.compute_dtype: float16, bfloat16",
+        ),
         ({"policy": "O1", "compute_dtype": "float32"}, "precision.per_op"),
         ({"policy": "fp32", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),
         ({"policy": "O1", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),

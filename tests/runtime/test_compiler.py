@@ -9,10 +9,11 @@ import jax
 import pytest
 from child import ROOT
 
+from jaxdist.config.checks import prefetches
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
-from jaxdist.config.rules.prefetch import prefetches
 from jaxdist.config.rules.xla_flags import check_flags
-from jaxdist.config.schema import Config, DevicesConfig, GradSyncConfig, MeshConfig, ParallelConfig, XlaConfig
+from jaxdist.config.schema import Config, DevicesConfig, MeshConfig, ParallelConfig, XlaConfig
 from jaxdist.errors import UserError
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (
@@ -37,7 +38,7 @@ SETTINGS = [*DETERMINISTIC, *(each for preset in PRESETS.values() for each in pr
 
 
 def config(*flags: str, preset: str = "fast", deterministic: bool = False, fsdp: int = 1, **parallel: Any) -> Config:
-    options = ParallelConfig(grad_sync=GradSyncConfig(deterministic=deterministic), **parallel)
+    options = ParallelConfig(grad_sync=GradSync(deterministic=deterministic), **parallel)
     return Config(devices=DevicesConfig(xla=XlaConfig(preset, flags)), parallel=options, mesh=MeshConfig(fsdp=fsdp))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zeros_varying_like
+from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.errors import UserError
 from jaxdist.parallel.blocks.branch import Choose, Packing, by_condition, by_mask, packing_of, typed_like
 from jaxdist.parallel.blocks.layers import at, put, rows_of
@@ -144,9 +145,9 @@ def run_ticks(
     """Run the table for this mesh and these microbatches. What a `Schedule` returns: loss and weight are the last
     stage's, gradients those of each stage's own parameters and of what it used of embedding and head."""
     if program.stages is None:
-        raise UserError(
-            "schedule: pipelines run models of jaxdist.nn layers, without prefetch and offload; take"
-            " schedule='accumulate' for a loss_fn, prefetch=0 and another remat for a model"
+        refuse_stages(
+            "parallel.prefetch: 1, memory.remat: 'offload', or a loss_fn of your own",
+            allowed="parallel.schedule=accumulate; or a model of jaxdist.nn layers without these two",
         )
     stages = program.stages
     ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)

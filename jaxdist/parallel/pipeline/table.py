@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.errors import UserError
-
 SCHEDULES = "jaxdist.parallel.schedules"
 
 
@@ -80,27 +78,6 @@ class Slots(NamedTuple):
     residuals: Buffer
     cotangents: Buffer
     late_loss: bool
-
-
-def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, chunked: bool = False) -> None:
-    """Raise `UserError` unless `schedule` has a table for these counts. chunked: whether it can take chunks > 1."""
-    assert stages >= 1, stages
-    if chunks < 1 or (chunks > 1 and not chunked):
-        allowed = "1 and more" if chunked else "1; or parallel.schedule=interleaved"
-        raise UserError(f"parallel.chunks: {chunks} is not for parallel.schedule {schedule}; allowed: {allowed}")
-    if microbatches < 1:
-        raise UserError(
-            f"parallel.microbatches: {microbatches} is below 1; allowed: 1 and more; the more, the less the"
-            f" {stages} stages wait, {4 * stages} say"
-        )
-    if chunks > 1 and microbatches % stages:
-        below = microbatches - microbatches % stages
-        near = " or ".join(str(n) for n in (below, below + stages) if n)
-        raise UserError(
-            f"parallel.microbatches: {microbatches} is no multiple of the {stages} stages, as schedule"
-            f" {schedule} with parallel.chunks {chunks} needs; nearest that work: {near}; or"
-            " parallel.chunks=1"
-        )
 
 
 def ticks_of(forward_TS2: np.ndarray, backward_TS2: np.ndarray, *, microbatches: int, chunks: int = 1) -> Ticks:

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.config.rules.pipeline import check_counts
 from jaxdist.parallel.pipeline.run import run_ticks
-from jaxdist.parallel.pipeline.table import Ticks, check_counts, in_order
+from jaxdist.parallel.pipeline.table import Ticks, in_order
 from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.specs import PyTree
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
-from jaxdist.errors import UserError
+from jaxdist.config.rules.grad_sync import check_pairs
 from jaxdist.parallel.schedule import Program, Seed, run_microbatch
 from jaxdist.specs import PyTree
 
@@ -22,8 +22,7 @@ def pairwise(
     """A `Schedule`. The number of microbatches M must be a power of two. Memory: one microbatch's activations and
     log2(M) + 1 copies of the gradients."""
     count = jax.tree.leaves(microbatches)[0].shape[0]
-    if count & (count - 1):
-        raise UserError(f"parallel.microbatches={count}: schedule 'pairwise' needs a power of two, say 4 or 8")
+    check_pairs(count)
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         result = run_microbatch(program, diff, held, microbatch, seed=seed, reduce_dtype=reduce_dtype)

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.config.rules.pipeline import check_counts
 from jaxdist.parallel.pipeline.run import run_ticks
-from jaxdist.parallel.pipeline.table import Ticks, check_counts
+from jaxdist.parallel.pipeline.table import Ticks
 from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.parallel.schedules import one_f_one_b
 from jaxdist.specs import PyTree

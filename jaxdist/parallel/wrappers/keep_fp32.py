@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config.rules.precision import NORMS
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.precision.policy import NORMS, accumulation_dtype
+from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, fitting, map_specs, only
 
 

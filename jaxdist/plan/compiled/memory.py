@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxdist.build import Parts
-from jaxdist.config.fields import parse_mixture
+from jaxdist.config.rules.fields import parse_mixture
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, leaves_of
 from jaxdist.errors import UserError

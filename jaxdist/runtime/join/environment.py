@@ -2,11 +2,13 @@
 MPI, Kubernetes. Imported before JAX is."""
 
 import argparse
+import functools
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.rules.mesh import read_count
 from jaxdist.errors import UserError
 from jaxdist.runtime.connection import split_address
 
@@ -39,11 +41,7 @@ class Job(NamedTuple):
     file: str | None = None  # in place of a coordinator: where process 0 writes its address
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UserError(f"{name}: {text!r} in the environment is no rank or count; allowed: an integer >= 0")
-    return int(text)
+_integer = functools.partial(read_count, at_least=0)
 
 
 def find_job(environ: Mapping[str, str]) -> Job | None:

@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import rank, to_varying
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.precision import LossScale
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.parallel.options import StepOptions
-from jaxdist.precision.loss_scale import ScaleRule
 from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, path_name, without_idle
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
@@ -161,7 +161,7 @@ def make_diagnosis(
     return diagnose
 
 
-def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: ScaleRule | None) -> TrainState:
+def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: LossScale | None) -> TrainState:
     """The state as the failing step got it, with probes."""
     params = dict(state.params)
     for name in UNITS:
@@ -169,7 +169,7 @@ def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: ScaleRule | 
         zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
         params[name] = {**params[name], PROBE: jax.jit(zeros, out_shardings=NamedSharding(mesh, spec))()}
     step, scale = jax.device_get((state.step, state.guard.scale))
-    guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.backoff_factor), mesh))
+    guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.factors[1]), mesh))
     return TrainState(_put(step - 1, mesh), params, optax.EmptyState(), (), guard)
 
 

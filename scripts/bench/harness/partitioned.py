@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from harness.contenders.plain_jax import loss_of
 from harness.task import Size, Task
-from jaxdist.build import assemble, attention_of, precision_of
+from jaxdist.build import assemble, attention_of
 from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -20,6 +20,7 @@ from jaxdist.plan.compiled.ahead_of_time import Planned, check_toolkit, read
 from jaxdist.plan.compiled.hardware import Gpu
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.compiled.replay import Rates
+from jaxdist.precision.policy import precision_of
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState
 
