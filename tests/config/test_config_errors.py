@@ -528,7 +528,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     "each",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if i % 4 else []) for i, each in enumerate(CASES)],
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if i % 16 else []) for i, each in enumerate(CASES)],
 )
 def test_command(each: Case, ended: dict[str, Ended]) -> None:
     result = ended[each.name]

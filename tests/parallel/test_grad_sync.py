@@ -15,7 +15,8 @@ from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.collectives import compression
+from jaxdist import registry
+from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.cost import LINKS
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.grad_sync import LINK_NAMES, LOSSY
@@ -57,7 +58,8 @@ def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[Train
 def test_a_configuration_allows_what_the_collectives_have() -> None:
     """The configuration is checked before jax is imported, from lists of its own."""
     assert tuple(LINKS) == LINK_NAMES
-    assert tuple(compression.REDUCE_PARTS) == LOSSY
+    lossy = [name for name in registry.names(ALGORITHMS) if get_algorithm(name).int8 is not None]
+    assert sorted(LOSSY) == lossy
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,10 @@ def test_a_hand_made_psum_is_over_budget(monkeypatch: pytest.MonkeyPatch, tmp_pa
         read_budget(tmp_path / "broken.json")
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "configs").glob("*.yaml")])
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "llama_8b_fsdp"])  # that one as a command, below
 def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
     found = explain(load_config(ROOT / "configs" / f"{name}.yaml", planned=True)).ledger
     allowed = read_budget(ROOT / "configs" / "budgets" / f"{name}.json")

@@ -20,6 +20,7 @@ from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.join.environment import Job, find_job
+from jaxdist.trainer.train import train
 
 pytestmark = pytest.mark.xdist_group("processes")  # runs and commands are shared by the tests of this file
 
@@ -67,14 +68,11 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(make_folder: Callable[[], Path]) -> list[float]:
-    """The losses of eight steps in one process of eight devices."""
-    processes = Processes(make_folder())
-    processes.add([*SCRIPT, "--run-dir", "run", "devices.simulated=8"], {})
-    try:
-        assert processes.wait() == [0], processes.logs()
-    finally:
-        processes.kill()
-    return losses(processes.folder / "run")
+    """The losses of eight steps on the eight devices of this process."""
+    folder = make_folder()
+    bare = ["train.eval_every=0", "train.sample_tokens=0", "checkpoint.every=0", "devices.simulated=8"]
+    assert train(load_config(folder / "tiny.yaml", [f"data.path={folder / 'text.py'}", *bare]), folder / "run") == 0
+    return losses(folder / "run")
 
 
 @pytest.fixture(scope="module")
