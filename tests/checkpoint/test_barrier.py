@@ -69,12 +69,12 @@ def joined() -> Any:
 
     jax.config.update("jax_platforms", "cpu")
     from jaxdist.runtime.join.environment import find_job
-    from jaxdist.runtime.join.join import join
+    from jaxdist.runtime.join.join import join_job
     from jaxdist.state import TrainState
 
     job = find_job(os.environ)
     assert job is not None
-    join(job)
+    join_job(job)
     mesh, rows = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), jax.device_count()
     layout = TrainState(NamedSharding(mesh, P()), {"w": NamedSharding(mesh, P("data"))}, ())  # type: ignore[arg-type]
     make = jax.jit(lambda step: TrainState(step, {"w": jnp.full((rows, 10), step)}, ()), out_shardings=layout)

@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from levels import levels
 
-from jaxdist import init_state, make_mesh, make_train_step, state_target
+from jaxdist import init_state, make_mesh, make_train_step, registry, state_target
 from jaxdist.checkpoint import Checkpoints
-from jaxdist import registry
 from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.cost import LINKS
 from jaxdist.config.grad_sync import GradSync
