@@ -12,6 +12,7 @@ from jaxdist.config.checks import check_config
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.walk import equations
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.traced.flops import flops_of
@@ -137,7 +138,7 @@ def _flops(parts: Parts, batch: Any) -> float:
     """Of the manual region, where shapes are those of a device; the optimizer works on whole arrays, which the compiler
     splits."""
     jaxpr = parts.step.jitted(parts.target).trace(parts.target, batch).jaxpr
-    return sum(flops_of(each.params["jaxpr"]) for each in jaxpr.eqns if each.primitive.name == "shard_map")
+    return sum(flops_of(each.params["jaxpr"]) for each in equations(jaxpr) if each.primitive.name == "shard_map")
 
 
 def _check_available(config: Config, other: Config) -> None:

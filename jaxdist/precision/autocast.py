@@ -21,114 +21,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import apply, evaluate, where_written
+from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, is_jaxpr, opened, primitives
 
-HALF = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-FP32 = frozenset(
-    {
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atanh",
-        "cosh",
-        "sinh",
-        "tan",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "pow",
-        "integer_pow",
-        "square",
-        "rsqrt",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "lgamma",
-        "digamma",
-        "reduce_sum",
-        "reduce_prod",
-        "reduce_max",
-        "reduce_min",
-        "reduce_window_sum",
-        "cumsum",
-        "cumprod",
-        "cumlogsumexp",
-        "logsumexp",
-    }
+HALF = primitives("dot_general ragged_dot_general conv_general_dilated")
+FP32 = primitives(
+    """
+    acos acosh asin asinh atanh cosh sinh tan exp exp2 expm1 log log1p pow integer_pow square rsqrt erf erfc erf_inv
+    lgamma digamma reduce_sum reduce_prod reduce_max reduce_min reduce_window_sum cumsum cumprod cumlogsumexp
+    logsumexp
+    """
 )
-WIDEST = frozenset(
-    {
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "rem",
-        "neg",
-        "abs",
-        "sign",
-        "max",
-        "min",
-        "clamp",
-        "sqrt",
-        "cbrt",
-        "sin",
-        "cos",
-        "atan",
-        "atan2",
-        "tanh",
-        "logistic",
-        "floor",
-        "ceil",
-        "round",
-        "is_finite",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "argmax",
-        "argmin",
-        "cummax",
-        "cummin",
-        "reduce_window_max",
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "pad",
-        "copy",
-        "copy_p",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "concatenate",
-        "select_n",
-        "split",
-        "stop_gradient",
-        "optimization_barrier",
-        "name",
-        "convert_element_type",
-        "reduce_precision",
-        "pvary",
-        "pcast",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "ppermute",
-    }
+WIDEST = primitives(
+    """
+    add add_any sub mul div rem neg abs sign max min clamp sqrt cbrt sin cos atan atan2 tanh logistic floor ceil
+    round is_finite eq ne lt le gt ge argmax argmin cummax cummin reduce_window_max broadcast_in_dim reshape
+    transpose squeeze expand_dims rev pad copy copy_p slice dynamic_slice dynamic_update_slice gather concatenate
+    select_n split stop_gradient optimization_barrier name convert_element_type reduce_precision pvary pcast
+    all_gather all_gather_invariant all_to_all ppermute
+    """
 )
-CALLS = ("jit", "closed_call")
+IN_PLACE = ("jit", "closed_call")
 LOOPS = ("scan", "while", "cond")
 REMAT = ("checkpoint", "remat2")
 
@@ -186,12 +101,11 @@ class _Autocast:
 
     def run(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, closed or not, in the dtypes that come out."""
-        inner, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-        return evaluate(inner, constants, values, self._bind, calls=CALLS)
+        return evaluate(jaxpr, getattr(jaxpr, "consts", ()), values, self._bind, calls=IN_PLACE)
 
     def as_traced(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """The same, in the dtypes that it was traced with."""
-        return _typed(getattr(jaxpr, "jaxpr", jaxpr).outvars, self.run(jaxpr, values))
+        return _typed(opened(jaxpr).outvars, self.run(jaxpr, values))
 
     def _bind(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         with where_written(equation):
@@ -241,7 +155,7 @@ class _Autocast:
         """As traced, for its rule; the result of an elementwise one (relu) is as wide as what it was given."""
         results = self._in_traced(equation, operands)
         floats = [x for x in operands if _is_float(x) and not self._weak(x)]
-        if not floats or not _names(equation) <= WIDEST | {*CALLS, "custom_jvp_call"}:
+        if not floats or not _names(equation) <= WIDEST | {*IN_PLACE, "custom_jvp_call"}:
             return results
         widest = self._widest(floats)
         return [_to(x, widest) if _is_float(x) else x for x in results]
@@ -260,17 +174,13 @@ class _Autocast:
 
     def _rewritten(self, value: Any) -> Any:
         """A parameter of an equation; a jaxpr, or a tuple of them, with its operations cast."""
-        if isinstance(value, tuple) and all(hasattr(each, "eqns") for each in value):
+        if isinstance(value, tuple) and all(map(is_jaxpr, value)):
             return tuple(map(self._rewritten, value))
-        if not hasattr(value, "eqns"):
+        if not is_jaxpr(value):
             return value
         return jax.make_jaxpr(lambda *values: self.as_traced(value, values))(*value.in_avals)
 
 
 def _names(equation: Any) -> set[str]:
-    """The primitives inside an equation."""
-    found: set[str] = set()
-    for inner in jaxprs_in_params(equation.params):
-        for each in getattr(inner, "jaxpr", inner).eqns:
-            found |= {each.primitive.name} | _names(each)
-    return found
+    """Names of the primitives inside an equation."""
+    return {site.equation.primitive.name for inner in inner_jaxprs(equation) for site in every_equation(inner)}

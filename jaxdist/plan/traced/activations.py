@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
 
-from jaxdist.plan.traced.ledger import phase_of, scope_of, source_of
+from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, scan_of
+from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
 from jaxdist.specs import STACKED, PyTree, is_model
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
@@ -84,28 +84,32 @@ class _Reader:
 
     def values(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
         """Where the outputs of a jaxpr come from, given where its inputs do."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        known: dict[Any, _Value] = dict(zip(inner.invars, inputs, strict=True))
-        known |= {variable: _Value(variable) for variable in inner.constvars}
-        outside = made = frozenset[int]()
-        begun = ended = False  # the forward pass: what was there before it is held anyway
+        plain = opened(jaxpr)
+        constants = [_Value(variable) for variable in plain.constvars]
+        seen = {id(value.array) for value in (*inputs, *constants) if value.array is not None}
+        outside: frozenset[int] | None = None  # arrays that were there before the forward pass
+        made: frozenset[int] | None = None  # arrays that the forward pass has made, once it is over
         kept: dict[int, Kept] = {}
-        for equation in inner.eqns:
-            here = f"{stack}/{equation.source_info.name_stack}"
+
+        def rule(equation: Any, given: list[_Value]) -> list[_Value]:
+            nonlocal outside, made
+            here = names_at(stack, equation)
             phase = phase_of(here)
-            if not begun and phase == "forward":
-                begun, outside = True, _arrays(known)
-            if begun and not ended and phase in ("backward", "recompute"):
-                ended, made = True, _arrays(known) - outside
-            given = [_Value() if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-            if made and phase in ("backward", "recompute"):
+            if outside is None and phase == "forward":
+                outside = frozenset(seen)
+            if phase in ("backward", "recompute") and outside is not None:
+                made = frozenset(seen - outside) if made is None else made
                 for value, atom in zip(given, equation.invars, strict=True):
                     if id(value.array) in made:
                         kept[id(value.array)] = self.kept(value, atom.aval)
-            known |= zip(equation.outvars, self.made(equation, given, here), strict=True)
+            results = self.made(equation, given, here)
+            seen.update(id(value.array) for value in results if value.array is not None)
+            return results
+
+        results = interpret(plain, constants, inputs, rule, lambda _: _Value())
         if kept:
-            self.found[id(inner)] = list(kept.values())
-        return [_Value() if isinstance(atom, Literal) else known[atom] for atom in inner.outvars]
+            self.found[id(plain)] = list(kept.values())
+        return results
 
     def kept(self, value: _Value, aval: Any) -> Kept:
         kind, scope = ACTIVATIONS if value.batch else COPIES if value.parameters else CONSTANTS, scope_of(value.stack)
@@ -124,30 +128,27 @@ class _Reader:
                 value if value.carried or scope_of(value.stack) else value._replace(equation=equation, stack=stack)
                 for value in given
             ]
-        subs = [getattr(sub, "jaxpr", sub) for sub in jaxprs_in_params(equation.params)]
-        if len(subs) == 1 and name == "scan":
-            return self.looped(equation, subs[0], given, stack)
-        if len(subs) == 1 and (len(subs[0].invars), len(subs[0].outvars)) == (len(given), len(equation.outvars)):
-            return _called(equation, given, self.values(subs[0], given, stack))
+        inner = [opened(each) for each in inner_jaxprs(equation)]
+        if name == "scan":
+            return self.looped(equation, given, stack)
+        if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(given), len(equation.outvars)):
+            return _called(equation, given, self.values(inner[0], given, stack))
         if all(value.array is None for value in given) and all(x.aval.ndim == 0 for x in equation.outvars):
             return [_Value() for _ in equation.outvars]  # a number from numbers is no array that is kept
         batch, parameters = any(value.batch for value in given), any(value.parameters for value in given)
         return [_Value(variable, batch, parameters, equation, stack) for variable in equation.outvars]
 
-    def looped(self, equation: Any, body: Any, given: list[_Value], stack: str) -> list[_Value]:
-        """What a scan makes: arrays of its own, also where its body only hands something on."""
-        # Inputs are constants, carry and slices, outputs carry and slices; a slice has a dim less inside. (The
-        # parameters of scan say it too, in every version of jax in other words.)
-        slices = sum(x.aval.ndim > inside.aval.ndim for x, inside in zip(equation.invars, body.invars, strict=True))
-        count = sum(x.aval.ndim == inside.aval.ndim for x, inside in zip(equation.outvars, body.outvars, strict=True))
-        first, last = len(given) - slices - count, len(given) - slices
-        carry = [_Value(object(), value.batch, value.parameters, equation, stack, True) for value in given[first:last]]
+    def looped(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
+        """The values of a scan's results: arrays of its own, also where its body only hands something on."""
+        scan = scan_of(equation)
+        constants, before, rows = scan.split(given)
+        carry = [_Value(object(), value.batch, value.parameters, equation, stack, True) for value in before]
         while True:
-            made = self.values(body, [*given[:first], *carry, *given[last:]], stack)
+            made = self.values(scan.body, [*constants, *carry, *rows], stack)
             # A carry comes from all that goes into it in any round.
             merged = [
                 before._replace(batch=before.batch or after.batch, parameters=before.parameters or after.parameters)
-                for before, after in zip(carry, made[:count], strict=True)
+                for before, after in zip(carry, made[: scan.carried], strict=True)
             ]
             if merged == carry:
                 return [value._replace(array=variable) for value, variable in zip(made, equation.outvars, strict=True)]
@@ -165,7 +166,3 @@ def _called(equation: Any, given: list[_Value], values: list[_Value]) -> list[_V
         value if id(value.array) in passed else value._replace(array=own[id(value.array)], equation=equation)
         for value in values
     ]
-
-
-def _arrays(known: dict[Any, _Value]) -> frozenset[int]:
-    return frozenset(id(value.array) for value in known.values() if value.array is not None)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +24,7 @@ from jaxdist.collectives.group import Pairs
 from jaxdist.collectives.varying import to_varying
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
+from jaxdist.jaxpr.walk import Scan, every_equation, inner_jaxprs, interpret, opened, scan_of
 
 LARGE_PART = 4  # exchanges between pairs count from one fourth of the bytes on
 
@@ -70,7 +70,7 @@ def read_rounds(jaxpr: Any, *, ports: int = 1) -> list[Round]:
     length is not in the program, a branch that communicates otherwise than its sibling.
     """
     reader = _Reader(ports)
-    reader.read(jaxpr, [0] * len(getattr(jaxpr, "jaxpr", jaxpr).invars), {})
+    reader.read(jaxpr, [0] * len(opened(jaxpr).invars), {})
     return [tuple(messages) for messages in reader.rounds]
 
 
@@ -145,8 +145,7 @@ def _everywhere(pairs: Pairs, over: Sequence[str], mesh: Mapping[str, int]) -> l
 
 
 def _communicates(jaxpr: Any) -> bool:
-    equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(moving_axes(e) or any(_communicates(sub) for sub in jaxprs_in_params(e.params)) for e in equations)
+    return any(moving_axes(site.equation) for site in every_equation(jaxpr))
 
 
 class _Reader:
@@ -160,20 +159,15 @@ class _Reader:
 
     def read(self, jaxpr: Any, times: Sequence[int], mesh: Mapping[str, int]) -> list[int]:
         """Times of the arguments -> times of the results."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        known = dict(zip(jaxpr.invars, times, strict=True))
 
-        def time(value: Any) -> int:
-            return 0 if isinstance(value, Literal) else known.get(value, 0)
+        def rule(equation: Any, times: list[int]) -> list[int]:
+            return self.equation(equation, times, mesh)
 
-        for equation in jaxpr.eqns:
-            results = self.equation(equation, [time(value) for value in equation.invars], mesh)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [time(value) for value in jaxpr.outvars]
+        return interpret(jaxpr, [0] * len(opened(jaxpr).constvars), times, rule, lambda _: 0)
 
     def equation(self, equation: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
         """Times of one equation's results."""
-        name, subs = equation.primitive.name, list(jaxprs_in_params(equation.params))
+        name, subs = equation.primitive.name, inner_jaxprs(equation)
         together = [max(times, default=0)] * len(equation.outvars)
         if name == "ppermute":
             pairs = _everywhere(equation.params["perm"], moving_axes(equation), mesh)
@@ -183,12 +177,12 @@ class _Reader:
         if not any(map(_communicates, subs)):
             return together
         if name == "scan":
-            return self.scan(equation, subs[0], times, mesh)
+            return self.scan(scan_of(equation), len(equation.outvars), times, mesh)
         if name == "cond":
             return self.branches(subs, times, mesh)
         if name == "while":
             raise UserError("while: its number of rounds is not in the program; give fori_loop bounds that are")
-        if len(subs) != 1 or len(getattr(subs[0], "jaxpr", subs[0]).invars) != len(times):
+        if len(subs) != 1 or len(opened(subs[0]).invars) != len(times):
             raise UserError(f"{name}: communicates in a way that cannot be followed")
         return self.read(subs[0], times, dict(equation.params["mesh"].shape) if name == "shard_map" else mesh)
 
@@ -206,17 +200,13 @@ class _Reader:
         self.calls += 1
         return time + 1
 
-    def scan(self, equation: Any, body: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
-        """Arguments are (constants, carry, rows), results (carry, rows); rows have a dim more outside than inside."""
-        inner = getattr(body, "jaxpr", body)
-        rows = sum(a.aval.ndim != b.aval.ndim for a, b in zip(equation.invars, inner.invars, strict=True))
-        carried = sum(a.aval.ndim == b.aval.ndim for a, b in zip(equation.outvars, inner.outvars, strict=True))
-        constants = len(times) - rows - carried
-        fixed, carry, rest = times[:constants], times[constants : len(times) - rows], times[len(times) - rows :]
-        latest = [0] * (len(equation.outvars) - carried)
-        for _ in range(equation.params["length"]):
-            results = self.read(body, [*fixed, *carry, *rest], mesh)
-            carry, latest = results[:carried], list(map(max, latest, results[carried:]))
+    def scan(self, scan: Scan, results: int, times: list[int], mesh: Mapping[str, int]) -> list[int]:
+        """Times of the results of a scan, whose rounds are read one after the other."""
+        constants, carry, rows = scan.split(times)
+        latest = [0] * (results - scan.carried)
+        for _ in range(scan.length):
+            found = self.read(scan.body, [*constants, *carry, *rows], mesh)
+            carry, latest = found[: scan.carried], list(map(max, latest, found[scan.carried :]))
         return [*carry, *latest]
 
     def branches(self, subs: Sequence[Any], times: list[int], mesh: Mapping[str, int]) -> list[int]:
