@@ -8,11 +8,23 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxdist.plan.compiled.hlo import BITS
+# Names of collectives in HLO -> in the ledger.
+HLO_OPS = {
+    "all-reduce": "psum",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "collective-permute": "ppermute",
+    "all-to-all": "all_to_all",
+}
+BITS = {"pred": 8, "s4": 4, "u4": 4}  # the names of other types have them: f32, bf16, s8, f8e4m3fn
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _ARRAY = re.compile(r"\b(pred|bf16|c64|c128|[suf]\d+)(\w*)\[([\d,]*)\]")
+_RUNS = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _INDEX = re.compile(r"/\*.*?\*/")
 FREE = frozenset(
     {
@@ -49,6 +61,29 @@ class Instruction(NamedTuple):
         found = re.search(rf"\b{key}=%?([\w.-]+)", self.rest)
         return None if found is None else found[1]
 
+    @property
+    def branches(self) -> list[str]:
+        """The computations of a conditional."""
+        named = [each.strip(" %") for group in _BRANCHES.findall(self.rest) for each in group.split(",")]
+        return named or [each for key in ("true_computation", "false_computation") if (each := self.called(key))]
+
+    @property
+    def runs(self) -> list[str]:
+        """All computations that it runs."""
+        return list(dict.fromkeys([*_RUNS.findall(self.rest), *self.branches]))
+
+    @property
+    def trips(self) -> int | None:
+        """The rounds of a while, if the program says how many."""
+        found = _TRIPS.search(self.rest) if self.opcode == "while" else None
+        return None if found is None else int(found[1])
+
+    @property
+    def op_name(self) -> str:
+        """The named scopes that it was traced under; "" if it has no metadata."""
+        found = _OP_NAME.search(self.rest)
+        return "" if found is None else found[1]
+
 
 Computation = dict[str, Instruction]
 
@@ -59,13 +94,29 @@ def arrays(shape: str) -> list[Array]:
     return [(kind + more, tuple(int(dim) for dim in dims.split(",") if dim)) for kind, more, dims in found]
 
 
+def array_bytes(array: Array) -> int:
+    """Bytes of one array."""
+    dtype, dims = array
+    return math.prod(dims) * (BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])) // 8
+
+
 def nbytes(shape: str) -> int:
     """Bytes of a shape, tuples summed."""
+    return sum(map(array_bytes, arrays(shape)))
 
-    def bits(dtype: str) -> int:
-        return BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])
 
-    return sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in arrays(shape))
+def group_size(rest: str) -> int:
+    """Devices of a group of a collective, from its attributes."""
+    if (explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", rest)) is not None:
+        return len(explicit[1].split(","))
+    if (iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)) is not None:
+        return int(iota[2])
+    if (named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest)) is not None:  # jax 0.12
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])  # 'fsdp':(4)2: two parts of an axis, 4 apart
+        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
+    pairs = re.findall(r"\{(\d+),(\d+)\}", (re.search(r"source_target_pairs=\{(.*?)\}\}", rest + "}}") or [""])[0])
+    return max(1, len({rank for pair in pairs for rank in pair}))
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -100,7 +151,7 @@ def _closing(text: str) -> int:
     return len(text) - 1
 
 
-class Costs:
+class InstructionCosts:
     """What instructions cost on one device, assuming nothing but their shapes."""
 
     def __init__(self, computations: dict[str, Computation]) -> None:

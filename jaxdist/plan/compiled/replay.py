@@ -8,17 +8,23 @@ other.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxdist.plan.compiled.hlo import OPS, group_size
-from jaxdist.plan.compiled.instructions import FREE, Computation, Costs, Instruction, arrays, nbytes, parse
+from jaxdist.plan.compiled.instructions import (
+    FREE,
+    HLO_OPS,
+    Computation,
+    Instruction,
+    InstructionCosts,
+    arrays,
+    group_size,
+    nbytes,
+    parse,
+)
 from jaxdist.plan.traced.ledger import wire_bytes
 
 WORTH_FLOPS = 1e8  # a matrix product below this is none: sums and scales written as products
-_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Rates(NamedTuple):
@@ -136,7 +142,7 @@ class _Replay:
     flying: end of each collective that is under way, by its start. weight: how often what runs now is counted."""
 
     def __init__(self, computations: dict[str, Computation], rates: Rates) -> None:
-        self.computations, self.rates, self.costs = computations, rates, Costs(computations)
+        self.computations, self.rates, self.costs = computations, rates, InstructionCosts(computations)
         self.now = self.free = self.compute = 0.0
         self.weight = 1
         self.flying: dict[tuple[str, str], float] = {}
@@ -154,7 +160,7 @@ class _Replay:
             if own.opcode == "while":
                 self._loop(own, loop)
             elif own.opcode == "conditional":
-                self.run(max(branches_of(own), key=lambda branch: self._sent(branch)), loop)
+                self.run(max(own.branches, key=lambda branch: self._sent(branch)), loop)
             elif own.opcode.endswith("-done"):
                 if own.operands and (name, own.operands[0]) in self.flying:
                     self._await((name, own.operands[0]))
@@ -172,9 +178,8 @@ class _Replay:
 
     def _loop(self, own: Instruction, loop: tuple[int, ...]) -> None:
         """Round after round, until two in a row are alike: the others are as these."""
-        known = _TRIPS.search(own.rest)
-        trips = int(known[1]) if known else 1
-        if known is None:
+        trips = own.trips or 1
+        if own.trips is None:
             self.unknown.add(own.name)
         body, before = own.called("body"), None
         assert body is not None
@@ -220,23 +225,22 @@ class _Replay:
 
     def _collective(self, own: Instruction, body: Computation) -> Instruction | None:
         """The collective that an instruction is, or wraps."""
-        if own.opcode.removesuffix("-start") in OPS:
+        if own.opcode.removesuffix("-start") in HLO_OPS:
             return own
         if own.opcode.removesuffix("-start") in ("async", "fusion", "call"):
             inside = self.computations.get(own.called() or own.called("to_apply") or "", {})
-            return next((each for each in inside.values() if each.opcode in OPS), None)
+            return next((each for each in inside.values() if each.opcode in HLO_OPS), None)
         return None
 
     def _meet(self, where: str, own: Instruction, real: Instruction, loop: tuple[int, ...]) -> _Met:
         body = self.computations[where]
-        op, n = OPS[real.opcode.removesuffix("-start")], group_size(real.rest)
+        op, n = HLO_OPS[real.opcode.removesuffix("-start")], group_size(real.rest)
         shapes = [body[each].shape for each in own.operands if each in body]
         sent = wire_bytes(op, sum(map(nbytes, shapes)), n)
         largest = max((array for shape in shapes for array in arrays(shape)), key=lambda array: math.prod(array[1]))
         apart = own.opcode.endswith("-start") and '"is_sync":true' not in own.rest
-        named = re.search(r'op_name="([^"]*)"', real.rest)
         needed = sent / self.rates.network + self.rates.latency
-        return _Met(op, largest[0], n, sent, loop, apart, needed, named[1] if named else real.name)
+        return _Met(op, largest[0], n, sent, loop, apart, needed, real.op_name or real.name)
 
     def _sent(self, name: str) -> float:
         """Bytes that a branch of a condition sends: the one that sends most is replayed."""
@@ -245,16 +249,9 @@ class _Replay:
             if (real := self._collective(own, body)) is not None:
                 total += self._meet(name, own, real, ()).wire_bytes
             elif own.opcode in ("while", "call", "conditional"):
-                trips = _TRIPS.search(own.rest) if own.opcode == "while" else None
-                inside = branches_of(own) or [own.called("body") or own.called("to_apply") or name]
-                total += max(map(self._sent, inside)) * (int(trips[1]) if trips else 1)
+                inside = own.branches or [own.called("body") or own.called("to_apply") or name]
+                total += max(map(self._sent, inside)) * (own.trips or 1)
         return total
-
-
-def branches_of(own: Instruction) -> list[str]:
-    """The computations of a conditional."""
-    named = [each.strip(" %") for group in _BRANCHES.findall(own.rest) for each in group.split(",")]
-    return named or [each for key in ("true_computation", "false_computation") if (each := own.called(key))]
 
 
 def _alike(one: Iterable[float], other: Iterable[float]) -> bool:

@@ -8,8 +8,8 @@ import jax
 from jaxdist.config.schema import Config
 from jaxdist.plan.compiled.ahead_of_time import MOST, Planned, memory_fraction, verdict
 from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
-from jaxdist.plan.report.text import amount
 from jaxdist.plan.traced.sharding import aligned
+from jaxdist.specs import format_bytes
 
 HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "products", "waits", "what")
 
@@ -24,10 +24,10 @@ def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -
         f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
         f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s"
     )
-    memory = [(f"  {name}", amount(size), f"{size:,}") for name, size in memory_of(planned).items()]
+    memory = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in memory_of(planned).items()]
     text = [head, "", "Memory of a device:", *aligned(memory, right=(1, 2)), verdict_text(planned)]
     if footprint.host:
-        text.append(f"and {amount(footprint.host)} of host memory a device")
+        text.append(f"and {format_bytes(footprint.host)} of host memory a device")
     apart = planned.hosts > 1 and network is None
     return "\n".join([*text, "", *_collectives(planned), "", *overlap_text(planned.overlap, rows=rows, apart=apart)])
 
@@ -50,10 +50,10 @@ def verdict_text(planned: Planned) -> str:
     found = verdict(planned.footprint, planned.gpu)
     basis = f"of the {MOST:.0%} of a GPU's memory that JAX is assumed to get at most"
     if not found.fits:
-        return f"does not fit, by {amount(-found.spare)} {basis}"
+        return f"does not fit, by {format_bytes(-found.spare)} {basis}"
     enough = min(MOST, round(found.fraction + 0.02, 2))
     more = f"; set XLA_PYTHON_CLIENT_MEM_FRACTION={enough:.2f} or more" if found.fraction > memory_fraction() else ""
-    return f"fits, with {amount(found.spare)} to spare {basis}{more}"
+    return f"fits, with {format_bytes(found.spare)} to spare {basis}{more}"
 
 
 def _collectives(planned: Planned) -> list[str]:
@@ -66,12 +66,12 @@ def _collectives(planned: Planned) -> list[str]:
             total[1] += each.wire_bytes
     lines = [("op", "dtype", "n", "calls", "sent")]
     lines += [
-        (op, dtype, str(n), f"{calls:.0f}", amount(sent))
+        (op, dtype, str(n), f"{calls:.0f}", format_bytes(sent))
         for (op, dtype, n), (calls, sent) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
     sent, ideal = sum(each[1] for each in totals.values()), 6 * planned.parameters
     share = f", {sent / ideal:.3f} x 6 bytes a parameter" if sent else ""
-    return [f"A device sends {amount(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
+    return [f"A device sends {format_bytes(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
 
 
 def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list[str]:
@@ -105,7 +105,7 @@ def _row(each: Travel) -> tuple[str, ...]:
         each.op,
         each.dtype,
         str(each.group_size),
-        amount(each.wire_bytes),
+        format_bytes(each.wire_bytes),
         str(each.calls),
         "async" if each.asynchronous else "SYNC",
         *micro,

@@ -7,14 +7,7 @@ from jaxdist.plan.explain import Explanation
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.ledger import SENDS, Collective
 from jaxdist.plan.traced.sharding import aligned, rows_as_text
-
-
-def amount(nbytes: float) -> str:
-    """ "1.50 GiB", "12.0 KiB", "17 B"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+from jaxdist.specs import format_bytes
 
 
 def pytorch_term(each: Collective) -> str:
@@ -48,9 +41,9 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
                 "+".join(each.axes),
                 str(each.group_size),
                 each.dtype,
-                amount(each.bytes_per_call),
+                format_bytes(each.bytes_per_call),
                 str(each.calls),
-                amount(each.wire_bytes),
+                format_bytes(each.wire_bytes),
                 each.link,
                 each.phase,
                 what,
@@ -60,15 +53,19 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
         )
     text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
     if rest := collectives[rows:]:
-        text.append(f"... and {len(rest)} more, {amount(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)")
+        text.append(
+            f"... and {len(rest)} more, {format_bytes(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)"
+        )
     total = explanation.ledger.wire_bytes
-    axes = [f"over {'+'.join(name)} {amount(sent)}" for name, sent in explanation.ledger.total("axes").items()]
-    links = [f"{name} {amount(sent)}" for name, sent in explanation.ledger.total("link").items()]
+    axes = [f"over {'+'.join(name)} {format_bytes(sent)}" for name, sent in explanation.ledger.total("axes").items()]
+    links = [f"{name} {format_bytes(sent)}" for name, sent in explanation.ledger.total("link").items()]
     parts = f": {', '.join(axes)}; {', '.join(links)}" if total else ""
-    text += ["", f"A device sends {amount(total)} a step{parts}"]
+    text += ["", f"A device sends {format_bytes(total)} a step{parts}"]
     if explanation.added is not None:
         sent = sum(each.wire_bytes for each in explanation.added)
-        text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {amount(sent)}")
+        text.append(
+            f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {format_bytes(sent)}"
+        )
     text += _compiled(explanation)
     text += ["", *memory_text(explanation)]
     if explanation.activations is None:
@@ -92,7 +89,7 @@ def _on_stages(calls: tuple[int, ...]) -> str:
 
 def memory_text(explanation: Explanation) -> list[str]:
     """The table of what a device holds, line by line."""
-    held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
+    held = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in explanation.memory.items()]
     text = ["Memory of a device:", *aligned(held, right=(1, 2))]
     if explanation.empty_rows:
         text.append(
@@ -112,23 +109,23 @@ def remedies_text(table: Table) -> str:
         lines.append(
             (
                 " ".join(each.overrides),
-                amount(cost.memory.peak),
+                format_bytes(cost.memory.peak),
                 signed(saved),
                 f"{saved / now.memory.peak:.1%}",
                 _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
-                _more(cost.wire_bytes, now.wire_bytes, amount(cost.wire_bytes)),
+                _more(cost.wire_bytes, now.wire_bytes, format_bytes(cost.wire_bytes)),
             )
         )
     text = [
-        f"Remedies. As it is, a device needs {amount(now.memory.peak)} at the peak of a step (state, batch, and "
-        f"{amount(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and sends "
-        f"{amount(now.wire_bytes)}:",
+        f"Remedies. As it is, a device needs {format_bytes(now.memory.peak)} at the peak of a step (state, batch, and "
+        f"{format_bytes(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and "
+        f"sends {format_bytes(now.wire_bytes)}:",
         *aligned(lines, right=(1, 2, 3, 4, 5)),
     ]
     for each, cost in compiled:
         if moved := cost.memory.host - now.memory.host:
             text.append(
-                f"{' '.join(each.overrides)}: {amount(moved)} a device rests in host memory; each step fetches "
+                f"{' '.join(each.overrides)}: {format_bytes(moved)} a device rests in host memory; each step fetches "
                 "it and puts it back"
             )
     for each in table.remedies:
@@ -139,7 +136,7 @@ def remedies_text(table: Table) -> str:
 
 def signed(nbytes: float) -> str:
     """ "1.50 GiB", "-12.00 KiB"."""
-    return "-" * (nbytes < 0) + amount(abs(nbytes))
+    return "-" * (nbytes < 0) + format_bytes(abs(nbytes))
 
 
 def _more(value: float, before: float, alone: str) -> str:
@@ -179,11 +176,13 @@ def _activations(explanation: Explanation, rows: int) -> list[str]:
     lines = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
     for each, count in kept[:rows]:
         shape = "x".join(map(str, each.shape)) or "scalar"
-        size = amount(each.bytes_per_device * count)
+        size = format_bytes(each.bytes_per_device * count)
         lines.append((each.what, each.kind, shape, each.dtype, str(count), size, each.source))
     text = ["", "Kept for the backward pass of one microbatch, on one device:", *aligned(lines, right=(4, 5))]
     if rest := kept[rows:]:
-        text.append(f"... and {len(rest)} more, {amount(sum(each.bytes_per_device * count for each, count in rest))}")
+        text.append(
+            f"... and {len(rest)} more, {format_bytes(sum(each.bytes_per_device * count for each, count in rest))}"
+        )
     return text
 
 

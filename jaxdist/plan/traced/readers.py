@@ -14,6 +14,8 @@ from jaxdist.plan.traced.origin import PACKAGE, SENDING, phase_of, scope_of, sou
 # A product's own code, and whatever evaluates a jaxpr, work for the layer that calls them.
 _HELPERS = (*SENDING, "nn/matmul/", "jaxpr/", "precision/")
 _LAYERS = tuple(f"{PACKAGE.name}/{folder}/" for folder in ("nn", "models"))
+# Several calls of a jitted function share a jaxpr, which knows the line of the first only.
+_CACHED = ("jit", "closed_call")
 # Primitives whose result is still the parameter: cast, moved, or cut out of it.
 _MOVES = primitives(
     """
@@ -56,17 +58,20 @@ class _Search:
         scope, inner, count = scope_of(names), inner_jaxprs(equation), len(equation.outvars)
         if scope in self.parameters and phase_of(names) != "backward":
             return [scope] * count
-        if inner:
-            return self.inside(equation, inner, given, names)
         held = next((name for name in given if name is not None), None)
-        if held is None:
+        if held is None and not inner:
             return [None] * count
-        line = source_of(equation, _HELPERS)
-        in_layer = line.startswith(_LAYERS) or not line.startswith(f"{PACKAGE.name}/")
-        if equation.primitive.name in _MOVES or not in_layer:
-            return [held] * count
-        self.lines.setdefault(held, line)
-        return [None] * count
+        line, before = source_of(equation, _HELPERS), self.lines
+        in_layer = line.startswith(_LAYERS) or not line.startswith((f"{PACKAGE.name}/", "unknown"))
+        if not inner:
+            if equation.primitive.name in _MOVES or not in_layer or held is None:
+                return [held] * count
+            self.lines = {held: line} | before
+            return [None] * count
+        results = self.inside(equation, inner, given, names)
+        if in_layer and equation.primitive.name in _CACHED:
+            self.lines = dict.fromkeys(self.lines, line) | before
+        return results
 
     def inside(self, equation: Any, inner: list[Any], given: list[str | None], names: str) -> list[str | None]:
         """The values of the results of a loop, a condition or a call."""
