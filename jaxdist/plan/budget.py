@@ -7,7 +7,7 @@ from typing import Any
 from jaxdist.errors import UserError
 from jaxdist.plan.traced.ledger import Collective, Ledger
 
-KEYS = ("op", "axes", "dtype", "phase", "purpose")
+KEY_FIELDS = ("op", "axes", "dtype", "phase", "purpose")
 
 
 def _key(each: Collective) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def budget_of(ledger: Ledger) -> dict[str, Any]:
         totals[_key(each)] = totals.get(_key(each), 0) + each.bytes_per_call * each.calls
     return {
         "mesh": ledger.mesh,
-        "collectives": [dict(zip(KEYS, key, strict=True)) | {"bytes": n} for key, n in sorted(totals.items())],
+        "collectives": [dict(zip(KEY_FIELDS, key, strict=True)) | {"bytes": n} for key, n in sorted(totals.items())],
     }
 
 
@@ -29,7 +29,7 @@ def read_budget(path: Path) -> dict[tuple[str, ...], int]:
     """Bytes by op, axes, dtype, phase and purpose. Raises `UserError` for what is no budget."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["collectives"]
-        return {tuple(entry[key] for key in KEYS): int(entry["bytes"]) for entry in entries}
+        return {tuple(entry[key] for key in KEY_FIELDS): int(entry["bytes"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--budget {path}: not a budget ({type(error).__name__}: {error}); write one with --write-budget"

@@ -15,10 +15,9 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
-from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, held
-from jaxdist.plan.remedies import Table
-from jaxdist.plan.remedies import to_json as remedies_to_json
-from jaxdist.plan.traced.activations import KINDS, ON_HOST, Kept, kept_activations
+from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, resident_bytes
+from jaxdist.plan.remedies import Table, remedies_to_json
+from jaxdist.plan.traced.activations import ON_HOST, SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.sharding import Row, sharding_rows
 from jaxdist.specs import STACKED, PyTree, map_specs
@@ -35,7 +34,7 @@ class Explanation(NamedTuple):
     ledger: Ledger
     parameters: list[Row]
     memory: dict[str, int]
-    activations: list[Kept] | None
+    activations: list[SavedArray] | None
     empty_rows: int
     added: list[Compiled] | None
     compiled: dict[str, Comparison] | None
@@ -51,11 +50,11 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
     pipeline = table_of(config.parallel.schedule) is not None
-    kept = None if pipeline else kept_activations(parts.step, parts.target, batch)
+    kept = None if pipeline else saved_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
     if kept is not None:
         offloaded = [ON_HOST] if any(each.kind == ON_HOST for each in kept) else []
-        for kind in (*KINDS, *offloaded):
+        for kind in (*SAVED_KINDS, *offloaded):
             size = sum(each.bytes_per_device for each in kept if each.kind == kind)
             memory[f"{kind}, kept for backward"] = size
     added, compared = None, None
@@ -72,10 +71,10 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
 
 def memory_at_rest(target: TrainState) -> dict[str, int]:
     """Exact bytes of the state on one device, but for the count of steps."""
-    state = {"parameters": held(target.params), "optimizer state": held(target.opt_state)}
-    if host := held(target.opt_state, on_host=True):
+    state = {"parameters": resident_bytes(target.params), "optimizer state": resident_bytes(target.opt_state)}
+    if host := resident_bytes(target.opt_state, on_host=True):
         state["host memory, optimizer state"] = host
-    return state | ({"residual of int8": held(target.residual)} if jax.tree.leaves(target.residual) else {})
+    return state | ({"residual of int8": resident_bytes(target.residual)} if jax.tree.leaves(target.residual) else {})
 
 
 def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, int]:
@@ -114,7 +113,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     return sizes
 
 
-def to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
+def explanation_to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
     """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types;
     with a table of remedies, "remedies" as well."""
     parameters = [

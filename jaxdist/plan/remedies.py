@@ -21,7 +21,7 @@ from jaxdist.plan.traced.ledger import ledger
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
-class Cost(NamedTuple):
+class StepCost(NamedTuple):
     """Of one step, on one device. flops: matrix products of the forward and backward
     pass, as traced. wire_bytes: what it sends, by the ledger."""
 
@@ -35,14 +35,14 @@ class Remedy(NamedTuple):
 
     name: str
     overrides: tuple[str, ...]
-    cost: Cost | None
+    cost: StepCost | None
     refused: str = ""
 
 
 class Table(NamedTuple):
     """now: the configuration as it is. remedies: the one that saves most first, those that are refused last."""
 
-    now: Cost
+    now: StepCost
     remedies: list[Remedy]
 
     def saved(self, remedy: Remedy) -> int:
@@ -124,14 +124,14 @@ def typed(key: str, value: Any) -> str:
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def cost_of(config: Config) -> Cost:
+def cost_of(config: Config) -> StepCost:
     """Compile the step of a configuration for the devices that this process has."""
     mesh = make_mesh(**asdict(config.mesh))
     parts, batch = assemble(config, mesh), batch_of(config, mesh)
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:
         raise UserError(f"remedies: the compiler of {mesh.devices.flat[0].platform} does not say what memory it takes")
-    return Cost(memory, _flops(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
+    return StepCost(memory, _flops(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
 
 
 def _flops(parts: Parts, batch: Any) -> float:
@@ -175,11 +175,11 @@ def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
     return Table(now, sorted(found, key=lambda each: each.cost.memory.peak if each.cost else float("inf")))
 
 
-def to_json(table: Table) -> dict[str, Any]:
+def remedies_to_json(table: Table) -> dict[str, Any]:
     """{"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}; a cost is {"peak", "arguments",
     "outputs", "aliased", "temporary", "host", "flops", "wire_bytes"}, in bytes and FLOPs of a device."""
 
-    def cost(each: Cost) -> dict[str, Any]:
+    def cost(each: StepCost) -> dict[str, Any]:
         sizes = {"peak": each.memory.peak, **each.memory._asdict()}
         return sizes | {"flops": each.flops, "wire_bytes": each.wire_bytes}
 

@@ -33,7 +33,7 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm")  # ptxas and libdevice, where there is no CUDA toolkit
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")  # to compile its attention
 # What is left of a GPU's memory for jax, at most: CUDA, NCCL and cuBLAS keep some of their own. An assumption.
-MOST = 0.95
+USABLE_SHARE = 0.95
 # XLA's one-kernel sums of a few bytes are for devices of one host. Without devices it takes all for such, and for
 # groups of 64 the kernel does not compile (jax 0.12.0.1: "size mismatch when packing elements for LLVM struct").
 ACROSS_HOSTS = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -57,7 +57,7 @@ class Planned(NamedTuple):
     compile_s: float
 
 
-class Verdict(NamedTuple):
+class FitVerdict(NamedTuple):
     """fits: whether a GPU's memory holds the step. spare: bytes left of what jax can be given (negative: missing).
     fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
 
@@ -66,10 +66,10 @@ class Verdict(NamedTuple):
     fraction: float
 
 
-def verdict(footprint: Footprint, gpu: Gpu) -> Verdict:
+def fit_verdict(footprint: Footprint, gpu: Gpu) -> FitVerdict:
     """The peak of a step beside the memory of a GPU."""
-    spare = MOST * gpu.memory - footprint.peak
-    return Verdict(spare >= 0, spare, footprint.peak / gpu.memory)
+    spare = USABLE_SHARE * gpu.memory - footprint.peak
+    return FitVerdict(spare >= 0, spare, footprint.peak / gpu.memory)
 
 
 def plugin_library() -> Path:
@@ -153,10 +153,10 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
     hosts = count_hosts(mesh)
     program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
     done = time.perf_counter()
-    return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
+    return planned_of(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
 
 
-def read(
+def planned_of(
     program: Any,
     config: Config,
     parts: Parts,

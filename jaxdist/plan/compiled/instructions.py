@@ -43,7 +43,7 @@ FREE = frozenset(
 MOVES = frozenset({"bitcast", "reshape", "copy", "convert"})
 UPDATE = "dynamic-update-slice"
 READS = frozenset({"dynamic-slice", "slice", "gather"})
-Array = tuple[str, tuple[int, ...]]  # dtype, dims
+HloArray = tuple[str, tuple[int, ...]]  # dtype, dims
 
 
 class Instruction(NamedTuple):
@@ -88,13 +88,13 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-def arrays(shape: str) -> list[Array]:
+def arrays(shape: str) -> list[HloArray]:
     """The arrays in a shape, tuples flattened."""
     found = _ARRAY.findall(shape)
     return [(kind + more, tuple(int(dim) for dim in dims.split(",") if dim)) for kind, more, dims in found]
 
 
-def array_bytes(array: Array) -> int:
+def array_bytes(array: HloArray) -> int:
     """Bytes of one array."""
     dtype, dims = array
     return math.prod(dims) * (BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])) // 8

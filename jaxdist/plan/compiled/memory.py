@@ -54,7 +54,7 @@ def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dic
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
 
-def held(tree: PyTree, *, on_host: bool = False) -> int:
+def resident_bytes(tree: PyTree, *, on_host: bool = False) -> int:
     """Exact bytes of a tree of laid-out arrays in one device's own memory, or in its part of host memory."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if (leaf.sharding.memory_kind == HOST) == on_host]
     return sum(bytes_per_device(leaf, leaf.sharding.spec, leaf.sharding.mesh) for leaf in leaves)
@@ -78,10 +78,10 @@ def footprint_of(program: Any, config: Config, parts: Parts) -> Footprint | None
     analysis = program.memory_analysis()
     if analysis is None:
         return None
-    host, temporary = held(parts.target, on_host=True), int(analysis.temp_size_in_bytes)
+    host, temporary = resident_bytes(parts.target, on_host=True), int(analysis.temp_size_in_bytes)
     inside = 0 if analysis.host_argument_size_in_bytes else host
     if inside:
-        temporary = max(temporary, held(leave_out(parts.target.params, config.optimizer.freeze)) + host)
+        temporary = max(temporary, resident_bytes(leave_out(parts.target.params, config.optimizer.freeze)) + host)
     return Footprint(
         int(analysis.argument_size_in_bytes) - inside,
         int(analysis.output_size_in_bytes) - inside,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.schema import Config
-from jaxdist.plan.compiled.ahead_of_time import MOST, Planned, memory_fraction, verdict
+from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE, Planned, fit_verdict, memory_fraction
 from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.specs import format_bytes
@@ -14,7 +14,7 @@ from jaxdist.specs import format_bytes
 HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "products", "waits", "what")
 
 
-def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
+def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
     """Memory with the verdict, collectives, overlap (the `rows` largest of each loop; 0: all). network: as given to
     `with_network`."""
     gpu, footprint = planned.gpu, planned.footprint
@@ -47,11 +47,11 @@ def memory_of(planned: Planned) -> dict[str, int]:
 
 def verdict_text(planned: Planned) -> str:
     """One line: fits or not, by how much."""
-    found = verdict(planned.footprint, planned.gpu)
-    basis = f"of the {MOST:.0%} of a GPU's memory that JAX is assumed to get at most"
+    found = fit_verdict(planned.footprint, planned.gpu)
+    basis = f"of the {USABLE_SHARE:.0%} of a GPU's memory that JAX is assumed to get at most"
     if not found.fits:
         return f"does not fit, by {format_bytes(-found.spare)} {basis}"
-    enough = min(MOST, round(found.fraction + 0.02, 2))
+    enough = min(USABLE_SHARE, round(found.fraction + 0.02, 2))
     more = f"; set XLA_PYTHON_CLIENT_MEM_FRACTION={enough:.2f} or more" if found.fraction > memory_fraction() else ""
     return f"fits, with {format_bytes(found.spare)} to spare {basis}{more}"
 
@@ -115,10 +115,10 @@ def _row(each: Travel) -> tuple[str, ...]:
     )
 
 
-def to_json(planned: Planned, config: Config) -> dict[str, Any]:
+def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
     """{"gpu", "devices", "memory", "fits", "spare_bytes", "collectives", "overlap", ...}. Everything in "overlap" that
     is seconds rests on "assumed"."""
-    found, replay = verdict(planned.footprint, planned.gpu), planned.overlap
+    found, replay = fit_verdict(planned.footprint, planned.gpu), planned.overlap
     return {
         "gpu": planned.gpu.description,
         "devices": planned.devices,

@@ -8,12 +8,12 @@ from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate, table_of
-from jaxdist.plan.report.timeline import draw, simulate, to_text
+from jaxdist.plan.report.timeline import draw_timeline, simulate, table_text
 
-WIDEST = 40  # ticks: more do not fit beside each other on a terminal
+TERMINAL_TICKS = 40  # ticks: more do not fit beside each other on a terminal
 
 
-def ticks_of(config: Config) -> Ticks:
+def configured_ticks(config: Config) -> Ticks:
     """The table that a configuration runs, with a stage for each place on the mesh axis pipe. Raises `UserError` where
     there is none, or none for these counts."""
     parallel, stages = config.parallel, config.mesh.pipe
@@ -52,11 +52,11 @@ def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
         f"a microbatch crosses each boundary {times} forward and {times} back: {done} of the {ticks.length} sends each"
         " way, one a tick; the others carry nothing",
     ]
-    return "\n".join([*text, *(["", to_text(ticks)] if ticks.length <= WIDEST else [])])
+    return "\n".join([*text, *(["", table_text(ticks)] if ticks.length <= TERMINAL_TICKS else [])])
 
 
-def show(config: Config, ticks: Ticks, path: Path) -> str:
+def show_pipeline(config: Config, ticks: Ticks, path: Path) -> str:
     """Draw the table of a configuration to `path`, PNG or SVG; returns it `described`."""
     name, blocks = config.parallel.schedule, uneven(config.parallel.stages)
-    draw(ticks, path, name=name, blocks=blocks)
+    draw_timeline(ticks, path, name=name, blocks=blocks)
     return described(ticks, name=name, blocks=blocks)

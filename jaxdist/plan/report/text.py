@@ -26,7 +26,9 @@ def pytorch_term(each: Collective) -> str:
     return "DDP buckets, HSDP all-reduce" if summed else "point to point"
 
 
-def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False) -> str:
+def explanation_text(
+    explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False
+) -> str:
     """The report: collectives (the `rows` largest; 0: all), totals by axes, memory of a device. parameters: also how
     each rests. activations: also what is kept for the backward pass, the `rows` largest."""
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
@@ -186,7 +188,7 @@ def _activations(explanation: Explanation, rows: int) -> list[str]:
     return text
 
 
-def draw(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
+def draw_explanation(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
     """Bytes that a device sends in a step: one bar for each purpose, the largest first, coloured by axes; on the right
     the memory of a device."""
     from matplotlib.figure import Figure  # half a second, which those who want no picture need not wait

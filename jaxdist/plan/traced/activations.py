@@ -18,16 +18,16 @@ from jaxdist.specs import STACKED, PyTree, is_model
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
-ACTIVATIONS, COPIES, CONSTANTS = KINDS = ("activations", "copies of parameters", "constants")
+ACTIVATIONS, COPIES, CONSTANTS = SAVED_KINDS = ("activations", "copies of parameters", "constants")
 ON_HOST = "activations on the host"  # offloaded; not in the device's memory
 # Primitives that hand on what they are given: no array of its own in the compiled program.
 PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
 
 
-class Kept(NamedTuple):
+class SavedArray(NamedTuple):
     """An array that stays from the forward to the backward pass.
 
-    kind: one of `KINDS`, or `ON_HOST`. Activations come from the batch (or the step: dropout masks), copies of
+    kind: one of `SAVED_KINDS`, or `ON_HOST`. Activations come from the batch (or the step: dropout masks), copies of
     parameters from nothing but parameters (cast, gathered, or stacked once more by the loop over blocks), constants
     from neither (causal masks, tables). what: the layer that makes it, the parameter, or "input of a block"; "carry of
     a loop" of other loops. shape: on one device; [blocks, ...] where all blocks keep one. source: the line that makes
@@ -54,7 +54,7 @@ class _Value(NamedTuple):
     carried: bool = False
 
 
-def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[Kept]:
+def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[SavedArray]:
     """What one microbatch of `step(state, batch)` keeps on one device, the largest first. Arguments as for `ledger`."""
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
     marks = (
@@ -80,7 +80,7 @@ class _Reader:
     comes from parameters alone. found: what is kept, by the jaxpr that holds both passes."""
 
     def __init__(self, carry: str, copies: str) -> None:
-        self.carry, self.copies, self.found = carry, copies, dict[int, list[Kept]]()
+        self.carry, self.copies, self.found = carry, copies, dict[int, list[SavedArray]]()
 
     def values(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
         """Where the outputs of a jaxpr come from, given where its inputs do."""
@@ -89,7 +89,7 @@ class _Reader:
         seen = {id(value.array) for value in (*inputs, *constants) if value.array is not None}
         outside: frozenset[int] | None = None  # arrays that were there before the forward pass
         made: frozenset[int] | None = None  # arrays that the forward pass has made, once it is over
-        kept: dict[int, Kept] = {}
+        kept: dict[int, SavedArray] = {}
 
         def rule(equation: Any, given: list[_Value]) -> list[_Value]:
             nonlocal outside, made
@@ -111,14 +111,16 @@ class _Reader:
             self.found[id(plain)] = list(kept.values())
         return results
 
-    def kept(self, value: _Value, aval: Any) -> Kept:
+    def kept(self, value: _Value, aval: Any) -> SavedArray:
         kind, scope = ACTIVATIONS if value.batch else COPIES if value.parameters else CONSTANTS, scope_of(value.stack)
         kind = ON_HOST if aval.memory_space == jax.memory.Space.Host else kind
         what = scope or "the loss"
         if value.carried:
             what = f"carry of a loop in {scope}" if scope else self.copies if kind == COPIES else self.carry
         source = source_of(value.equation) if value.equation else "unknown"
-        return Kept(kind, what, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize, source)
+        return SavedArray(
+            kind, what, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize, source
+        )
 
     def made(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
         """The values that an equation makes of those that it is given."""

@@ -27,7 +27,7 @@ from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
 # Primitives of jax 0.10 to 0.12 -> names here. Reductions other than sums are all-reduces as well.
-OPS = {
+OP_OF_PRIMITIVE = {
     "psum": "psum",
     "psum_invariant": "psum",
     "pmax": "psum",
@@ -151,10 +151,10 @@ def collectives_of(jaxpr: Any, mesh: AnyMesh, hosts: np.ndarray, parameters: set
 
 
 def _check_known(jaxpr: Any) -> None:
-    """Raise `UserError` for a collective that is not in `OPS`, or that runs an unknown number of times."""
+    """Raise `UserError` for a collective that is not in `OP_OF_PRIMITIVE`, or that runs an unknown number of times."""
     for equation, _, _, inside in every_equation(jaxpr):
         axes, name = moving_axes(equation), equation.primitive.name
-        if axes and name not in OPS:
+        if axes and name not in OP_OF_PRIMITIVE:
             raise UserError(f"ledger: {name} over {', '.join(axes)} is not known; it is in {source_of(equation)}")
         loops = [each for each in inside if each.primitive.name == "while"]
         if axes and loops:
@@ -181,7 +181,7 @@ def wire_bytes(op: str, nbytes: int, n: int) -> float:
 def _collective(each: Reached, *, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> Collective:
     """The entry of one collective; its `calls` is 1, its `wire_bytes` those of one call."""
     equation, scope = each.equation, each.scope
-    axes, op = moving_axes(equation), OPS[equation.primitive.name]
+    axes, op = moving_axes(equation), OP_OF_PRIMITIVE[equation.primitive.name]
     groups = equation.params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
     nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)

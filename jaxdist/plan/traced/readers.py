@@ -6,16 +6,15 @@ followed through casts, layout changes, barriers, loops and calls to the first e
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxdist.jaxpr.evaluate import CALLS
 from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, primitives, scan_of
 from jaxdist.plan.traced.origin import PACKAGE, SENDING, phase_of, scope_of, source_of
 
 # A product's own code, and whatever evaluates a jaxpr, work for the layer that calls them.
 _HELPERS = (*SENDING, "nn/matmul/", "jaxpr/", "precision/")
 _LAYERS = tuple(f"{PACKAGE.name}/{folder}/" for folder in ("nn", "models"))
-# Several calls of a jitted function share a jaxpr, which knows the line of the first only.
-_CACHED = ("jit", "closed_call")
 # Primitives whose result is still the parameter: cast, moved, or cut out of it.
 _MOVES = primitives(
     """
@@ -37,11 +36,26 @@ def first_readers(jaxpr: Any, parameters: set[str]) -> dict[str, str]:
     return search.lines
 
 
+class _Call(NamedTuple):
+    """A call that a layer makes, by its source line. of_library: the function is jax's own, such as `jnp.einsum`.
+
+    All calls of such a function may share one jaxpr, which has the line of the first call, if any.
+    """
+
+    line: str
+    of_library: bool
+
+
+def _of_library(jaxpr: Any) -> bool:
+    return "site-packages" in (opened(jaxpr).debug_info.func_filename or "")
+
+
 class _Search:
     """A walk in which each value is the name of the parameter that it holds, or None."""
 
     def __init__(self, parameters: set[str]) -> None:
         self.parameters, self.lines = parameters, dict[str, str]()
+        self.call: _Call | None = None  # that is being read
 
     def read(self, jaxpr: Any, values: Sequence[str | None], names: str) -> list[str | None]:
         """Values of a jaxpr's arguments -> values of its results."""
@@ -61,17 +75,20 @@ class _Search:
         held = next((name for name in given if name is not None), None)
         if held is None and not inner:
             return [None] * count
-        line, before = source_of(equation, _HELPERS), self.lines
+        line, call = source_of(equation, _HELPERS), self.call
+        if call and (call.of_library or line == "unknown"):
+            line = call.line
         in_layer = line.startswith(_LAYERS) or not line.startswith((f"{PACKAGE.name}/", "unknown"))
-        if not inner:
-            if equation.primitive.name in _MOVES or not in_layer or held is None:
-                return [held] * count
-            self.lines = {held: line} | before
-            return [None] * count
-        results = self.inside(equation, inner, given, names)
-        if in_layer and equation.primitive.name in _CACHED:
-            self.lines = dict.fromkeys(self.lines, line) | before
-        return results
+        if inner:
+            if in_layer and equation.primitive.name in CALLS:
+                self.call = _Call(line, _of_library(inner[0]))
+            results = self.inside(equation, inner, given, names)
+            self.call = call
+            return results
+        if equation.primitive.name in _MOVES or not in_layer or held is None:
+            return [held] * count
+        self.lines.setdefault(held, line)
+        return [None] * count
 
     def inside(self, equation: Any, inner: list[Any], given: list[str | None], names: str) -> list[str | None]:
         """The values of the results of a loop, a condition or a call."""

@@ -90,7 +90,7 @@ def has_swap(messages: Round) -> bool:
     return any((target, source, call) in ends for source, target, call in ends)
 
 
-def largest(messages: Round) -> int:
+def busiest_rank_bytes(messages: Round) -> int:
     """Most bytes that one rank sends or receives in this round."""
     ends = [(message.source, True, message.nbytes) for message in messages]
     ends += [(message.target, False, message.nbytes) for message in messages]
@@ -107,7 +107,7 @@ def counted(rounds: Sequence[Round], n: int, *, inner: int | None = None) -> Cos
     is about the others.
     """
     near = [inner is not None and all(m.source // inner == m.target // inner for m in messages) for messages in rounds]
-    serial = [largest(messages) for messages in rounds]
+    serial = [busiest_rank_bytes(messages) for messages in rounds]
     far = [(messages, size) for messages, size, inside in zip(rounds, serial, near, strict=True) if not inside]
     swapped = sum(size for messages, size in far if has_swap(messages))
     return Cost(
