@@ -1,7 +1,7 @@
-"""The collectives of a compiled program, read from its HLO: an account that is independent of the jaxpr's.
+"""The collectives of a compiled program, read from its HLO: a second account, independent of the ledger's.
 
-It sees what the jaxpr cannot: what the compiler adds around the optimizer, and what it merges, splits or drops. It has
-no names of axes, and on CPUs no bf16 (XLA:CPU widens it): what both accounts have is compared in elements.
+It has what the jaxpr lacks: the collectives that the compiler adds around the optimizer, and those that it merges,
+splits or drops. It lacks the names of axes, and on CPUs bf16, which XLA:CPU widens. So the two are compared in elements.
 """
 
 import math
@@ -13,9 +13,14 @@ from jaxdist.plan.traced.ledger import Collective, Ledger, wire_bytes
 
 
 class Compiled(NamedTuple):
-    """One collective of the program. bytes_per_call, elements_per_call: the input on one device. calls: a run, loops
-    multiplied out. wire_bytes: as in the ledger. added: by the compiler, outside the manual region. name: op_name of
-    its metadata."""
+    """One collective of a compiled program.
+
+    bytes_per_call, elements_per_call: of the input on one device
+    calls: in a step, loops multiplied out
+    wire_bytes: as in the ledger
+    added: whether the compiler added it, outside the manual region
+    name: the op_name of its metadata
+    """
 
     op: str
     group_size: int
@@ -29,9 +34,11 @@ class Compiled(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One op, in the ledger and compiled. elements: what one device sends in a step, by the formula of `wire_bytes` for
-    elements in place of bytes: the inputs' elements, weighed by the sizes of their groups. calls: how often the op runs
-    in a step; a compiler may merge some without sending less."""
+    """One op, in the ledger and in the compiled program.
+
+    elements: what one device sends in a step, by `wire_bytes` of elements in place of bytes
+    calls: how often the op runs in a step; a compiler may merge some of them and send as much
+    """
 
     ledger_elements: float
     compiled_elements: float
@@ -40,12 +47,12 @@ class Comparison(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether as many elements are sent. The sums are of quotients, and rounded."""
+        """Whether both send as many elements, but for rounding: these are sums of quotients."""
         return math.isclose(self.ledger_elements, self.compiled_elements, rel_tol=1e-9)
 
 
 def compare(ledger: Ledger, compiled: Sequence[Compiled]) -> dict[str, Comparison]:
-    """By op, what the compiler has left of the ledger; its own additions, and groups of one device, are left out."""
+    """{op: the ledger beside the compiled program}, without what the compiler added and without groups of one."""
     inside = [each for each in compiled if not each.added and each.group_size > 1]
 
     def of(op: str, some: Iterable[Collective | Compiled]) -> tuple[float, int]:

@@ -1,6 +1,6 @@
-"""A compiled program's text, taken apart: computations, and their instructions in the order of their schedule.
+"""The parser of HLO text: computations, and their instructions in the order of their schedule.
 
-Costs of single instructions are here as well: floating-point operations of matrix products, and bytes read and written.
+The costs of single instructions are here as well: FLOPs of matrix products, and bytes read and written.
 """
 
 import math
@@ -47,8 +47,12 @@ HloArray = tuple[str, tuple[int, ...]]  # dtype, dims
 
 
 class Instruction(NamedTuple):
-    """shape: of the result, as text. operands: names of instructions in the same computation. rest: what follows them:
-    attributes, metadata, backend_config."""
+    """One instruction of a computation.
+
+    shape: of the result, as text: "f32[8,16]{1,0}"
+    operands: names of instructions in the same computation
+    rest: the text behind the operands: attributes, metadata, backend_config
+    """
 
     name: str
     shape: str
@@ -152,15 +156,14 @@ def _closing(text: str) -> int:
 
 
 class InstructionCosts:
-    """What instructions cost on one device, assuming nothing but their shapes."""
+    """FLOPs and bytes of instructions on one device, from their shapes alone."""
 
     def __init__(self, computations: dict[str, Computation]) -> None:
         self.computations = computations
         self._flops: dict[str, float] = {}
 
     def flops(self, own: Instruction, inside: Computation) -> float:
-        """Floating-point operations of the matrix products of an instruction, those in what it calls included. Others
-        are not counted: they are bound by memory."""
+        """FLOPs of the matrix products in an instruction and in what it calls. Other FLOPs are bound by memory."""
         if own.opcode == "dot":
             return _of_dot(own, inside)
         if own.opcode == "custom-call":
@@ -174,7 +177,7 @@ class InstructionCosts:
         return self._flops[name]
 
     def bytes(self, own: Instruction, inside: Computation) -> float:
-        """Bytes read and written in memory. Of what a fusion only slices, or updates a slice of, the slice counts."""
+        """Bytes read and written in memory. Where a fusion only reads or updates a slice, the slice counts."""
         body = self.computations.get(own.called() or "")
         if own.opcode.removesuffix("-start") != "fusion" or body is None:
             return nbytes(own.shape) + sum(nbytes(inside[each].shape) for each in own.operands if each in inside)
@@ -182,7 +185,7 @@ class InstructionCosts:
 
 
 def _written(body: Computation) -> int:
-    """By a fusion: its results, or the slices of them that it updates in place."""
+    """Bytes that a fusion writes: its results, or the slices of them that it updates in place."""
     root = list(body.values())[-1]
     written = 0
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -198,7 +201,8 @@ def _written(body: Computation) -> int:
 
 
 def _read_of_parameters(body: Computation) -> Iterator[int]:
-    source: dict[str, str] = {}  # of an instruction that only moves another: that one
+    """Bytes that a fusion reads of each of its operands."""
+    source: dict[str, str] = {}  # {an instruction that only moves another: the other}
     users: dict[str, list[Instruction]] = {}
     for each in body.values():
         if each.opcode in MOVES and each.operands:

@@ -1,9 +1,9 @@
-"""What the forward pass leaves for the backward pass: activations, read from the traced step.
+"""Saved activations: the arrays that the forward pass makes and the backward pass reads, found in the traced step.
 
-Whatever strategy, schedule and remat mode a step is made of, it is one jaxpr, with a forward pass, a backward pass, and
-arrays that the first makes and the second reads. Those a device holds from one to the other, for one microbatch at a
-time. What a block needs beside them while it runs (workspace, and with remat what is recomputed) is not among them:
-only a compiler knows that. Not for pipelines, where both passes, of several microbatches, stand in one loop.
+A step is one jaxpr, whatever its strategy, schedule and remat mode. A device holds these arrays from the forward pass
+to the backward pass, for one microbatch at a time. A block needs more memory while it runs: workspace, and with remat
+what it computes again. Only a compiler knows that part. Pipelines are not supported: in their loop over ticks, forward
+and backward passes of several microbatches alternate.
 """
 
 import math
@@ -20,18 +20,20 @@ from jaxdist.train_step import TrainStep
 
 ACTIVATIONS, COPIES, CONSTANTS = SAVED_KINDS = ("activations", "copies of parameters", "constants")
 ON_HOST = "activations on the host"  # offloaded; not in the device's memory
-# Primitives that hand on what they are given: no array of its own in the compiled program.
+# Primitives whose result is their operand: the compiled program has no second array for it.
 PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
 
 
 class SavedArray(NamedTuple):
-    """An array that stays from the forward to the backward pass.
+    """An array that a device holds from the forward to the backward pass.
 
-    kind: one of `SAVED_KINDS`, or `ON_HOST`. Activations come from the batch (or the step: dropout masks), copies of
-    parameters from nothing but parameters (cast, gathered, or stacked once more by the loop over blocks), constants
-    from neither (causal masks, tables). what: the layer that makes it, the parameter, or "input of a block"; "carry of
-    a loop" of other loops. shape: on one device; [blocks, ...] where all blocks keep one. source: the line that makes
-    it.
+    kind: one of `SAVED_KINDS`, or `ON_HOST`
+        - activations are computed from the batch, or from the number of the step (dropout masks)
+        - copies of parameters are computed from parameters alone: cast, gathered, or stacked by the loop over blocks
+        - constants are computed from neither: causal masks, tables
+    what: the layer that makes it, the parameter, "input of a block", or "carry of a loop"
+    shape: on one device; [blocks, ...] where all blocks keep one
+    source: the line that makes it
     """
 
     kind: str
@@ -43,8 +45,13 @@ class SavedArray(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """Where a value of a jaxpr comes from. array: the same object for values that are one array; None for a number.
-    equation: that makes it, under the names in `stack`. carried: it is the carry of a loop."""
+    """The origin of a value of a jaxpr.
+
+    array: an object that stands for the array: the same for all values that are one array; None for a number
+    batch, parameters: whether it is computed from the batch, from parameters
+    equation, stack: the equation that makes it, and the named scopes around that
+    carried: whether it is the carry of a loop
+    """
 
     array: object = None
     batch: bool = False
@@ -55,7 +62,10 @@ class _Value(NamedTuple):
 
 
 def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[SavedArray]:
-    """What one microbatch of `step(state, batch)` keeps on one device, the largest first. Arguments as for `ledger`."""
+    """The arrays that one microbatch of `step(state, batch)` saves on one device, the largest first.
+
+    The arguments are those of `ledger`.
+    """
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
     marks = (
         TrainState(
@@ -70,20 +80,23 @@ def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list
     carries = ("input of a block", STACKED) if is_model(state.params) else ("carry of a loop", "carry of a loop")
     reader = _Reader(*carries)
     reader.values(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
-    # Microbatches that a schedule runs in several places keep the same; a part of one keeps less.
+    # A schedule may run microbatches in several places of the program. All save the same; a part of one saves less.
     found = max(reader.found.values(), key=lambda kept: sum(each.bytes_per_device for each in kept), default=[])
     return sorted(found, key=lambda each: -each.bytes_per_device)
 
 
 class _Reader:
-    """Follows values through jaxprs. carry, copies: what is called that the outermost loop carries, and of that what
-    comes from parameters alone. found: what is kept, by the jaxpr that holds both passes."""
+    """A walk that follows values through jaxprs.
+
+    carry, copies: names for the carry of the outermost loop, and for that part of it which is computed from parameters
+    found: the saved arrays, by the jaxpr in which both passes are
+    """
 
     def __init__(self, carry: str, copies: str) -> None:
         self.carry, self.copies, self.found = carry, copies, dict[int, list[SavedArray]]()
 
     def values(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
-        """Where the outputs of a jaxpr come from, given where its inputs do."""
+        """The origins of a jaxpr's results, from those of its arguments."""
         plain = opened(jaxpr)
         constants = [_Value(variable) for variable in plain.constvars]
         seen = {id(value.array) for value in (*inputs, *constants) if value.array is not None}
@@ -123,7 +136,7 @@ class _Reader:
         )
 
     def made(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
-        """The values that an equation makes of those that it is given."""
+        """The origins of an equation's results."""
         name = equation.primitive.name
         if name in PASSING and len(given) == len(equation.outvars):
             return [
@@ -158,8 +171,10 @@ class _Reader:
 
 
 def _called(equation: Any, given: list[_Value], values: list[_Value]) -> list[_Value]:
-    """What a call returns. What it does not hand on is this call's own, array and line: several calls of a function may
-    share a jaxpr, which knows the line of the first only."""
+    """The origins of a call's results. Arrays that the call makes get the line of the call.
+
+    Several calls of a function may share one jaxpr, whose equations have the line of the first call only.
+    """
     passed = {id(value.array) for value in given} | {id(None)}
     own: dict[int, Any] = {}
     for value, variable in zip(values, equation.outvars, strict=True):

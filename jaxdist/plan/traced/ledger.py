@@ -1,7 +1,8 @@
-"""Every collective of a train step, before it runs: who, over which axes, how many bytes, how often, from which line.
+"""The ledger: every collective of a train step before it runs, with its axes, bytes, calls and source line.
 
-Read from the jaxpr of the very function that trains, so that no devices are needed and a mesh may be far larger than
-the machine. What the compiler adds for the optimizer, in the global region, is not in the jaxpr: see `plan.hlo`.
+It is read from the jaxpr of the very function that trains. So no devices are needed, and the mesh may be far larger
+than the machine. The compiler adds collectives for the optimizer, in the global region; they are not in the jaxpr, see
+`jaxdist.plan.compiled.hlo`.
 """
 
 import functools
@@ -49,15 +50,22 @@ _USED = re.compile(rf"(?:{re.escape(TO_NEXT)}|{re.escape(TO_BEFORE)})\.(\d+)")
 
 
 class Collective(NamedTuple):
-    """What one line of the program communicates in a step.
+    """A collective of the program, with all its calls in a step.
 
-    op: psum (all-reduce), all_gather, reduce_scatter, ppermute, all_to_all. bytes_per_call, elements_per_call: the
-    input on one device. calls: a step, loops multiplied out. wire_bytes: what one device sends in a step, by the
-    bandwidth-optimal algorithm of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the
-    slowest that it crosses. phase: forward, backward, recompute (forward again, in the backward pass) or once a step.
-    purpose: which parameter, gradient or activation. stages: calls of each stage of a pipeline, of which `calls` and
-    `wire_bytes` are the most. at_most: calls of a device that took every branch. used: of a pipeline's sends, how many
-    across a boundary carry what is used; None: all. conditional: in a branch that depends on data; counted as taken.
+    op: psum (all-reduce), all_gather, reduce_scatter, ppermute or all_to_all
+    bytes_per_call, elements_per_call: of the input on one device
+    calls: in a step, loops multiplied out
+    wire_bytes: what one device sends in a step, by the bandwidth-optimal algorithm of a native collective (Patarasuk
+        and Yuan 2009), or as a ppermute says
+    link: the slowest that it crosses, `INSIDE` or `BETWEEN`
+    source: the line that asks for it; of a parameter's gather and reduce-scatter the line of the layer that first
+        computes with the parameter (see `readers`)
+    phase: forward, backward, recompute (the forward pass again, for the backward pass) or once a step
+    purpose: the parameter, gradient or activation
+    stages: calls on each stage of a pipeline; `calls` and `wire_bytes` are those of the stage with most
+    at_most: calls on a device that took every branch
+    used: how many of a pipeline's sends carry data that is used; None: all
+    conditional: whether it is in a branch that depends on data; it is counted as if that ran
     """
 
     op: str
@@ -79,18 +87,18 @@ class Collective(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a step, in program order, equal ones together. mesh: sizes of the axes."""
+    """All collectives of a step, in program order, equal ones merged. mesh: {axis: size}."""
 
     collectives: tuple[Collective, ...]
     mesh: dict[str, int]
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in a step, on the stage that sends most."""
+        """Bytes that a device of the busiest stage sends in a step."""
         return sum(self.total("op").values())
 
     def total(self, key: str) -> dict[Any, float]:
-        """Wire bytes of that device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
+        """Wire bytes of such a device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
         totals: Counter[Any] = Counter()
         stage = self.busiest
         for each in self.collectives:
@@ -109,9 +117,10 @@ class Ledger(NamedTuple):
 def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_host: int = 8) -> Ledger:
     """The ledger of `step(state, batch)`.
 
-    state and batch may be ShapeDtypeStructs (`state_target`), on a mesh or an AbstractMesh. devices_per_host: for a
-    mesh without devices, or with simulated ones; those of GPUs are known. Raises `UserError` for a loop whose length is
-    not in the program.
+    state, batch: arrays or ShapeDtypeStructs (see `state_target`), on a Mesh or an AbstractMesh
+    devices_per_host: for meshes without devices, or of simulated ones; real GPUs know their hosts
+
+    Raises `UserError` for a loop that communicates and whose length is not in the program.
     """
     mesh = state.step.sharding.mesh
     jaxpr = step.jitted(state).trace(state, batch).jaxpr

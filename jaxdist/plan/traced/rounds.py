@@ -1,12 +1,11 @@
-"""The messages of a traced program, in rounds: who sends how many bytes to whom, and what must wait for what.
+"""Rounds of messages of a traced program: which rank sends how many bytes to which, and which message waits for which.
 
-Nothing runs and no device is needed, so that 64 devices can be counted on a laptop. What is read is the jaxpr, the very
-program that is compiled. Its scans are unrolled, its calls are followed, and bytes are those of what travels (bf16 as
-uint16 bits, int8 with its scales).
+They are read from the jaxpr, the very program that is compiled, so that 64 devices can be counted on a laptop. Scans
+are unrolled and calls are followed. Bytes are those of the arrays that travel: bf16 as uint16 bits, int8 with scales.
 
-A message's round comes after the rounds of all messages that its data depend on. Messages that do not depend on each
-other share a round as far as devices have ports: with `ports` = 1, the usual model (Hockney 1994), a device sends at
-most one message and receives at most one in a round. More ports stand for more links a device.
+The round of a message comes after the rounds of all messages that its data depend on. Independent messages share a
+round as far as devices have ports. With `ports` = 1, the usual model (Hockney 1994), a device sends at most one message
+and receives at most one in a round. More ports stand for more links of a device.
 """
 
 import itertools
@@ -30,7 +29,7 @@ LARGE_PART = 4  # exchanges between pairs count from one fourth of the bytes on
 
 
 class Message(NamedTuple):
-    """nbytes from rank to rank, counted over all mesh axes as one in mesh order. call: number of its ppermute."""
+    """One message. Ranks are counted over all mesh axes together, in mesh order. call: the number of its ppermute."""
 
     source: int
     target: int
@@ -44,9 +43,11 @@ Round = tuple[Message, ...]
 def rounds_of(
     function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct, mesh: Mapping[str, int], ports: int = 1
 ) -> list[Round]:
-    """The rounds of a function of arrays, as it would be called inside `shard_map`.
+    """The rounds of a function of arrays that is called inside `shard_map`.
 
-    shapes: of the arguments on one device, which are typed varying over all axes. mesh: {axis: size}, slowest first.
+    shapes: of the arguments on one device; they are typed varying over all axes
+    mesh: {axis: size}, the slowest first
+
     Raises `UserError` as `read_rounds` does.
     """
     axes = tuple(mesh)
@@ -66,8 +67,8 @@ def rounds_of(
 def read_rounds(jaxpr: Any, *, ports: int = 1) -> list[Round]:
     """The rounds of a jaxpr with `shard_map` in it, as from `jax.make_jaxpr`.
 
-    Raises `UserError` where they cannot be known: a psum or its kin (the library chooses its messages), a loop whose
-    length is not in the program, a branch that communicates otherwise than its sibling.
+    Raises `UserError` where they are not in the program: for a psum and other native collectives (the library chooses
+    their messages), for a loop of unknown length, for a condition whose branches send different messages.
     """
     reader = _Reader(ports)
     reader.read(jaxpr, [0] * len(opened(jaxpr).invars), {})
@@ -101,10 +102,10 @@ def busiest_rank_bytes(messages: Round) -> int:
 
 
 def counted(rounds: Sequence[Round], n: int, *, inner: int | None = None) -> Cost:
-    """The counted counterpart of `Algorithm.cost(...)`, in bytes.
+    """The cost of these rounds, counted, in bytes: to compare with the formula `Algorithm.cost(...)`.
 
-    inner: ranks in a row that are a fast neighbourhood. Rounds that stay inside those then count as `inside`, and swap
-    is about the others.
+    inner: how many ranks in a row are a fast neighbourhood; rounds without a message between two of these count as
+        `inside`, and `swap` is about the others
     """
     near = [inner is not None and all(m.source // inner == m.target // inner for m in messages) for messages in rounds]
     serial = [busiest_rank_bytes(messages) for messages in rounds]
@@ -149,7 +150,7 @@ def _communicates(jaxpr: Any) -> bool:
 
 
 class _Reader:
-    """Walks jaxprs. Every value has a time: the number of rounds after which it is there."""
+    """A walk in which each value is a time: the number of rounds after which a device has it."""
 
     def __init__(self, ports: int) -> None:
         self.ports = ports
@@ -166,7 +167,7 @@ class _Reader:
         return interpret(jaxpr, [0] * len(opened(jaxpr).constvars), times, rule, lambda _: 0)
 
     def equation(self, equation: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
-        """Times of one equation's results."""
+        """The times of an equation's results."""
         name, subs = equation.primitive.name, inner_jaxprs(equation)
         together = [max(times, default=0)] * len(equation.outvars)
         if name == "ppermute":
@@ -187,7 +188,7 @@ class _Reader:
         return self.read(subs[0], times, dict(equation.params["mesh"].shape) if name == "shard_map" else mesh)
 
     def send(self, aval: Any, pairs: Pairs, time: int) -> int:
-        """One ppermute, in the first round from `time` on in which all its ends have a port left."""
+        """Add a ppermute to the first round from `time` on in which all its ranks have a port left."""
         ends = Counter((end, outwards) for pair in pairs for end, outwards in zip(pair, (True, False), strict=True))
         while time < len(self.rounds) and any(self.used[time][end] + ends[end] > self.ports for end in ends):
             time += 1
@@ -210,7 +211,7 @@ class _Reader:
         return [*carry, *latest]
 
     def branches(self, subs: Sequence[Any], times: list[int], mesh: Mapping[str, int]) -> list[int]:
-        """Branches must send the same, as which one runs is not in the program."""
+        """The times of the results of a condition, whose branches must all send the same messages."""
         sent_by = []
         for sub in subs:
             alone = _Reader(self.ports)
