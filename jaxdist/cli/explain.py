@@ -1,4 +1,4 @@
-"""What `scripts/explain.py` does once its arguments are read and jax has its devices."""
+"""The work of `scripts/explain.py`, once its arguments are read and jax has its devices."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from jaxdist.plan.report import pipeline, text
 
 
 def run_explain(config: Config, arguments: Namespace) -> list[str]:
-    """Print and write what the arguments ask for. Returns a line for everything that is over budget."""
+    """Print the report and write the files that the arguments name. Returns a line for each collective over budget."""
     ticks = None if arguments.timeline is None else pipeline.configured_ticks(config)
     found = explain(config, compiled=arguments.compile, devices_per_host=arguments.devices_per_host)
     print(

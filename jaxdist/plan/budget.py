@@ -15,7 +15,7 @@ def _key(each: Collective) -> tuple[str, ...]:
 
 
 def budget_of(ledger: Ledger) -> dict[str, Any]:
-    """What the file holds: input bytes a step by op, axes, dtype, phase and purpose. No line numbers: they move."""
+    """The content of a budget file: input bytes a step by op, axes, dtype, phase and purpose; no lines, which move."""
     totals: dict[tuple[str, ...], int] = {}
     for each in ledger.collectives:
         totals[_key(each)] = totals.get(_key(each), 0) + each.bytes_per_call * each.calls
@@ -26,7 +26,7 @@ def budget_of(ledger: Ledger) -> dict[str, Any]:
 
 
 def read_budget(path: Path) -> dict[tuple[str, ...], int]:
-    """Bytes by op, axes, dtype, phase and purpose. Raises `UserError` for what is no budget."""
+    """{(op, axes, dtype, phase, purpose): bytes} of a file. Raises `UserError` if it is not a budget."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["collectives"]
         return {tuple(entry[key] for key in KEY_FIELDS): int(entry["bytes"]) for entry in entries}
@@ -37,7 +37,7 @@ def read_budget(path: Path) -> dict[tuple[str, ...], int]:
 
 
 def over_budget(ledger: Ledger, budget: dict[tuple[str, ...], int]) -> list[str]:
-    """A line for every collective that the budget does not have or whose bytes have grown, with its source."""
+    """A line for every collective that is not in the budget or has more bytes than there, with its source."""
     now: dict[tuple[str, ...], tuple[int, Collective]] = {}
     for each in ledger.collectives:
         before = now[_key(each)][0] if _key(each) in now else 0

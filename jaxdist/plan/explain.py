@@ -1,4 +1,4 @@
-"""What a configuration will do, from abstract values alone: collectives, memory of a device, where parameters rest."""
+"""Explanation of a configuration without running it: its collectives, the memory of a device, its sharding."""
 
 import math
 from dataclasses import asdict
@@ -25,10 +25,15 @@ from jaxdist.state import TrainState, specs_of_arrays
 
 
 class Explanation(NamedTuple):
-    """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch (None: a
-    pipeline, whose buffers are not told apart). empty_rows: of every leaf of blocks, rows that hold no block, see
-    `jaxdist.parallel.pipeline.stages`; all figures count them. added: the compiler's own collectives, compiled: the
-    others beside the ledger, by op (None: not compiled)."""
+    """The facts of a configuration.
+
+    memory: {purpose: bytes of a device}
+    activations: arrays that one microbatch saves; None for a pipeline, whose buffers are not told apart
+    empty_rows: rows of each stacked parameter that hold no block (see `jaxdist.parallel.pipeline.stages`); all figures
+        count them
+    added: collectives that the compiler adds; None if nothing was compiled
+    compiled: {op: the ledger beside the compiled program}; None if nothing was compiled
+    """
 
     mesh: dict[str, int]
     ledger: Ledger
@@ -41,8 +46,10 @@ class Explanation(NamedTuple):
 
 
 def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8) -> Explanation:
-    """Trace the step of a configuration. compiled: also compile it, for as many simulated CPU devices as its mesh has
-    (the process must have them): temporary memory, what the compiler adds, and what it makes of the ledger."""
+    """Trace the step of a configuration.
+
+    compiled: also compile it, for as many simulated CPU devices as its mesh has, which this process must have
+    """
     sizes = asdict(config.mesh)
     mesh: AnyMesh = make_mesh(**sizes) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
@@ -78,9 +85,11 @@ def memory_at_rest(target: TrainState) -> dict[str, int]:
 
 
 def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, int]:
-    """Bytes on one device of what a strategy makes of the parameters for a step: gradients, in the shape of what is
-    differentiated, at least fp32, but those of prefetched blocks as they rest; copies that are gathered once. (What
-    rides along, the head's tables, is counted as fp32 here.)"""
+    """Bytes on one device of the gradients, and of the copies of parameters that are gathered once a step.
+
+    Gradients have the shape of the differentiated parameters and at least fp32; those of prefetched blocks have the
+    reduce dtype. (Tables of the head, gathered in slices beside the blocks, are counted as fp32.)
+    """
     options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
     strategy, specs = get_strategy(config.parallel.strategy, options), specs_of_arrays(parts.target.params)
     sizes: dict[str, int] = {}
@@ -101,7 +110,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         trained = leave_out(diff, config.optimizer.freeze)
         sizes["gradients"] = sum(gradient(unit, leaf) for unit in trained for leaf in jax.tree.leaves(trained[unit]))
 
-        def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # what is used as it rests is no copy
+        def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # a shard that is used as it is is no copy
             used = next(iter(jax.tree.leaves(copy)), leaf)
             return () if used.shape == rest.shape else used
 

@@ -1,4 +1,4 @@
-"""When memory is short: what each change of a configuration would save, and what it would cost, by compiling it."""
+"""Remedies for too little memory: changes of a configuration, with what each saves and costs, by compiling them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,11 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class StepCost(NamedTuple):
-    """Of one step, on one device. flops: matrix products of the forward and backward
-    pass, as traced. wire_bytes: what it sends, by the ledger."""
+    """The cost of a step on one device.
+
+    flops: of the matrix products of the forward and backward pass, as traced
+    wire_bytes: what it sends, by the ledger
+    """
 
     memory: Footprint
     flops: float
@@ -31,7 +34,12 @@ class StepCost(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change. overrides: as to be typed. cost: of the step with it. refused: why there is none."""
+    """A change of a configuration.
+
+    overrides: the arguments of the command line
+    cost: of the step with the change; None if it was refused
+    refused: why
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -40,18 +48,18 @@ class Remedy(NamedTuple):
 
 
 class Table(NamedTuple):
-    """now: the configuration as it is. remedies: the one that saves most first, those that are refused last."""
+    """The cost of a step as it is, and its remedies: the one that saves most first, the refused ones last."""
 
     now: StepCost
     remedies: list[Remedy]
 
     def saved(self, remedy: Remedy) -> int:
-        """Bytes of a device's memory, less than nothing where it takes more."""
+        """Bytes of a device's memory that a remedy saves; negative if it takes more."""
         assert remedy.cost is not None, f"{remedy.name} was refused"
         return self.now.memory.peak - remedy.cost.memory.peak
 
 
-Overrides = Mapping[str, Any]  # values by dotted keys; none: nothing to change
+Overrides = Mapping[str, Any]  # {dotted key: value}; empty if the change does not apply
 
 
 def _accumulate(config: Config) -> Overrides:
@@ -135,8 +143,7 @@ def cost_of(config: Config) -> StepCost:
 
 
 def _flops(parts: Parts, batch: Any) -> float:
-    """Of the manual region, where shapes are those of a device; the optimizer works on whole arrays, which the compiler
-    splits."""
+    """FLOPs of the manual region, whose shapes are those of one device. (The optimizer sees whole arrays.)"""
     jaxpr = parts.step.jitted(parts.target).trace(parts.target, batch).jaxpr
     return sum(flops_of(each.params["jaxpr"]) for each in equations(jaxpr) if each.primitive.name == "shard_map")
 
@@ -149,8 +156,10 @@ def _check_available(config: Config, other: Config) -> None:
 
 
 def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
-    """Compile the step as it is and with each change that is one: for the devices of this process, of which there must
-    be as many as the mesh has. progress: is told what is being compiled."""
+    """Compile the step as it is and with each change, for the devices of this process: as many as the mesh has.
+
+    progress: called with a line of text before each compilation
+    """
     wanted: list[tuple[str, tuple[str, ...], Config]] = []
     found: list[Remedy] = []
     for name, change in REMEDIES:

@@ -1,12 +1,12 @@
-"""Mixed precision operation by operation, for any JAX function: what Apex calls O1 and PyTorch `torch.amp.autocast`.
+"""Autocast: mixed precision operation by operation for any JAX function, as Apex's O1 and PyTorch's `torch.amp`.
 
-The function is traced to a jaxpr, in the dtypes that it was written for, and evaluated equation by equation. What an
-equation's operands are cast to goes by its primitive; docs/precision.md has the lists beside those of
+The function is traced to a jaxpr, in the dtypes that it was written for, and evaluated equation by equation. Its
+primitive decides what an equation's operands are cast to; docs/precision.md has the lists beside those of
 torch/aten/src/ATen/autocast_mode.h and apex/amp/lists:
 
-- matrix products and convolutions (`HALF`): to the half type, in which the result is too;
-- functions that leave its range or lose digits in it, and reductions (`FP32`): to fp32;
-- elementwise functions, and what moves values (`WIDEST`): to the widest type among the operands. Constants written in
+- matrix products and convolutions (`HALF`): to the half type, which the result has too;
+- reductions, and functions that leave the half type's range or lose digits in it (`FP32`): to fp32;
+- elementwise functions and moves of values (`WIDEST`): to the widest type among the operands. Constants written in
   the code take the type of the others, unless the half type cannot hold them;
 - everything else (custom_vjp, whose rule stays; sums over mesh axes; kernels): to the types that it was traced with.
 
@@ -49,11 +49,11 @@ REMAT = ("checkpoint", "remat2")
 
 
 def autocast(function: Callable[..., Any], half: Any = "float16") -> Callable[..., Any]:
-    """The function with its operations in `half` ("float16" or "bfloat16") or fp32, each by its kind: see the module.
+    """The function, with each operation in `half` ("float16" or "bfloat16") or fp32 by its kind, see above.
 
-    It takes pytrees of arrays and returns what `function` returns, in the same dtypes. It can be differentiated, be
-    called under `jax.jit`, `jax.checkpoint` and `jax.shard_map`, and call itself any of them. Parameters stay what they
-    are: their gradients have their dtype. Raises `UserError` for another half type.
+    It takes pytrees of arrays and returns the results of `function`, in the same dtypes. It can be differentiated, can
+    be called under `jax.jit`, `jax.checkpoint` and `jax.shard_map`, and can call any of them. Gradients have the dtypes
+    of the parameters. Raises `UserError` for another half type.
     """
     if half not in ("float16", "bfloat16") and half not in (jnp.float16, jnp.bfloat16):
         raise UserError(f"autocast: half={half!r} is not known; allowed: float16, bfloat16")
@@ -81,15 +81,16 @@ def _to(x: Any, dtype: Any) -> Any:
 
 
 def _typed(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values in the dtypes of the jaxpr's variables. What is no float has its own already."""
+    """The values in the dtypes of the jaxpr's variables. Only floats can differ from these."""
     return [_to(x, atom.aval.dtype) if _is_float(x) else x for atom, x in zip(atoms, values, strict=True)]
 
 
 class _Autocast:
-    """One evaluation. constants: values that were made of constants in the code only, by id."""
+    """One evaluation of a function under autocast."""
 
     def __init__(self, half: Any) -> None:
-        self._half, self._constants = half, dict[int, Any]()
+        self._half = half
+        self._constants = dict[int, Any]()  # {id: value}, of values computed from constants in the code alone
         self._ways = {
             **dict.fromkeys(HALF, self._in_half),
             **dict.fromkeys(FP32, self._in_fp32),
@@ -145,14 +146,14 @@ class _Autocast:
         return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)  # float16 and bfloat16 too
 
     def _weak(self, x: Any) -> bool:
-        """Whether x has no type of its own: a constant in the code, which the half type can hold, or made of such."""
+        """Whether x has no type of its own: a constant that the half type can hold, or computed from such."""
         if isinstance(x, jax.Array) or np.ndim(x):
             return id(x) in self._constants
         size, limits = abs(float(x)), jnp.finfo(self._half)
         return size == 0 or not np.isfinite(size) or float(limits.tiny) <= size <= float(limits.max)
 
     def _custom_jvp(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
-        """As traced, for its rule; the result of an elementwise one (relu) is as wide as what it was given."""
+        """As traced, which keeps its rule. An elementwise function (relu) gives a result as wide as its operands."""
         results = self._in_traced(equation, operands)
         floats = [x for x in operands if _is_float(x) and not self._weak(x)]
         if not floats or not _names(equation) <= WIDEST | {*IN_PLACE, "custom_jvp_call"}:
@@ -168,7 +169,7 @@ class _Autocast:
         return list(jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*operands))
 
     def _inside(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
-        """A loop or a condition: what is in it is cast, what goes in and comes out is as traced."""
+        """A loop or a condition: operations in it are cast; its operands and results have the traced dtypes."""
         params = {name: self._rewritten(value) for name, value in equation.params.items()}
         return apply(equation.replace(params=params), _typed(equation.invars, operands))
 

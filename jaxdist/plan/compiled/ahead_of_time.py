@@ -1,7 +1,7 @@
-"""Compile the train step of a configuration for GPUs that are not there (jax's deviceless compilation).
+"""Ahead-of-time compilation of a train step for GPUs that are not there (jax's deviceless compilation).
 
-What comes out is the program that would run: its memory, its collectives, its schedule. Not its speed: kernels of
-matrix products are chosen on the device.
+It gives the program that would run: its memory, its collectives, its schedule. It does not give its speed, because the
+kernels of matrix products are chosen on the device.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm")  # ptxas and libdevice, where there is no CUDA toolkit
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")  # to compile its attention
-# What is left of a GPU's memory for jax, at most: CUDA, NCCL and cuBLAS keep some of their own. An assumption.
+# The most of a GPU's memory that jax can have, as CUDA, NCCL and cuBLAS take some themselves. An assumption.
 USABLE_SHARE = 0.95
 # XLA's one-kernel sums of a few bytes are for devices of one host. Without devices it takes all for such, and for
 # groups of 64 the kernel does not compile (jax 0.12.0.1: "size mismatch when packing elements for LLVM struct").
@@ -41,8 +41,14 @@ DEFAULT_FRACTION = 0.75  # what jax takes unless told otherwise: jax, docs/gpu_m
 
 
 class Planned(NamedTuple):
-    """A step, compiled. text: its HLO, as scheduled. devices: of the mesh, on so many hosts. attention: the kernel.
-    lower_s, compile_s: seconds that tracing and compiling took on this machine."""
+    """A compiled step.
+
+    devices, hosts: of the mesh
+    attention: the kernel
+    parameters: how many the model has
+    text: the HLO, scheduled
+    lower_s, compile_s: seconds that tracing and compiling took on this machine
+    """
 
     gpu: Gpu
     devices: int
@@ -58,8 +64,11 @@ class Planned(NamedTuple):
 
 
 class FitVerdict(NamedTuple):
-    """fits: whether a GPU's memory holds the step. spare: bytes left of what jax can be given (negative: missing).
-    fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
+    """Whether a step fits into the memory of a GPU.
+
+    spare: bytes left of what jax can have; negative: bytes missing
+    fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough
+    """
 
     fits: bool
     spare: float
@@ -67,7 +76,7 @@ class FitVerdict(NamedTuple):
 
 
 def fit_verdict(footprint: Footprint, gpu: Gpu) -> FitVerdict:
-    """The peak of a step beside the memory of a GPU."""
+    """The verdict for a step on a GPU."""
     spare = USABLE_SHARE * gpu.memory - footprint.peak
     return FitVerdict(spare >= 0, spare, footprint.peak / gpu.memory)
 
@@ -121,8 +130,13 @@ def target_config(gpu: Gpu, library: Path) -> str:
 
 
 def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int) -> Mesh:
-    """The mesh of a configuration on GPUs that are not there. text: of `target_config`. hosts: None for as many as the
-    mesh needs. Raises `UserError` unless the mesh takes them all."""
+    """The mesh of a configuration on GPUs that are not there.
+
+    text: from `target_config`
+    hosts: None for as many as the mesh needs
+
+    Raises `UserError` unless the mesh takes all GPUs of the hosts.
+    """
     sizes = asdict(config.mesh)
     needed = 1
     for size in sizes.values():
@@ -143,7 +157,7 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
 
 
 def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
-    """The very step that trains, traced and compiled."""
+    """Trace and compile the step of a configuration, the very one that trains."""
     attention, _ = attention_of(config, precision_of(config.precision), mesh)
     check_toolkit(config, attention)
     start = time.perf_counter()
@@ -166,7 +180,7 @@ def planned_of(
     attention: str,
     seconds: tuple[float, float],
 ) -> Planned:
-    """What is to be said of a compiled step. seconds: that tracing and compiling took."""
+    """The `Planned` of a compiled step. seconds: that tracing and compiling took."""
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
     return Planned(
@@ -184,5 +198,5 @@ def planned_of(
 
 
 def memory_fraction() -> float:
-    """What jax takes of a GPU's memory here, by its environment variable."""
+    """The part of a GPU's memory that jax takes here, by its environment variable."""
     return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEFAULT_FRACTION))

@@ -1,7 +1,7 @@
 """The collectives of a compiled program, read from its HLO: a second account, independent of the ledger's.
 
 It has what the jaxpr lacks: the collectives that the compiler adds around the optimizer, and those that it merges,
-splits or drops. It lacks the names of axes, and on CPUs bf16, which XLA:CPU widens. So the two are compared in elements.
+splits or drops. It lacks the names of axes, and on CPUs bf16, which XLA:CPU widens. So elements are compared.
 """
 
 import math

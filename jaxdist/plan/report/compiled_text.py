@@ -1,4 +1,4 @@
-"""What was compiled ahead of time, as text and for programs."""
+"""Reports of a step that was compiled ahead of time: as text, and as JSON."""
 
 from collections import defaultdict
 from typing import Any
@@ -15,8 +15,11 @@ HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "pr
 
 
 def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
-    """Memory with the verdict, collectives, overlap (the `rows` largest of each loop; 0: all). network: as given to
-    `with_network`."""
+    """The report of a compiled step: memory with the verdict, collectives, overlap.
+
+    rows: how many collectives of each loop, the longest waits first; 0: all
+    network: as given to `with_network`
+    """
     gpu, footprint = planned.gpu, planned.footprint
     level = str(jax.config.values["jax_optimization_level"]).replace("UNKNOWN", "XLA's own")
     head = (
@@ -33,7 +36,7 @@ def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None)
 
 
 def memory_of(planned: Planned) -> dict[str, int]:
-    """Bytes of one device, by what they are for."""
+    """{purpose: bytes of one device}."""
     each = planned.footprint
     return {
         "arguments (state, batch)": each.arguments,
@@ -75,8 +78,10 @@ def _collectives(planned: Planned) -> list[str]:
 
 
 def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list[str]:
-    """The replay: what is assumed, the shares, and each collective by the loop that it is in. apart: the rate inside a
-    host is assumed between hosts, which nobody has said."""
+    """The lines of a replay: the assumed rates, the shares, and the collectives by the loop they are in.
+
+    apart: whether to say that the rate inside a host is assumed between hosts too
+    """
     rates, between = found.rates, ", between hosts too: give --network" if apart else ""
     text = [
         "Overlap, by a replay of the compiled schedule; assumed, not measured: "
@@ -116,8 +121,10 @@ def _row(each: Travel) -> tuple[str, ...]:
 
 
 def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
-    """{"gpu", "devices", "memory", "fits", "spare_bytes", "collectives", "overlap", ...}. Everything in "overlap" that
-    is seconds rests on "assumed"."""
+    """The report as JSON: {"gpu", "devices", "memory", "fits", "spare_bytes", "collectives", "overlap", ...}.
+
+    All seconds in "overlap" follow from the rates in "assumed".
+    """
     found, replay = fit_verdict(planned.footprint, planned.gpu), planned.overlap
     return {
         "gpu": planned.gpu.description,
@@ -150,5 +157,5 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
 
 
 def with_network(rates: Rates, network: float | None, latency: float) -> Rates:
-    """The rates, with what the user assumes: GB/s sent (None: the table's), microseconds."""
+    """The rates, with a user's own. network: GB/s sent (None: the table's). latency: microseconds."""
     return rates._replace(network=network * 1e9 if network else rates.network, latency=latency * 1e-6)

@@ -11,7 +11,7 @@ from jaxdist.specs import format_bytes
 
 
 def pytorch_term(each: Collective) -> str:
-    """What this is called where the user comes from."""
+    """The name of a collective in PyTorch."""
     if (each.phase, each.purpose) in SENDS.values():
         return "point to point"
     if "tensor" in each.axes:
@@ -29,8 +29,12 @@ def pytorch_term(each: Collective) -> str:
 def explanation_text(
     explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False
 ) -> str:
-    """The report: collectives (the `rows` largest; 0: all), totals by axes, memory of a device. parameters: also how
-    each rests. activations: also what is kept for the backward pass, the `rows` largest."""
+    """The report of an explanation: collectives, totals by axes, memory of a device.
+
+    rows: how many collectives and saved arrays, the largest first; 0: all
+    parameters: add the sharding table
+    activations: add the arrays saved for the backward pass
+    """
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
     rows = rows or max(len(collectives), len(explanation.activations or ()))
     lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
@@ -80,7 +84,7 @@ def explanation_text(
 
 
 def _on_stages(calls: tuple[int, ...]) -> str:
-    """Which stages of a pipeline make a call, where not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
+    """The stages of a pipeline that make a call, if not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
     found = [stage for stage, count in enumerate(calls) if count]
     if len(found) in (0, len(calls)):
         return ""
@@ -90,7 +94,7 @@ def _on_stages(calls: tuple[int, ...]) -> str:
 
 
 def memory_text(explanation: Explanation) -> list[str]:
-    """The table of what a device holds, line by line."""
+    """The lines of the memory table of a device."""
     held = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in explanation.memory.items()]
     text = ["Memory of a device:", *aligned(held, right=(1, 2))]
     if explanation.empty_rows:
@@ -102,7 +106,7 @@ def memory_text(explanation: Explanation) -> list[str]:
 
 
 def remedies_text(table: Table) -> str:
-    """The table of `plan.remedies`: what each change saves on a device and costs, the best first."""
+    """The table of remedies: what each change saves on a device and what it costs, the best first."""
     now = table.now
     lines = [("remedy", "peak", "saves", "", "FLOPs", "sent")]
     compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
@@ -142,12 +146,12 @@ def signed(nbytes: float) -> str:
 
 
 def _more(value: float, before: float, alone: str) -> str:
-    """By how much, in percent; where there was nothing, how much there is."""
+    """The growth of a figure in percent: "+12.5%"; `alone` if it was 0 before."""
     return f"{value / before - 1:+.1%}" if before else alone
 
 
 def _compiled(explanation: Explanation) -> list[str]:
-    """The ledger beside what was compiled, by op; nothing where nothing was."""
+    """The lines that compare the ledger with the compiled program, by op; none if nothing was compiled."""
     if not explanation.compiled:
         return []
     lines = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
@@ -170,7 +174,7 @@ def _compiled(explanation: Explanation) -> list[str]:
 
 
 def _activations(explanation: Explanation, rows: int) -> list[str]:
-    """The largest arrays that autodiff keeps, equal ones in one line; nothing where they are not known."""
+    """The lines of the largest saved arrays, equal ones in one line; none if they are not known."""
     if explanation.activations is None:
         return []
     counted = Counter(explanation.activations)
@@ -189,8 +193,10 @@ def _activations(explanation: Explanation, rows: int) -> list[str]:
 
 
 def draw_explanation(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
-    """Bytes that a device sends in a step: one bar for each purpose, the largest first, coloured by axes; on the right
-    the memory of a device."""
+    """Draw two bar charts: what a device sends in a step, by purpose, coloured by axes; and its memory.
+
+    bars: how many purposes, the largest first
+    """
     from matplotlib.figure import Figure  # half a second, which those who want no picture need not wait
 
     figure = Figure(figsize=(11, 5), layout="constrained")
