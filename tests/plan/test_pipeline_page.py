@@ -36,7 +36,7 @@ def run(*command: Any) -> str:
 
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
     """Their tables and titles, not their pixels: matplotlib may draw differently."""
-    run(ROOT / "scripts" / "draw_pipelines.py", tmp_path)
+    run(ROOT / "scripts" / "docs" / "draw_pipelines.py", tmp_path)
     drawn, kept = ({path.name: path for path in folder.glob("pipeline_*.svg")} for folder in (tmp_path, PICTURES))
     assert drawn.keys() == kept.keys() == {f"pipeline_{name}.svg" for name in NAMES}
     for name, path in kept.items():

@@ -176,8 +176,8 @@ def test_a_picture_holds_its_messages_and_is_the_same_twice() -> None:
 
 
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
-    """Their messages, not their pixels: matplotlib may draw_rounds differently."""
-    script = ROOT / "scripts" / "draw_collectives.py"
+    """Their messages, not their pixels: matplotlib may draw differently."""
+    script = ROOT / "scripts" / "docs" / "draw_collectives.py"
     done = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env={**os.environ, **AROUND}
     )
