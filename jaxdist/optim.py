@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 
 from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import CALLS
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded, rounded
 from jaxdist.specs import PyTree, fitting, is_model
@@ -231,16 +231,14 @@ def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_sta
         refuse_optimizer(", ".join(found))
 
 
-def _sums(jaxpr: Any, *, looped: str = "") -> set[str]:
+def _sums(jaxpr: Any) -> set[str]:
     """Names of the primitives in a jaxpr that add up elements of an array, or multiply inside a loop or condition."""
     found: set[str] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        large = any(atom.aval.size > 1 for atom in equation.invars)
-        if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and equation.invars[0].aval.size > 1:
+    for site in every_equation(jaxpr):
+        name, operands = site.equation.primitive.name, site.equation.invars
+        if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and operands[0].aval.size > 1:
             found.add(name)
-        if looped and name in PRODUCTS and large:
-            found.add(f"{name} inside {looped}")
-        for inner in jaxprs_in_params(equation.params):
-            found |= _sums(inner, looped=looped or ("" if name in CALLS else name))
+        around = [each.primitive.name for each in site.inside if each.primitive.name not in CALLS]
+        if around and name in PRODUCTS and any(atom.aval.size > 1 for atom in operands):
+            found.add(f"{name} inside {around[0]}")
     return found

@@ -218,3 +218,11 @@ def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
                 )
 
     jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))
+
+
+def format_bytes(nbytes: float, digits: str = ".2f") -> str:
+    """A number of bytes in its largest unit: "1.50 GiB", "12.00 KiB", "17 B". digits: a format, such as ".4g"."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:{digits}} {unit}"
+    return f"{nbytes:.0f} B"

@@ -245,6 +245,19 @@ def sockets_in_one_place(path: str, source: str) -> Iterator[str]:
                 yield f"{path}:{line}: imports {name}; use jaxdist.runtime.connection"
 
 
+def jaxprs_in_one_place(path: str, source: str) -> Iterator[str]:
+    """Only the walker in jaxpr/ looks at equations of jaxprs; others call it."""
+    if path.startswith("jaxdist/jaxpr/"):
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("eqns", "jaxprs_in_params", "subjaxprs"):
+            yield f"{path}:{node.lineno}: .{node.attr}; call jaxdist.jaxpr.walk"
+        if isinstance(node, ast.Constant) and node.value == "eqns":
+            yield f"{path}:{node.lineno}: 'eqns'; call jaxdist.jaxpr.walk"
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "jaxprs_in_params" for alias in node.names):
+            yield f"{path}:{node.lineno}: jaxprs_in_params; call jaxdist.jaxpr.walk"
+
+
 PACKAGE_RULES: tuple[Rule, ...] = (
     import_floors,
     sockets_in_one_place,
@@ -255,6 +268,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     docstrings_everywhere,
     file_is_its_name,
     no_global_state,
+    jaxprs_in_one_place,
 )
 SCRIPT_RULES: tuple[Rule, ...] = (script_imports, check_stays_on, sizes, banned, docstrings_everywhere, no_global_state)
 EXAMPLE_RULES: tuple[Rule, ...] = (script_imports, check_stays_on, banned)
@@ -323,6 +337,8 @@ GOOD = [
     (file_is_its_name, "jaxdist/data/loader.py", "x = 1"),
     (no_global_state, "jaxdist/a.py", '_A = {1: 2}\nB = [1]\n__all__ = ["a"]\nc = (1, 2)'),
     (no_global_state, "jaxdist/a.py", "def f():\n    x = []\n    x.append(1)"),
+    (jaxprs_in_one_place, "jaxdist/jaxpr/walk.py", "jaxpr.eqns"),
+    (jaxprs_in_one_place, "jaxdist/a.py", "from jaxdist.jaxpr.walk import equations\nequations(jaxpr)"),
 ]
 BAD = [
     (import_floors, "jaxdist/config/schema.py", "from jaxdist.data import Loader"),
@@ -394,6 +410,10 @@ BAD = [
     (no_global_state, "jaxdist/a.py", "CACHE = {}\ndef f(k):\n    del CACHE[k]"),
     (no_global_state, "jaxdist/a.py", "SEEN = []\ndef f(k):\n    SEEN.append(k)"),
     (no_global_state, "jaxdist/a.py", "SEEN = set()\nSEEN |= {1}"),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", "for equation in jaxpr.eqns:\n    pass"),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", 'hasattr(x, "eqns")'),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", "from jax.extend.core import Literal, jaxprs_in_params"),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", "jex.core.jaxprs_in_params(params)"),
 ]
 
 

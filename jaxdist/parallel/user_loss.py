@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from jaxdist.config.rules.remat import Remat
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import named_axes
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.blocks.remat import available, rematerialise
@@ -38,14 +38,13 @@ def unchecked_region(
 
 def refuse_collectives(jaxpr: Any) -> None:
     """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if axes := named_axes(equation):
+    for site in every_equation(jaxpr):
+        if axes := named_axes(site.equation):
+            name = site.equation.primitive.name
             raise UserError(
-                f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and "
-                "no axis_index: return this shard's (sum, weight), jaxdist adds them up"
+                f"loss_fn: contains {name} over {', '.join(axes)}; a loss may use no collective and no axis_index: "
+                "return this shard's (sum, weight), jaxdist adds them up"
             )
-        for inner in jaxprs_in_params(equation.params):
-            refuse_collectives(inner)
 
 
 def user_program(

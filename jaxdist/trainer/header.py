@@ -14,7 +14,7 @@ from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.resolve import resolve_model
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.grad_sync import order_of_work
-from jaxdist.plan.compiled.memory import held
+from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.runtime.cache import cache_row
 from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.trainer.run import Run
@@ -84,7 +84,7 @@ def describe(run: Run) -> dict[str, str]:
     schedule, microbatches = order_of_work(parallel.grad_sync, run.mesh, parallel.schedule, parallel.microbatches)
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     kind = "simulated CPU" if on_cpu(run.mesh) else run.mesh.devices.flat[0].device_kind
-    near, far = held(run.target) / 2**20, held(run.target, on_host=True) / 2**20
+    near, far = resident_bytes(run.target) / 2**20, resident_bytes(run.target, on_host=True) / 2**20
     rows = {
         "run": str(run.folder),
         "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "

@@ -30,6 +30,7 @@ from jax.tree_util import Partial
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.config.rules.xla_flags import names_given
+from jaxdist.jaxpr.walk import equations
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.blocks.layers import AGAIN, Block, Blocks, Gather, at, put, rows_of, trained_leaves
 from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
@@ -223,7 +224,7 @@ class _Ahead(NamedTuple):
     def summed(self, reduced: PyTree, whole: list[jax.Array], beside: PyTree) -> PyTree:
         """A block's reduced gradients, which were whole, with what else is to be done to them. If they are shards now,
         not before the largest of `beside` is there: gradients of the block that computes meanwhile."""
-        if self.sums is None or not jax.make_jaxpr(self.sums)(reduced).eqns:
+        if self.sums is None or not equations(jax.make_jaxpr(self.sums)(reduced)):
             return reduced
         shards = sum(leaf.size for leaf in jax.tree.leaves(reduced)) < sum(leaf.size for leaf in whole)
         return self.sums(held_back(reduced, largest(beside)) if shards else reduced)

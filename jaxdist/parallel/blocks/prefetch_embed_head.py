@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, all_gather, all_to_all, rank, zeros_varying_like
+from jaxdist.jaxpr.walk import equations
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.specs import PyTree, dim_of, map_specs, only
@@ -96,7 +97,7 @@ def first_reads(function: Callable[..., Any], tree: PyTree, *arguments: Any) -> 
     leaves, treedef = jax.tree.flatten(tree)
     traced = jax.make_jaxpr(lambda leaves: function(jax.tree.unflatten(treedef, leaves), *arguments))(leaves).jaxpr
     first: dict[Any, float] = {}
-    for i, variables in enumerate([*(equation.invars for equation in traced.eqns), traced.outvars]):
+    for i, variables in enumerate([*(equation.invars for equation in equations(traced)), traced.outvars]):
         for var in variables:
             if not isinstance(var, Literal):
                 first.setdefault(var, i)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.jaxpr.evaluate import bind, inlined, needed, read, variables
+from jaxdist.jaxpr import walk
+from jaxdist.jaxpr.evaluate import atom_value, bind, inlined, needed, variables
 from jaxdist.specs import PyTree
 
 
@@ -29,20 +30,20 @@ class Halves(NamedTuple):
     def input(self, unit: PyTree, grad: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """(gradient of the input, what the second half needs)."""
         known = self._run(self.first, [*jax.tree.leaves(unit), grad])
-        return read(known, self.jaxpr.outvars[-1]), [known[variable] for variable in self.crossing]
+        return atom_value(known, self.jaxpr.outvars[-1]), [known[variable] for variable in self.crossing]
 
     def weights(self, leaves: Iterable[jax.Array], crossing: Iterable[jax.Array]) -> PyTree:
         """Gradients of the unit, given those of its leaves that are read."""
         given, known = iter(leaves), dict(zip(self.crossing, crossing, strict=True))
         known = self._run(self.second, [*(next(given) if read else None for read in self.reads), None], known)
-        return jax.tree.unflatten(self.treedef, [read(known, atom) for atom in self.jaxpr.outvars[:-1]])
+        return jax.tree.unflatten(self.treedef, [atom_value(known, atom) for atom in self.jaxpr.outvars[:-1]])
 
     def _run(self, equations: list[Any], values: list[Any], known: dict[Any, Any] | None = None) -> dict[Any, Any]:
         known = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*self.constants, *values), strict=True)) | (
             known or {}
         )
         for equation in equations:
-            results = bind(equation, [read(known, atom) for atom in equation.invars])
+            results = bind(equation, [atom_value(known, atom) for atom in equation.invars])
             known.update(zip(equation.outvars, results, strict=True))
         return known
 
@@ -54,7 +55,7 @@ def halve(pull: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]], unit: P
     """
     traced = inlined(pull, unit, grad)
     treedef = jax.tree.structure(jax.eval_shape(pull, unit, grad)[0])
-    equations, outputs, invars = traced.jaxpr.eqns, traced.jaxpr.outvars, traced.jaxpr.invars
+    equations, outputs, invars = walk.equations(traced), traced.jaxpr.outvars, traced.jaxpr.invars
     late = {invars[-1]}  # depends on the incoming gradient
     for equation in equations:
         if any(atom in late for atom in variables(equation.invars)):

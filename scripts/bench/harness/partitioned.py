@@ -16,7 +16,7 @@ from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts
-from jaxdist.plan.compiled.ahead_of_time import Planned, check_toolkit, read
+from jaxdist.plan.compiled.ahead_of_time import Planned, check_toolkit, planned_of
 from jaxdist.plan.compiled.hardware import Gpu
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.compiled.replay import Rates
@@ -68,4 +68,4 @@ def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> P
     program = lowered.compile()
     seconds = (traced - start, time.perf_counter() - traced)
     hosts = count_hosts(mesh)
-    return read(program, config, parts, gpu, hosts, rates, attention, seconds)
+    return planned_of(program, config, parts, gpu, hosts, rates, attention, seconds)
