@@ -76,7 +76,7 @@ class Timeline(NamedTuple):
 
 
 def simulate(ticks: Ticks, costs: Costs = EQUAL, blocks: Sequence[int] = ()) -> Timeline:
-    """Run the table, which must be valid (`jaxdist.parallel.pipeline.table.check`), at these costs: of a stage with
+    """Run the table, which must be valid (`pipeline.table.check_table`), at these costs: of a stage with
     the mean number of blocks. blocks: of each virtual stage (`parallel.stages`), if they are not equally many; work
     takes the time of its blocks."""
     share_vS = np.ones((ticks.chunks, ticks.stages)) / ticks.chunks  # what each chunk costs, of a whole stage
