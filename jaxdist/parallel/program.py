@@ -89,7 +89,8 @@ def make_program(
     one = OneBlock(
         units.gather_block, units.run_block, (by_condition if conditions else by_mask) if model.stages else None
     )
-    run_blocks = differentiable(_runner(one, remat, unroll=model.scan_blocks))
+    runner = _runner(one, remat, unroll=model.scan_blocks)
+    run_blocks = differentiable(runner)
 
     def embed(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
         with jax.named_scope("embed"):
@@ -105,8 +106,8 @@ def make_program(
         _check_axes(units)
 
         def run(h: jax.Array, chunk: jax.Array | int) -> jax.Array:
-            own = blocks_of_chunk(diff[STACKED], captured[STACKED], chunk, chunks=model.chunks, counts=model.stages)
-            return run_blocks(*own, h, batch["keys"])
+            rows = blocks_of_chunk(diff[STACKED], captured[STACKED], chunk, chunks=model.chunks, counts=model.stages)
+            return run_blocks(rows, h, batch["keys"])
 
         return relay(run, h, model.chunks)
 
@@ -119,9 +120,7 @@ def make_program(
 
     if prefetch:
         loss = _prefetched_loss(EmbedAndHead(units, embed, head), remat, reduce_dtype)
-    # A pipeline would keep constants once for each microbatch under way.
-    blocks = _runner(one, remat, unroll=model.scan_blocks, constants=False)
-    stages = Stages(embed, head, blocks, units.head_units, model.chunks, model.stages, conditions)
+    stages = Stages(embed, head, runner, units.head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if prefetch or remat == "offload" else stages)
 
 
@@ -158,26 +157,27 @@ def _prefetched_loss(ends: EmbedAndHead, remat: Remat, reduce_dtype: Any) -> Cal
         _check_axes(units)
         h = ends.embedded(diff["embed"], captured["embed"], batch)
         slices, sliced, head = ends.slices(diff, captured, h, batch)
-        own = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=())
+        rows = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=())
         runner = PrefetchedBlocks(
             OneBlock(gather, in_loop), OneBlock(gather, outside), units.run_block, slices, reduce_dtype, sums
         )
-        h, whole = differentiable(runner)(*own, (h, sliced), batch["keys"])
+        h, whole = differentiable(runner)(rows, (h, sliced), batch["keys"])
         return head(whole, h)
 
     return loss
 
 
-def _runner(one: OneBlock, remat: Remat, *, unroll: int, constants: bool = True) -> ScannedBlocks | SegmentedBlocks:
-    """The runner of a stage's blocks. unroll, constants: see `ScannedBlocks` and `rematerialise`."""
+def _runner(one: OneBlock, remat: Remat, *, unroll: int) -> ScannedBlocks | SegmentedBlocks:
+    """The runner of a stage's blocks. unroll: see `ScannedBlocks`."""
     if remat == "sqrt":
         return SegmentedBlocks(one)
 
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return one.block(params, checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h, layer, keys)
 
-    # Without a loop the compiler would merge the recomputation with the first run.
-    kept = rematerialise(block, remat, gathers=True, in_scan=unroll == 1, constants=constants)
+    # Without a loop XLA would merge the recomputation with the first run. Constants would be kept once for each
+    # block, and by a pipeline once for each microbatch under way.
+    kept = rematerialise(block, remat, gathers=True, in_scan=unroll == 1, constants=False)
     return ScannedBlocks(one._replace(block=kept), unroll)
 
 

@@ -27,7 +27,7 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
-from jaxdist.parallel.blocks.layers import OneBlock, at
+from jaxdist.parallel.blocks.layers import OneBlock, Rows, at
 from jaxdist.parallel.blocks.prefetch import (
     AT_ONCE,
     BY_TWO,
@@ -216,8 +216,8 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
 
     late = read_late(block, at(w, 0), jnp.ones(2), jnp.int32(1), None)
     assert late == {"d": False, "a": False, "c": True, "b": True}  # 4 of 9 elements, then 6
-    one, captured = OneBlock(gather, block), jax.tree.map(lambda _: MaskedNode(), w)
-    unit, reduce = split_first_fetch(one, w, captured, late)
+    one, rows = OneBlock(gather, block), Rows(w, jax.tree.map(lambda _: MaskedNode(), w), jnp.arange(2))
+    unit, reduce = split_first_fetch(one, rows, late)
     assert [float(unit[name].sum()) for name in "abcd"] == [0] * 4
     ones = [jnp.ones_like(leaf) for leaf in jax.tree.leaves(unit)]
     assert jax.tree.all(jax.tree.map(lambda leaf: (leaf == 2).all(), reduce(ones, ())[0]))
@@ -230,9 +230,8 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     }
     (lost,) = reduce(ones, [jnp.full(1, jnp.inf)])  # what was reduced before
     assert jnp.isnan(lost["b"]).all() and jnp.isnan(lost["c"]).all()
-    unit, _ = split_first_fetch(
-        one, w | {"a": w["a"].at[0].set(jnp.inf)}, captured, late
-    )  # known to be lost, another row is read
+    spoilt = rows._replace(diff=w | {"a": w["a"].at[0].set(jnp.inf)})
+    unit, _ = split_first_fetch(one, spoilt, late)  # known to be lost, another row is read
     assert [float(unit[name].sum()) for name in "bcd"] == [6, 4, 0]
 
 

@@ -11,10 +11,6 @@ become one differentiable function by `differentiable`:
 | `ScannedBlocks`    | residuals of each block                     | right before it runs   | as `memory.remat` says   |
 | `SegmentedBlocks`  | inputs of about sqrt(L) segments            | right before it runs   | each segment, each block |
 | `PrefetchedBlocks` | the same as `ScannedBlocks`, and two blocks | while another one runs | as `memory.remat` says   |
-
-diff, captured: the differentiated parameters, and those read without gradients; see `jaxdist.parallel.schedule`. Their
-leaves are stacked: [L, ...].
-layers: the number of the block in each row, from 1; 0 in a row without a block: [L].
 """
 
 from collections.abc import Callable
@@ -36,23 +32,44 @@ GatherBlock = Callable[[PyTree, PyTree, PyTree | None], PyTree]
 # (parameters of one block, h, its number, dropout keys) -> h. For example:
 #     lambda params, h, layer, keys: h + jax.nn.gelu(h @ params["up"]) @ params["down"]
 RunBlock = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]
-# (diff, captured, layers, h, keys) -> h after all blocks.
-RunBlocks = Callable[[PyTree, PyTree, jax.Array, Any, PyTree], Any]
 AGAIN = "rematted_computation"  # the scope in which jax.checkpoint computes again
+
+
+class Rows(NamedTuple):
+    """The stacked blocks of a stage, or of one chunk of a stage: L rows.
+
+    diff, captured: the differentiated parameters, and those read without gradients, see `jaxdist.parallel.schedule`:
+        leaves [L, ...].
+    layers: the number of the block in each row, from 1; 0 in a row without a block: [L].
+    """
+
+    diff: PyTree
+    captured: PyTree
+    layers: jax.Array
+
+
+class _Constants(dict[int, Any]):
+    """Residuals by place. As part of a tree structure they are equal only to themselves: arrays do not compare."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 @jax.tree_util.register_pytree_node_class
 class BlockResiduals:
-    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block.
+    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block, or constants.
 
-    Parameters are recognised by identity. The caller hands in those that are `wanted`, gathered again.
+    Parameters are recognised by identity. The caller hands in those that are `wanted`, gathered again. Constants, such
+    as rotary frequencies, would be kept once for each block.
     """
 
     def __init__(self, pull: Callable[..., Any], unit: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(pull)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(unit))}
         self._places = tuple(places.get(id(leaf)) for leaf in leaves)
-        self._leaves = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
+        own = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
+        self._leaves = [leaf for leaf in own if isinstance(leaf, jax.core.Tracer)]
+        # The others are known when the forward pass is traced.
+        self._constants = _Constants({i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, jax.core.Tracer)})
         self._unit: Any = jax.tree.structure(unit)
 
     @property
@@ -65,16 +82,18 @@ class BlockResiduals:
         """(gradients of trained parameters, gradient of the block's input). unit: the wanted parameters."""
         wanted = [place for place, read in enumerate(jax.tree.leaves(self.wanted)) if read]
         given, rest = dict(zip(wanted, jax.tree.leaves(unit), strict=True)), iter(self._leaves)
-        leaves = [next(rest) if place is None else given[place] for place in self._places]
+        count = self._places.count(None)
+        own = iter([self._constants[i] if i in self._constants else next(rest) for i in range(count)])
+        leaves = [next(own) if place is None else given[place] for place in self._places]
         return jax.tree.unflatten(self._treedef, leaves)(grad)
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self._leaves, (self._treedef, self._places, self._unit)
+        return self._leaves, (self._treedef, self._places, self._constants, self._unit)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, leaves: Any) -> "BlockResiduals":
         self = object.__new__(cls)
-        self._treedef, self._places, self._unit = aux
+        self._treedef, self._places, self._constants, self._unit = aux
         self._leaves = list(leaves)
         return self
 
@@ -102,11 +121,6 @@ def put(tree: PyTree, i: jax.Array | int, unit: PyTree) -> PyTree:
     return jax.tree.map(row, tree, unit)
 
 
-def rows_of(diff: PyTree, captured: PyTree) -> int:
-    """The number of rows of stacked blocks."""
-    return jax.tree.leaves((diff, captured))[0].shape[0]
-
-
 def blocks_per_round(scan_blocks: int, blocks: int) -> int:
     """The `unroll` of a `lax.scan` over so many blocks. scan_blocks: as `ModelDef.scan_blocks`; 0 means all."""
     return min(scan_blocks or blocks, blocks)
@@ -124,72 +138,72 @@ class OneBlock(NamedTuple):
     block: RunBlock
     choose: Choose | None = None
 
-    def fetch(
-        self, diff: PyTree, captured: PyTree, i: jax.Array | int, wanted: PyTree | None = None
-    ) -> tuple[PyTree, Callable[..., Any]]:
-        """(wanted parameters of block i, function that reduces gradients of its trained leaves to those of diff)."""
-        own = at(captured, i)
+    def fetch(self, rows: Rows, i: jax.Array | int, wanted: PyTree | None = None) -> tuple[PyTree, Callable[..., Any]]:
+        """(wanted parameters of row i, function that reduces gradients of its trained leaves to those of diff)."""
+        captured = at(rows.captured, i)
 
         def trained(diff: PyTree) -> tuple[list[jax.Array], PyTree]:
-            unit = self.gather(diff, own, wanted)
+            unit = self.gather(diff, captured, wanted)
             return trained_leaves(unit, diff), unit
 
-        found, reduce, unit = jax.vjp(trained, at(diff, i), has_aux=True)
-        return _with_trained(unit, diff, found), reduce
+        found, reduce, unit = jax.vjp(trained, at(rows.diff, i), has_aux=True)
+        return _with_trained(unit, rows.diff, found), reduce
 
     def run(
-        self, unit: PyTree, diff: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree
+        self, unit: PyTree, rows: Rows, i: jax.Array | int, h: jax.Array, keys: PyTree
     ) -> tuple[jax.Array, BlockResiduals]:
-        """(output of a block, its residuals)."""
+        """(output of row i, its residuals). unit: the parameters of row i."""
+        layer = rows.layers[i]
 
         def call(trained: list[jax.Array], h: jax.Array) -> jax.Array:
-            return self.block(_with_trained(unit, diff, trained), h, layer, keys)
+            return self.block(_with_trained(unit, rows.diff, trained), h, layer, keys)
 
-        h, pull = jax.vjp(call, trained_leaves(unit, diff), h)
+        h, pull = jax.vjp(call, trained_leaves(unit, rows.diff), h)
         return h, BlockResiduals(pull, unit)
 
-    def after(self, diff: PyTree, captured: PyTree, i: Any, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+    def gather_again(self, rows: Rows, i: jax.Array | int, wanted: PyTree) -> PyTree:
+        """The parameters of row i that its backward pass reads."""
+        with jax.named_scope(AGAIN):
+            return self.gather(at(rows.diff, i), at(rows.captured, i), wanted)
+
+    def after(self, rows: Rows, i: jax.Array | int, h: jax.Array, keys: PyTree) -> jax.Array:
         """h after row i, without residuals."""
 
         def work() -> tuple[jax.Array, None]:
-            return self.block(self.gather(at(diff, i), at(captured, i), None), h, layer, keys), None
+            unit = self.gather(at(rows.diff, i), at(rows.captured, i), None)
+            return self.block(unit, h, rows.layers[i], keys), None
 
-        return self.in_row(layer, work, h)[0]
+        return self.in_row(rows, i, work, h)[0]
 
-    def gather_again(self, diff: PyTree, captured: PyTree, i: jax.Array | int, wanted: PyTree) -> PyTree:
-        """The parameters of block i that its backward pass reads."""
-        with jax.named_scope(AGAIN):
-            return self.gather(at(diff, i), at(captured, i), wanted)
-
-    def in_row(self, layer: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
-        """work() -> (x, rest) in a row with a block; (passing, zeros) in a row without one."""
-        return work() if self.choose is None else work_or_pass(self.choose, layer > 0, work, passing)
+    def in_row(self, rows: Rows, i: jax.Array | int, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
+        """work() -> (x, rest) if row i holds a block; otherwise (passing, zeros)."""
+        return work() if self.choose is None else work_or_pass(self.choose, rows.layers[i] > 0, work, passing)
 
 
 class BlockRunner(Protocol):
-    """Forward and backward pass over a stack of blocks."""
+    """Forward and backward pass over rows of blocks."""
 
-    def through(self, diff: PyTree, captured: PyTree, layers: jax.Array, h: Any, keys: PyTree) -> Any:
+    def through(self, rows: Rows, h: Any, keys: PyTree) -> Any:
         """The output of the last block, without residuals."""
 
-    def forward(self, diff: PyTree, captured: PyTree, layers: jax.Array, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
+    def forward(self, rows: Rows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
         """(output of the last block, residuals for `backward`)."""
 
-    def backward(self, diff: PyTree, captured: PyTree, layers: jax.Array, saved: PyTree, dh: Any) -> tuple[PyTree, Any]:
+    def backward(self, rows: Rows, saved: PyTree, dh: Any) -> tuple[PyTree, Any]:
         """(gradients with respect to diff, gradient of h)."""
 
 
-def differentiable(runner: BlockRunner) -> RunBlocks:
-    """The blocks as one function, which can be differentiated once, with respect to diff and h."""
+def differentiable(runner: BlockRunner) -> Callable[[Rows, Any, PyTree], Any]:
+    """The function (rows, h, dropout keys) -> h, which can be differentiated once, with respect to diff and h."""
 
-    def forward(diff: PyTree, captured: PyTree, layers: jax.Array, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
-        h, saved = runner.forward(diff, captured, layers, h, keys)
-        return h, (diff, captured, layers, saved)
+    def forward(rows: Rows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
+        h, saved = runner.forward(rows, h, keys)
+        return h, (rows, saved)
 
-    def backward(residuals: PyTree, dh: Any) -> tuple[PyTree, None, None, Any, None]:
-        diff, captured, layers, saved = residuals
-        grads, dh = runner.backward(diff, captured, layers, saved, dh)
-        return grads, None, None, dh, None
+    def backward(residuals: PyTree, dh: Any) -> tuple[Any, Any, None]:
+        rows, saved = residuals
+        grads, dh = runner.backward(rows, saved, dh)
+        return Rows(grads, None, None), dh, None  # type: ignore[arg-type]
 
     run = jax.custom_vjp(runner.through)
     run.defvjp(forward, backward)
@@ -197,7 +211,7 @@ def differentiable(runner: BlockRunner) -> RunBlocks:
 
 
 class ScannedBlocks(NamedTuple):
-    """One block after the other.
+    """A `BlockRunner` that runs one block after the other.
 
     unroll: the number of blocks in a round of the loop, as `ModelDef.scan_blocks`.
     """
@@ -205,87 +219,76 @@ class ScannedBlocks(NamedTuple):
     one: OneBlock
     unroll: int = 1
 
-    def through(self, diff: PyTree, captured: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree) -> jax.Array:
+    def through(self, rows: Rows, h: jax.Array, keys: PyTree) -> jax.Array:
         """The output of the last block, without residuals."""
+        numbers, unroll = jnp.arange(len(rows.layers)), blocks_per_round(self.unroll, len(rows.layers))
+        return lax.scan(lambda h, i: (self.one.after(rows, i, h, keys), None), h, numbers, unroll=unroll)[0]
 
-        def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            return self.one.after(diff, captured, i, h, layers[i], keys), None
-
-        return lax.scan(body, h, jnp.arange(len(layers)), unroll=blocks_per_round(self.unroll, len(layers)))[0]
-
-    def forward(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree
-    ) -> tuple[jax.Array, PyTree]:
+    def forward(self, rows: Rows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, residuals for `backward`)."""
 
-        def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
+        def step(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
             def work() -> tuple[jax.Array, PyTree]:
-                unit, reduce = self.one.fetch(diff, captured, i)
-                out, kept = self.one.run(unit, diff, h, layers[i], keys)
+                unit, reduce = self.one.fetch(rows, i)
+                out, kept = self.one.run(unit, rows, i, h, keys)
                 return out, (kept, reduce)
 
-            return self.one.in_row(layers[i], work, h)
+            return self.one.in_row(rows, i, work, h)
 
-        return lax.scan(body, h, jnp.arange(len(layers)), unroll=blocks_per_round(self.unroll, len(layers)))
+        return lax.scan(step, h, jnp.arange(len(rows.layers)), unroll=blocks_per_round(self.unroll, len(rows.layers)))
 
-    def backward(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
-    ) -> tuple[PyTree, jax.Array]:
+    def backward(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of h)."""
 
-        def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+        def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             i, (kept, reduce) = own
 
             def work() -> tuple[jax.Array, PyTree]:
-                grads, before = kept(self.one.gather_again(diff, captured, i, kept.wanted), dh)
+                grads, before = kept(self.one.gather_again(rows, i, kept.wanted), dh)
                 return before, reduce(grads)[0]
 
-            return self.one.in_row(layers[i], work, dh)
+            return self.one.in_row(rows, i, work, dh)
 
-        unroll = blocks_per_round(self.unroll, len(layers))
-        dh, grads = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True, unroll=unroll)
+        unroll = blocks_per_round(self.unroll, len(rows.layers))
+        dh, grads = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True, unroll=unroll)
         return grads, dh
 
-    def backward_input(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
-    ) -> tuple[PyTree, jax.Array]:
+    def backward_input(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """The first half of `backward`: (values for `backward_weights`, gradient of h)."""
 
-        def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+        def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             i, (kept, _) = own
 
             def work() -> tuple[jax.Array, PyTree]:
-                unit = self.one.gather_again(diff, captured, i, kept.wanted)
-                return self._split(kept, diff, captured, dh).input_gradient(unit, dh)
+                unit = self.one.gather_again(rows, i, kept.wanted)
+                return self._split(kept, rows, dh).input_gradient(unit, dh)
 
-            return self.one.in_row(layers[i], work, dh)
+            return self.one.in_row(rows, i, work, dh)
 
-        dh, crossing = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
+        dh, crossing = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True)
         return crossing, dh
 
-    def backward_weights(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, saved: PyTree, crossing: PyTree, like: PyTree
-    ) -> PyTree:
+    def backward_weights(self, rows: Rows, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
         """The second half of `backward`: gradients with respect to diff.
 
         crossing: the values from `backward_input`.
         like: an array of the shape and type of dh.
         """
 
-        def body(_: None, own: PyTree) -> tuple[None, PyTree]:
+        def step(_: None, own: PyTree) -> tuple[None, PyTree]:
             i, (kept, reduce), crossing = own
 
             def work() -> tuple[None, PyTree]:
-                split = self._split(kept, diff, captured, like)
+                split = self._split(kept, rows, like)
                 reads, (wanted, treedef) = iter(split.reads), jax.tree.flatten(kept.wanted)
                 chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
-                unit = self.one.gather_again(diff, captured, i, chosen)
+                unit = self.one.gather_again(rows, i, chosen)
                 return None, reduce(split.weight_gradients(jax.tree.leaves(unit), crossing))[0]
 
-            return self.one.in_row(layers[i], work, None)
+            return self.one.in_row(rows, i, work, None)
 
-        return lax.scan(body, None, (jnp.arange(len(layers)), saved, crossing))[1]
+        return lax.scan(step, None, (jnp.arange(len(rows.layers)), saved, crossing))[1]
 
-    def _split(self, kept: BlockResiduals, diff: PyTree, captured: PyTree, grad: Any) -> SplitBackward:
-        unit = jax.eval_shape(lambda: self.one.gather(at(diff, 0), at(captured, 0), kept.wanted))
+    def _split(self, kept: BlockResiduals, rows: Rows, grad: Any) -> SplitBackward:
+        unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))
         return split_backward(kept, unit, jax.eval_shape(lambda: grad))

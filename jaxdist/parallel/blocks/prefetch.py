@@ -32,7 +32,7 @@ from jax.tree_util import Partial
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.config.rules.xla_flags import names_given
 from jaxdist.mesh import AnyMesh, on_cpu
-from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, RunBlock, at, put, rows_of, trained_leaves
+from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, Rows, RunBlock, at, put, trained_leaves
 from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
 from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model, only
@@ -129,7 +129,7 @@ def read_late(block: RunBlock, unit: PyTree, *arguments: Any) -> PyTree:
     return jax.tree.unflatten(treedef, late)
 
 
-def split_first_fetch(one: OneBlock, diff: PyTree, captured: PyTree, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
+def split_first_fetch(one: OneBlock, rows: Rows, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
     """`OneBlock.fetch` for block 0, in two parts that XLA cannot combine.
 
     late: for each parameter, whether it is gathered in the second part, and its gradient reduced in the first.
@@ -139,13 +139,14 @@ def split_first_fetch(one: OneBlock, diff: PyTree, captured: PyTree, late: PyTre
     early = jax.tree.map(operator.not_, late)
 
     def fetch(wanted: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
-        return one.fetch(only(wanted, diff), only(wanted, captured), i, wanted)
+        parts = rows._replace(diff=only(wanted, rows.diff), captured=only(wanted, rows.captured))
+        return one.fetch(parts, i, wanted)
 
     def merged(first: PyTree, second: PyTree) -> PyTree:
         return jax.tree.map(lambda late, a, b: b if late else a, late, first, second)
 
     def reduce(reduce_first: Any, reduce_second: Any, grads: list[jax.Array], before: PyTree) -> tuple[PyTree]:
-        flags: list[Any] = trained_leaves(late, diff)
+        flags: list[Any] = trained_leaves(late, rows.diff)
         own = [grad for grad, flag in zip(grads, flags, strict=True) if flag]
         (ahead,) = reduce_second(order_after(own, before))
         rest = [grad for grad, flag in zip(grads, flags, strict=True) if not flag]
@@ -180,49 +181,45 @@ class PrefetchedBlocks(NamedTuple):
     reduce_dtype: Any
     sums: Callable[[PyTree], PyTree] | None = None
 
-    def through(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, h: tuple[jax.Array, PyTree], keys: PyTree
-    ) -> tuple[jax.Array, PyTree]:
+    def through(self, rows: Rows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, the head)."""
-        return self.forward(diff, captured, layers, h, keys)[0]
+        return self.forward(rows, h, keys)[0]
 
-    def forward(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, h: tuple[jax.Array, PyTree], keys: PyTree
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+    def forward(self, rows: Rows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         """((output of the last block, the head), residuals for `backward`)."""
-        count, (x, sliced) = len(layers), h
+        count, (x, sliced) = len(rows.layers), h
         one = self.inner if count > 4 else self.outer  # XLA unrolls by two: up to 3 rounds leave no loop
 
         def turn(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             x, _, unit, whole = carry
-            following, reduce_following = one.fetch(diff, captured, i + 1)
+            following, reduce_following = one.fetch(rows, i + 1)
             whole, reduce_slice = self.slices.fetch(sliced, whole, i)
-            x, kept = one.run(unit, diff, x, layers[i], keys)
+            x, kept = one.run(unit, rows, i, x, keys)
             return (x, unit, following, whole), (kept, reduce_following, reduce_slice)
 
-        shapes = jax.eval_shape(lambda: self.inner.fetch(diff, captured, 0)[0])
-        late = read_late(self.plain, shapes, x, layers[0], keys)
-        first, reduce_first = split_first_fetch(self.inner, diff, captured, late)
+        shapes = jax.eval_shape(lambda: self.inner.fetch(rows, 0)[0])
+        late = read_late(self.plain, shapes, x, rows.layers[0], keys)
+        first, reduce_first = split_first_fetch(self.inner, rows, late)
         saved, carry = None, (x, zeros_varying_like(first), first, self.slices.empty(sliced))
         if count > 1:
             carry, saved = lax.scan(turn, carry, jnp.arange(count - 1))
         x, before, unit, whole = carry
         whole, reduce_slice = self.slices.fetch(sliced, whole, opaque_index(unit, count - 1))
-        x, end = self.outer.run(unit, diff, x, layers[-1], keys)
+        x, end = self.outer.run(unit, rows, -1, x, keys)
         units = only(end.wanted, unit), saved and only(saved[0].wanted, before)
         return (x, whole), (sliced, saved, end, units, reduce_first, reduce_slice)
 
     def backward(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, saved: PyTree, dh: tuple[jax.Array, PyTree]
+        self, rows: Rows, saved: PyTree, dh: tuple[jax.Array, PyTree]
     ) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
         """(gradients with respect to diff, gradients of h)."""
         (sliced, saved, end, (unit, before), reduce_first, reduce_last), (dx, dwhole) = saved, dh
-        count, grads, slices = rows_of(diff, captured), self.stored(diff), self.stored(sliced)
+        count, grads, slices = len(rows.layers), self.stored(rows.diff), self.stored(sliced)
 
         def gather_again(i: jax.Array | int, reduced: PyTree, own: PyTree, wanted: PyTree) -> PyTree:
             with jax.named_scope(AGAIN):
-                unit = order_after(order_after(at(diff, i), reduced), largest_gradient(own))
-                return self.inner.gather(unit, at(captured, i), wanted)
+                unit = order_after(order_after(at(rows.diff, i), reduced), largest_gradient(own))
+                return self.inner.gather(unit, at(rows.captured, i), wanted)
 
         def turn(carry: PyTree, i: jax.Array | int, saved: PyTree) -> PyTree:
             (dx, unit, following, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
@@ -244,7 +241,7 @@ class PrefetchedBlocks(NamedTuple):
         dx, _, own, grads, slices = carry
         (reduced,) = reduce_first(own, () if count == 1 else at(grads, 1))
         grads = put(grads, 0, self.summed(reduced, own, ()))
-        return as_types_of(diff, grads), (dx, as_types_of(sliced, slices))
+        return as_types_of(rows.diff, grads), (dx, as_types_of(sliced, slices))
 
     def stored(self, diff: PyTree) -> PyTree:
         """Zeros for the gradients of all blocks, in the dtype of their reduction if that is narrower."""

@@ -18,7 +18,7 @@ from jax import lax
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.config.rules.remat import refuse_split_sequence
 from jaxdist.jaxpr.evaluate import trimmed
-from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, at, put
+from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, Rows, at, put
 from jaxdist.parallel.blocks.remat import after
 from jaxdist.specs import PyTree, only
 
@@ -28,62 +28,45 @@ class SegmentedBlocks(NamedTuple):
 
     one: OneBlock
 
-    def through(self, diff: PyTree, captured: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree) -> jax.Array:
+    def through(self, rows: Rows, h: jax.Array, keys: PyTree) -> jax.Array:
         """The output of the last block."""
-        return self.forward(diff, captured, layers, h, keys)[0]
+        return self.forward(rows, h, keys)[0]
 
-    def forward(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree
-    ) -> tuple[jax.Array, PyTree]:
+    def forward(self, rows: Rows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, residuals for `backward`)."""
         if "tensor" in varying_axes(h):  # row numbers, which wait for a gradient, would vary over `tensor` like it
             refuse_split_sequence()
-        size, count, left = sizes(len(layers))
+        size, count, left = sizes(len(rows.layers))
 
         def segment(h: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self._through(diff, captured, h, first, size, layers, keys), h
+            return self._through(rows, h, first, size, keys), h
 
         last, inputs = lax.scan(segment, h, size * jnp.arange(count))
-        h = self._through(diff, captured, last, count * size, left, layers, keys) if left else last
+        h = self._through(rows, last, count * size, left, keys) if left else last
         return h, (inputs, last if left else None, keys)
 
-    def _through(
-        self, diff: PyTree, captured: PyTree, h: jax.Array, first: Any, size: int, layers: jax.Array, keys: PyTree
-    ) -> jax.Array:
+    def _through(self, rows: Rows, h: jax.Array, first: Any, size: int, keys: PyTree) -> jax.Array:
         """h after the blocks of one segment."""
+        step = lambda h, i: (self.one.after(rows, i, h, keys), None)  # noqa: E731
+        return lax.scan(step, h, first + jnp.arange(size))[0]
 
-        def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            return self.one.after(diff, captured, i, h, layers[i], keys), None
-
-        return lax.scan(body, h, first + jnp.arange(size))[0]
-
-    def backward(
-        self, diff: PyTree, captured: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
-    ) -> tuple[PyTree, jax.Array]:
+    def backward(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of h)."""
         inputs, last, keys = saved
-        size, count, left = sizes(len(layers))
-        carry = dh, zeros_varying_like(diff)
+        size, count, left = sizes(len(rows.layers))
+        carry = dh, zeros_varying_like(rows.diff)
         if left:
-            carry = self._segment(diff, captured, last, count * size, left, layers, keys, carry)
+            carry = self._segment(rows, last, count * size, left, keys, carry)
 
-        def body(carry: PyTree, own: PyTree) -> tuple[PyTree, None]:
+        def step(carry: PyTree, own: PyTree) -> tuple[PyTree, None]:
             first, h = own
-            return self._segment(diff, captured, h, first, size, layers, keys, carry), None
+            return self._segment(rows, h, first, size, keys, carry), None
 
-        (dh, grads), _ = lax.scan(body, carry, (size * jnp.arange(count), inputs), reverse=True)
+        (dh, grads), _ = lax.scan(step, carry, (size * jnp.arange(count), inputs), reverse=True)
         return grads, dh
 
     def _segment(
-        self,
-        diff: PyTree,
-        captured: PyTree,
-        h: jax.Array,
-        first: Any,
-        size: int,
-        layers: jax.Array,
-        keys: PyTree,
-        carry: tuple[jax.Array, PyTree],
+        self, rows: Rows, h: jax.Array, first: Any, size: int, keys: PyTree, carry: tuple[jax.Array, PyTree]
     ) -> tuple[jax.Array, PyTree]:
         """The carry (gradient of the segment's output, gradients so far) after this segment. h: the segment's input."""
         # XLA unrolls a loop of one round, and would merge this computation with that of the forward pass.
@@ -92,12 +75,12 @@ class SegmentedBlocks(NamedTuple):
         def input_of_next(inputs: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
             i = first + j
             with jax.named_scope(AGAIN):
-                return put(inputs, j + 1, self.one.after(diff, captured, i, at(inputs, j), layers[i], keys)), None
+                return put(inputs, j + 1, self.one.after(rows, i, at(inputs, j), keys)), None
 
         def gradients(i: jax.Array, h: jax.Array, dh: jax.Array) -> tuple[PyTree, jax.Array]:
             with jax.named_scope(AGAIN):
-                unit, reduce = self.one.fetch(diff, captured, i)
-                _, kept = self.one.run(unit, diff, h, layers[i], keys)
+                unit, reduce = self.one.fetch(rows, i)
+                _, kept = self.one.run(unit, rows, i, h, keys)
             grads, dh = kept(only(kept.wanted, unit), dh)
             return reduce(grads)[0], dh
 
@@ -109,7 +92,7 @@ class SegmentedBlocks(NamedTuple):
                 own, before = trimmed(gradients, i, at(inputs, j), dh)  # without the output of the block
                 return before, own
 
-            before, own = self.one.in_row(layers[i], work, dh)
+            before, own = self.one.in_row(rows, i, work, dh)
             return (before, put(grads, i, own)), None
 
         inputs = jnp.broadcast_to(h, (size, *h.shape))  # row 0 is right; the loop writes the others

@@ -19,7 +19,7 @@ from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zer
 from jaxdist.config.rules.remat import refuse_split_backward
 from jaxdist.errors import UserError
 from jaxdist.parallel.blocks.branch import Choose, Packing, by_condition, by_mask, packing_of, typed_like
-from jaxdist.parallel.blocks.layers import ScannedBlocks, at, put, rows_of
+from jaxdist.parallel.blocks.layers import Rows, ScannedBlocks, at, put
 from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate_slots
 from jaxdist.parallel.schedule import Program, Schedule, Seed, Stages, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
@@ -42,11 +42,8 @@ def virtual_stage(chunk: jax.Array | int) -> jax.Array | int:
 
 def blocks_of_chunk(
     diff: PyTree, captured: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
-) -> tuple[PyTree, PyTree, jax.Array]:
-    """(diff of one chunk of this stage's blocks, captured of it, numbers of the blocks in its rows).
-
-    Numbers are [rows], from 1; 0 in a row without a block. counts: as `ModelDef.stages`.
-    """
+) -> Rows:
+    """One chunk of this stage's stacked blocks. counts: as `ModelDef.stages`."""
     if counts and len(counts) != chunks * stages_of_mesh():
         raise UserError(
             f"mesh.pipe: {stages_of_mesh()} is given, but the model was arranged for"
@@ -54,11 +51,12 @@ def blocks_of_chunk(
         )
     if chunks > 1:
         diff, captured = at(cut_into_chunks((diff, captured), chunks), chunk)
-    row, number = jnp.arange(rows_of(diff, captured), dtype=jnp.int32), virtual_stage(chunk)
+    length = jax.tree.leaves((diff, captured))[0].shape[0]
+    row, number = jnp.arange(length, dtype=jnp.int32), virtual_stage(chunk)
     if not counts:
-        return diff, captured, 1 + number * len(row) + row
+        return Rows(diff, captured, 1 + number * len(row) + row)
     before, count = jnp.asarray([np.cumsum(counts) - counts, counts], jnp.int32)[:, number]
-    return diff, captured, jnp.where(row < count, 1 + before + row, 0)
+    return Rows(diff, captured, jnp.where(row < count, 1 + before + row, 0))
 
 
 def cut_into_chunks(blocks: PyTree, chunks: int) -> PyTree:
@@ -245,8 +243,8 @@ class _Machine(NamedTuple):
         kept = [zeros(leaf, self.slots.residuals.size) for leaf in jax.eval_shape(packing.pack, saved)]
         crossing: PyTree = ()
         if self.ticks.weights.shape[2]:
-            blocks = self._chunks(jnp.zeros((), jnp.int32))
-            shapes, _ = jax.eval_shape(self._scanned.backward_input, *blocks, saved, h)
+            blocks = self._rows(jnp.zeros((), jnp.int32))
+            shapes, _ = jax.eval_shape(self._scanned.backward_input, blocks, saved, h)
             crossing = jax.tree.map(lambda leaf: zeros(leaf, self.slots.cotangents.size), shapes)
         late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
         grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
@@ -275,7 +273,7 @@ class _Machine(NamedTuple):
         def work() -> _State:
             loss = at(state.late, row.backward_slot if self.slots.late_loss else 0)
             saved = self.packing.unpack(at(state.kept, row.backward_slot))
-            parts = *self._chunks(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
+            parts = self._rows(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
             if row.weights:
                 crossing, dh = self._scanned.backward_input(*parts)
                 after = state._replace(dh=dh, crossing=put(state.crossing, row.cotangent_slot, crossing))
@@ -292,7 +290,7 @@ class _Machine(NamedTuple):
         def add() -> _State:
             saved = self.packing.unpack(at(state.kept, work.slot))
             crossing = at(state.crossing, work.cotangent_slot)
-            grads = self._scanned.backward_weights(*self._chunks(work.chunk), saved, crossing, state.dh)
+            grads = self._scanned.backward_weights(self._rows(work.chunk), saved, crossing, state.dh)
             return state._replace(grads=self._add_blocks(state.grads, grads, work.chunk))
 
         return self.choose(work.microbatch >= 0, lambda: typed_like(add(), state), lambda: state)
@@ -305,7 +303,7 @@ class _Machine(NamedTuple):
         return self.stages.blocks
 
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
-        return self.stages.blocks.forward(*self._chunks(chunk), h, batch["keys"])
+        return self.stages.blocks.forward(self._rows(chunk), h, batch["keys"])
 
     def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
         """The state with the loss of a microbatch, and its gradients with respect to the head and the head's input."""
@@ -336,7 +334,7 @@ class _Machine(NamedTuple):
             for name, unit in grads.items()
         }
 
-    def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
+    def _rows(self, chunk: jax.Array) -> Rows:
         """See `blocks_of_chunk`."""
         chunks, counts = self.ticks.chunks, self.stages.counts
         return blocks_of_chunk(self.diff[STACKED], self.captured[STACKED], chunk, chunks=chunks, counts=counts)
