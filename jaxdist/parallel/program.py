@@ -89,7 +89,8 @@ def make_program(
     one = OneBlock(
         units.gather_block, units.run_block, (by_condition if conditions else by_mask) if model.stages else None
     )
-    runner = _runner(one, remat, unroll=model.scan_blocks)
+    # Constants would be kept once for each block. Isolated blocks do that: they keep the same in every layout.
+    runner = _runner(one, remat, unroll=model.scan_blocks, constants=isolated)
     run_blocks = differentiable(runner)
 
     def embed(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
@@ -167,17 +168,16 @@ def _prefetched_loss(ends: EmbedAndHead, remat: Remat, reduce_dtype: Any) -> Cal
     return loss
 
 
-def _runner(one: OneBlock, remat: Remat, *, unroll: int) -> ScannedBlocks | SegmentedBlocks:
-    """The runner of a stage's blocks. unroll: see `ScannedBlocks`."""
+def _runner(one: OneBlock, remat: Remat, *, unroll: int, constants: bool) -> ScannedBlocks | SegmentedBlocks:
+    """The runner of a stage's blocks. unroll, constants: see `ScannedBlocks` and `rematerialise`."""
     if remat == "sqrt":
         return SegmentedBlocks(one)
 
     def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         return one.block(params, checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h, layer, keys)
 
-    # Without a loop XLA would merge the recomputation with the first run. Constants would be kept once for each
-    # block, and by a pipeline once for each microbatch under way.
-    kept = rematerialise(block, remat, gathers=True, in_scan=unroll == 1, constants=False)
+    # Without a loop XLA would merge the recomputation with the first run.
+    kept = rematerialise(block, remat, gathers=True, in_scan=unroll == 1, constants=constants)
     return ScannedBlocks(one._replace(block=kept), unroll)
 
 

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 class _Constants(dict[int, Any]):
     """Residuals by place. As part of a tree structure they are equal only to themselves: arrays do not compare."""
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
 
 
 @jax.tree_util.register_pytree_node_class
