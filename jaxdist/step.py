@@ -22,7 +22,7 @@ from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, wi
 from jaxdist.parallel.blocks.prefetch import compiler_options
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
-from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
+from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.user_loss import UserLoss, program_and_region
@@ -111,7 +111,7 @@ def make_train_step(
         gradients = make_gradients(model, mesh, options, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-            check_batch(batch, mesh, options.microbatches)
+            check_batch_shape(batch, mesh, options.microbatches)
             loss, weight, grads, residual = gradients(state, batch)
             metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)

@@ -23,7 +23,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.blocks.branch import by_condition, by_mask
-from jaxdist.parallel.blocks.layers import Blocks
+from jaxdist.parallel.blocks.layers import OneBlock, Rows, ScannedBlocks
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.pipeline.run import blocks_of_chunk
@@ -156,13 +156,13 @@ def test_rows_without_a_block_are_passed_over(choose: Callable[..., Any]) -> Non
 
     def region(w: jax.Array, layers: jax.Array, h: jax.Array, dh: jax.Array) -> Any:
         w, layers, h, dh = w[0], layers[0], h[0], dh[0]
-        blocks = Blocks(lambda diff, held, wanted: diff, block, choose)
-        diff, held = {"w": w}, {"w": ()}
-        out, saved = blocks.forward(diff, held, layers, h, None)
-        grads, before = blocks.backward(diff, held, layers, saved, dh)
-        crossing, again = blocks.backward_input(diff, held, layers, saved, dh)
-        halved = blocks.backward_weights(diff, held, layers, saved, crossing, dh)
-        return jax.tree.map(lambda x: x[None], (out, grads["w"], before, halved["w"], again))
+        blocks = ScannedBlocks(OneBlock(lambda diff, captured, wanted: diff, block, choose))
+        rows = Rows({"w": w}, {"w": ()}, layers)
+        out, saved = blocks.forward(rows, h, None)
+        grads, before = blocks.backward(rows, saved, dh)
+        crossing, again = blocks.backward_input(rows, saved, dh)
+        split = blocks.backward_weights(rows, saved, crossing, dh)
+        return jax.tree.map(lambda x: x[None], (out, grads["w"], before, split["w"], again))
 
     with jax.enable_x64(True):
         mesh, spec = make_mesh(pipe=2), P("pipe")
@@ -192,7 +192,7 @@ def test_rows_and_numbers() -> None:
     assert rows[:3].tolist() == [[1, 2], [0, 0], [7, 8]]
 
     def numbers(leaf: jax.Array) -> jax.Array:
-        parts = [blocks_of_chunk(leaf, (), chunk, chunks=2, counts=(1, 2, 1, 2))[2] for chunk in range(2)]
+        parts = [blocks_of_chunk(leaf, (), chunk, chunks=2, counts=(1, 2, 1, 2)).layers for chunk in range(2)]
         return jnp.concatenate(parts)
 
     run = jax.shard_map(numbers, mesh=make_mesh(pipe=2), in_specs=P("pipe"), out_specs=P("pipe"))

@@ -10,7 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxdist.parallel.pipeline.table import Ticks, allocate
+from jaxdist.parallel.pipeline.table import Ticks, allocate_slots
 from jaxdist.parallel.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxdist.plan.report.timeline import Timeline, WorkCosts, draw_timeline, simulate, table_text
 
@@ -162,7 +162,7 @@ def test_what_is_kept_is_counted(ticks: Ticks) -> None:
     for tick, stage in np.ndindex(line.live.shape):
         assert line.live[tick, stage] == kept(line, ticks, stage, tick)
     assert line.most_live.tolist() == line.live.max(axis=0).tolist()
-    assert line.most_live.max() == allocate(ticks).residuals.size
+    assert line.most_live.max() == allocate_slots(ticks).residuals.size
 
 
 def test_text() -> None:

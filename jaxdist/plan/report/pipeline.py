@@ -7,7 +7,7 @@ from jaxdist import registry
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate, table_of
+from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate_slots, table_of
 from jaxdist.plan.report.timeline import draw_timeline, simulate, table_text
 
 TERMINAL_TICKS = 40  # ticks: more do not fit beside each other on a terminal
@@ -48,7 +48,7 @@ def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
         speed, costs = f"a stage takes the time of its blocks, {', '.join(map(str, blocks))}", "and B costs two F"
     costs = "and F, B and W cost the same" if split else costs
     most, first, last = int(line.most_live.max()), line.most_live[0], line.most_live[-1]
-    late = f"; and what up to {allocate(ticks).cotangents.size} B leave for W" if split else ""
+    late = f"; and what up to {allocate_slots(ticks).cotangents.size} B leave for W" if split else ""
     text = [
         f"Timeline of {name}: {ticks.stages} stages, {ticks.microbatches} microbatches{chunks}",
         f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}",
