@@ -39,6 +39,7 @@ UNCHECKED = {
     ("jaxdist/collectives/replicated.py", "claim_replicated"),
     ("jaxdist/parallel/user_loss.py", "unchecked_region"),
 }
+SOCKET_FOLDERS = ("jaxdist/runtime/", "jaxdist/launcher/")
 KINDS = (
     "jaxdist/parallel/strategies",
     "jaxdist/parallel/schedules",
@@ -294,8 +295,17 @@ def no_global_state(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{method.lineno}: {dotted(method)} changes a constant"
 
 
+def sockets_in_one_place(path: str, source: str) -> Iterator[str]:
+    """Only `SOCKET_FOLDERS` import sockets: all connections are made, limited and ended in one way."""
+    if not path.startswith(SOCKET_FOLDERS):
+        for line, name in imported(path, ast.parse(source)):
+            if name.partition(".")[0] in ("socket", "_socket", "socketserver"):
+                yield f"{path}:{line}: imports {name}; use jaxdist.runtime.connection"
+
+
 PACKAGE_RULES: tuple[Rule, ...] = (
     import_floors,
+    sockets_in_one_place,
     check_stays_on,
     models_name_no_axis,
     sizes,
@@ -358,6 +368,8 @@ GOOD = [
     (check_stays_on, "jaxdist/collectives/replicated.py", "def claim_replicated():\n    shard_map(f, check_vma=False)"),
     (models_name_no_axis, "jaxdist/models/a.py", '"""data"""\nx = "datum"\nfrom jax.lax import scan'),
     (models_name_no_axis, "jaxdist/nn/a.py", 'x = "tensor"'),
+    (sockets_in_one_place, "jaxdist/runtime/watch/channel.py", "import socket\nfrom socket import create_server"),
+    (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.connection import host_name"),
     (sizes, "jaxdist/a.py", LONG.removesuffix("    pass\n")),
     (sizes, "jaxdist/a.py", "x = 1\n" * 400),
     (sizes, "jaxdist/step.py", "x = 1\n" * 150),
@@ -399,6 +411,8 @@ BAD = [
     (check_stays_on, "jaxdist/step.py", "partial(shard_map, check_rep=False)"),
     (check_stays_on, "jaxdist/collectives/replicated.py", "def other():\n    shard_map(f, check_vma=False)"),
     (check_stays_on, "jaxdist/collectives/replicated.py", TWICE),
+    (sockets_in_one_place, "jaxdist/cli/doctor.py", "import socket"),
+    (sockets_in_one_place, "jaxdist/observe/environment.py", "def f():\n    from socket import gethostname"),
     (models_name_no_axis, "jaxdist/models/a.py", 'x = f("tensor")'),
     (models_name_no_axis, "jaxdist/models/a.py", "x = lax.psum(y, axes)"),
     (models_name_no_axis, "jaxdist/models/a.py", "from jax.lax import all_gather as g"),

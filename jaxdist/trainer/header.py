@@ -1,7 +1,7 @@
 """The header on the console: what runs."""
 
 import json
-import socket
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -17,7 +17,7 @@ from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.grad_sync import GradSync, order_of_work
 from jaxdist.plan.compiled.memory import held
 from jaxdist.runtime.cache import cache_row
-from jaxdist.runtime.join.roll_call import ranks
+from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.trainer.run import Run
 
 
@@ -40,7 +40,7 @@ def counted(number: int | None) -> str:
 
 def process_hosts() -> list[str]:
     """The host name of every process. Every process must call it."""
-    own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64, b"\0"), np.uint8)
+    own = np.frombuffer(platform.node().encode()[:64].ljust(64, b"\0"), np.uint8)
     names = np.asarray(multihost_utils.process_allgather(own))
     return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]
 
@@ -48,7 +48,7 @@ def process_hosts() -> list[str]:
 def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
     """Ranks, hosts, devices and how the mesh lies on them: "4 ranks on 2 hosts (0-1 on a; 2-3 on b), 2 devices each;
     mesh: fsdp between hosts; data between processes of a host"."""
-    places = [f"{ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
+    places = [f"{name_ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
     shown = "; ".join(places[:4]) + (f"; and {len(places) - 4} more" if len(places) > 4 else "")
     process = np.vectorize(lambda device: device.process_index)(mesh.devices)
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()

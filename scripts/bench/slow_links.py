@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, GradSyncConfig
 from jaxdist.errors import UserError
-from jaxdist.lab.network import exit_status, missing, run
+from jaxdist.lab.network import unavailable
+from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on
 
 CONFIG = "configs/quickstart.yaml"
@@ -84,7 +85,7 @@ def train(hosts: int, rate: str, folder: Path, config: list[str], *, together: b
         alone = "unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID; d=$1; shift; "
         alone += 'exec "$@" --run-dir "$d/alone$HOST_INDEX"'
         command = ["sh", "-c", alone, "sh", str(folder), sys.executable, SCRIPT, "--config", CONFIG, *config]
-    results = run(command, hosts=hosts, rate=rate)
+    results = run_on_hosts(command, hosts=hosts, rate=rate)
     if exit_status(results):
         failed = next(result for result in results if result.status)
         raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr.strip()[-500:]}")
@@ -181,7 +182,7 @@ def main() -> int:
     try:
         if arguments.hosts < 2 or arguments.ratio <= 0 or arguments.steps < 1:
             raise UserError("-n must be at least 2, --ratio above 0, --steps at least 1")
-        if reason := missing():
+        if reason := unavailable():
             raise UserError(reason)
         result = measure(arguments)
     except UserError as error:

@@ -27,8 +27,8 @@ def broken(how: str, rank: int, folder: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if (how, rank) == ("arrays", 1):
-            told, future = barrier._Told, SimpleNamespace(result=fail)
-            patch.setattr(barrier, "_Told", lambda _, saves: told(future, saves))
+            shared, future = barrier._SharedFuture, SimpleNamespace(result=fail)
+            patch.setattr(barrier, "_SharedFuture", lambda _, saves: shared(future, saves))
         if (how, rank) == ("merging", 0):
             patch.setattr(Merging, "fails", True)
         if (how, rank) == ("metadata", 0):
@@ -69,13 +69,13 @@ def joined() -> Any:
     from jax.sharding import PartitionSpec as P
 
     jax.config.update("jax_platforms", "cpu")
-    from jaxdist.runtime.join.environment import describe_job
-    from jaxdist.runtime.join.join import join
+    from jaxdist.runtime.join.environment import find_job
+    from jaxdist.runtime.join.join import join_job
     from jaxdist.state import TrainState
 
-    job = describe_job(os.environ)
+    job = find_job(os.environ)
     assert job is not None
-    join(job)
+    join_job(job)
     mesh, rows = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), jax.device_count()
     layout = TrainState(NamedSharding(mesh, P()), {"w": NamedSharding(mesh, P("data"))}, ())  # type: ignore[arg-type]
     make = jax.jit(lambda step: TrainState(step, {"w": jnp.full((rows, 10), step)}, ()), out_shardings=layout)

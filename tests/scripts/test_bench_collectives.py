@@ -11,7 +11,7 @@ import child
 import pytest
 
 from jaxdist import collectives
-from jaxdist.lab.network import missing
+from jaxdist.lab.network import unavailable
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = child.environment()  # conftest.py gives the tests themselves eight devices
@@ -85,7 +85,7 @@ def test_wrong_options(arguments: tuple[str, ...], error: str, capsys: pytest.Ca
 
 
 @pytest.mark.xdist_group("network")
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_what_leaves_a_virtual_host_is_what_it_should_cost(tmp_path: Path) -> None:
     """Times are another matter: the machine may be busy."""
     options = ("--algorithms", "ring,master_worker,native", "--bytes", "1mb", "--rounds", "3")

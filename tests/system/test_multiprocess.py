@@ -22,7 +22,7 @@ from jaxdist.checkpoint.reader import Stored
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
-from jaxdist.runtime.join.environment import Job, describe_job
+from jaxdist.runtime.join.environment import Job, find_job
 
 pytestmark = pytest.mark.xdist_group("processes")  # runs and commands are shared by the tests of this file
 
@@ -336,7 +336,7 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_P
     ],
 )
 def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
-    assert describe_job(environ) == job
+    assert find_job(environ) == job
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
 )
 def test_job_that_makes_no_sense(environ: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        describe_job(environ)
+        find_job(environ)
     assert "\n" not in str(error.value)
 
 
