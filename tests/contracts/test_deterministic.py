@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import re
 import subprocess
@@ -174,20 +173,14 @@ def test_same_bits_with_other_optimizers(name: str, case: Case) -> None:
     assert (got[1] != want[1]).sum() == 0 and (got[0] != want[0]).sum() == 0
 
 
-@functools.cache
-def first_bits(width: int, **sizes: int) -> np.ndarray:
-    model = gpt(dataclasses.replace(model_config("gpt2"), width=width), max_length=LENGTH)
-    return bits(init_state(model, optax.sgd(1.0), make_mesh(**sizes), strategy="zero3").params)
-
-
-@pytest.mark.parametrize(
-    ("width", "sizes"),
-    levels(itertools.product((24, 32), ({"fsdp": 8}, {"fsdp": 2}, {"data": 2, "fsdp": 4}, {"tensor": 4})), everyday=8),
-    ids=str,
-)
-def test_parameters_start_with_the_same_bits_in_every_layout(width: int, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("width", levels([24, 32], everyday=2))
+def test_parameters_start_with_the_same_bits_in_every_layout(width: int) -> None:
     """Shards of 3, 4, 6, 12 and 16 columns: loops that a compiler rounds each in its own way."""
-    np.testing.assert_array_equal(first_bits(width, **sizes), first_bits(width))
+    model = gpt(dataclasses.replace(model_config("gpt2"), width=width), max_length=LENGTH)
+    meshes = [make_mesh(), make_mesh(fsdp=2), make_mesh(data=2, fsdp=4), make_mesh(fsdp=8), make_mesh(tensor=4)]
+    want, *others = (bits(init_state(model, optax.sgd(1.0), mesh, strategy="zero3").params) for mesh in meshes)
+    for got in others:
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 6, 8, 32])
