@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from jaxdist.config.rules.fields import section, setting
 from jaxdist.config.rules.precision import DTYPE_NAMES, HALVES, POLICY_TYPES, Policy, resolve_policy
@@ -53,13 +53,6 @@ class PrecisionConfig:
 
     def resolved(self) -> tuple[Policy, LossScale]:
         """The types, and the loss scale with its mode. Raises `UserError` for settings that exclude each other."""
-        types = resolve_policy(
-            self.policy,
-            self.reduce_dtype,
-            half=self.half,
-            param_dtype=self.param_dtype,
-            compute_dtype=self.compute_dtype,
-            keep_fp32=self.keep_fp32,
-            per_op=self.per_op,
-        )
+        apart = ("loss_scale", "max_consecutive_skips")
+        types = resolve_policy(**{key.name: getattr(self, key.name) for key in fields(self) if key.name not in apart})
         return types, replace(self.loss_scale, mode=self.loss_scale.mode or types.scale_mode)

@@ -155,8 +155,8 @@ def test_what_a_prefetching_round_waits_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch": 2}, "prefetch=2: allowed: 0, 1"),
-        ({"prefetch": 1, "reshard_after_forward": False}, "leave out reshard_after_forward"),
+        ({"prefetch": 2}, "parallel.prefetch: 2 is out of range; allowed: 0, 1"),
+        ({"prefetch": 1, "reshard_after_forward": False}, "set parallel.reshard_after_forward to true"),
         ({"prefetch": 1, "grad_sync": GradSync(deterministic=True)}, "deterministic"),
     ],
 )
