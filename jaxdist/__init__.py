@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxdist import collectives as collectives
+    from jaxdist.config.grad_sync import GradSync as GradSync
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
     from jaxdist.errors import UserError as UserError
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from jaxdist.nn import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim import make_optimizer as make_optimizer
-    from jaxdist.parallel.grad_sync import GradSync as GradSync
+    from jaxdist.parallel.options import StepOptions as StepOptions
+    from jaxdist.parallel.options import StrategyOptions as StrategyOptions
     from jaxdist.parallel.schedule import Program as Program
     from jaxdist.parallel.strategy import Strategy as Strategy
-    from jaxdist.parallel.strategy import StrategyOptions as StrategyOptions
     from jaxdist.plan.traced.ledger import ledger as ledger
     from jaxdist.plan.traced.sharding import sharding_table as sharding_table
     from jaxdist.precision.policy import Precision as Precision
@@ -37,13 +38,14 @@ __version__ = "0.1.0"
 _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
     "Config": "jaxdist.config.schema",
-    "GradSync": "jaxdist.parallel.grad_sync",
+    "GradSync": "jaxdist.config.grad_sync",
     "ModelDef": "jaxdist.nn",
     "Precision": "jaxdist.precision.policy",
     "Program": "jaxdist.parallel.schedule",
     "SpawnError": "jaxdist.launcher.spawn",
     "Strategy": "jaxdist.parallel.strategy",
-    "StrategyOptions": "jaxdist.parallel.strategy",
+    "StepOptions": "jaxdist.parallel.options",
+    "StrategyOptions": "jaxdist.parallel.options",
     "TrainState": "jaxdist.state",
     "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",

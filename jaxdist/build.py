@@ -13,19 +13,18 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
+from jaxdist.config.checks import prefetches
 from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.resolve import GPU_PLUGINS
-from jaxdist.config.rules.prefetch import prefetches
-from jaxdist.config.schema import Config, GradSyncConfig, ParallelConfig, PrecisionConfig
+from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef, why_not_cudnn
 from jaxdist.optim import make_optimizer
-from jaxdist.parallel.grad_sync import GradSync
+from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
-from jaxdist.precision.loss_scale import ScaleRule
-from jaxdist.precision.policy import Precision, make_precision
+from jaxdist.precision.policy import Precision, precision_of
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
@@ -42,44 +41,21 @@ BEFORE_ATTENTION = (
 
 
 class Parts(NamedTuple):
-    """target: the state as ShapeDtypeStructs with shardings. order: the block that each row of blocks holds
-    (`order_of_blocks`). layout: what `init_state` must be told to fill it. max_skips: steps in a row that may be
-    skipped. options: the keyword arguments that `make_train_step` was given."""
+    """What a run trains with.
+
+    options: of the step, as the configuration resolves on this mesh.
+    attention: the kernel of attention, xla or cudnn; and why not cudnn.
+    target: the state as ShapeDtypeStructs with shardings.
+    order: the block that each row of stacked blocks holds (`order_of_blocks`).
+    """
 
     model: ModelDef
-    precision: Precision
     optimizer: optax.GradientTransformation
+    options: StepOptions
+    attention: tuple[str, str | None]
     target: TrainState
     order: np.ndarray
     step: TrainStep
-    layout: dict[str, Any]
-    max_skips: int
-    options: dict[str, Any]
-
-
-def precision_of(config: PrecisionConfig) -> Precision:
-    """The policy of this configuration, with what is set beside it."""
-    chosen = make_precision(
-        config.policy,
-        config.reduce_dtype,
-        half=config.half,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        keep_fp32=config.keep_fp32,
-        per_op=config.per_op,
-    )
-    given = config.loss_scale
-    mode = given.mode or ("none" if chosen.scale_rule is None else "dynamic")
-    moves = (given.growth_factor, given.backoff_factor) if mode == "dynamic" else (1.0, 1.0)
-    rule = ScaleRule(given.init_scale, *moves, given.growth_interval)
-    return chosen._replace(loss_scale=1.0 if mode == "none" else rule)
-
-
-def grad_sync_of(config: GradSyncConfig) -> GradSync:
-    """The reduction of gradients of this configuration."""
-    common = {each.name: getattr(config, each.name) for each in fields(GradSyncConfig)}
-    algorithm = bound(GradSyncConfig, config, "algorithm")  # of somebody else's with options, what makes it
-    return GradSync(**common | {"algorithm": algorithm() if callable(algorithm) else algorithm})
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
@@ -154,39 +130,40 @@ def _keywords(build: Callable[..., Any]) -> set[str]:
     return {"keywords" if each.kind is each.VAR_KEYWORD else each.name for each in found}
 
 
+def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
+    """The options of a step: the keys of `parallel` that are fields of `StepOptions`, and those of other sections.
+    The strategy and the schedule come with options of their own."""
+    parallel = config.parallel
+    shared = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(StepOptions)}
+    precision = precision_of(config.precision)
+    resolved = {
+        "strategy": bound(ParallelConfig, parallel, "strategy"),
+        "schedule": bound(ParallelConfig, parallel, "schedule"),
+        "remat": config.memory.remat,
+        "freeze": config.optimizer.freeze,
+        "seed": config.train.seed,
+        "precision": precision,
+        "prefetch": int(prefetches_on(config, mesh)),
+        "offload": config.memory.offload.optimizer,
+        "max_skips": config.precision.max_consecutive_skips if skips_steps(config, precision) else 0,
+    }
+    return StepOptions(**({name: getattr(parallel, name) for name in shared} | resolved))
+
+
+def skips_steps(config: Config, precision: Precision) -> bool:
+    """Whether a step that is not finite is left out, and training goes on."""
+    return config.train.on_nonfinite == "skip" or precision.scale_rule is not None
+
+
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be one without devices."""
-    parallel, sync = config.parallel, grad_sync_of(config.parallel.grad_sync)
-    precision = precision_of(config.precision)
-    stages, chunks = mesh.shape["pipe"], parallel.chunks
-    ahead = int(prefetches_on(config, mesh))
-    attention, _ = attention_of(config, precision, mesh)
-    model = make_model(config, precision, stages=stages, training=True, attention=attention)
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
-    layout: dict[str, Any] = {
-        "strategy": bound(ParallelConfig, parallel, "strategy"),
-        "min_shard_bytes": parallel.min_shard_bytes,
-        "grad_sync": sync,
-        "freeze": config.optimizer.freeze,
-        "offload": config.memory.offload.optimizer,
-    }
-    skips = config.train.on_nonfinite == "skip" or precision.scale_rule is not None
-    max_skips = config.precision.max_consecutive_skips if skips else 0
-    options: dict[str, Any] = {
-        "strategy": layout["strategy"],
-        "schedule": bound(ParallelConfig, parallel, "schedule"),
-        "microbatches": parallel.microbatches,
-        "precision": precision,
-        "remat": config.memory.remat,
-        "grad_sync": sync,
-        "freeze": config.optimizer.freeze,
-        "reshard_after_forward": parallel.reshard_after_forward,
-        "prefetch": ahead,
-        "pipeline_cond": parallel.pipeline_cond,
-        "max_skips": max_skips,
-        "seed": config.train.seed,
-    }
-    step = make_train_step(model, optimizer, mesh, **options)
-    order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=parallel.stages)
-    target = state_target(model, optimizer, mesh, **layout)
-    return Parts(model, precision, optimizer, target, order, step, layout, max_skips, options)
+    options, parallel = step_options(config, mesh), config.parallel
+    attention = attention_of(config, options.precision, mesh)
+    stages = mesh.shape["pipe"]
+    model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
+    deterministic = options.grad_sync.deterministic
+    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
+    step = make_train_step(model, optimizer, mesh, options)
+    order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
+    target = state_target(model, optimizer, mesh, options)
+    return Parts(model, optimizer, options, attention, target, order, step)

@@ -1,6 +1,7 @@
 """Make a training state, laid out from its first byte."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -12,13 +13,11 @@ from jaxdist.mesh import AnyMesh, has_host_memory
 from jaxdist.nn import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync, residual_target
-from jaxdist.parallel.strategy import StrategyOptions
-from jaxdist.precision.policy import POLICIES
+from jaxdist.parallel.grad_sync import residual_target
+from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
-DEFAULT_SYNC = GradSync()
 Rules = Sequence[tuple[str, P]]
 Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
 
@@ -34,67 +33,52 @@ def state_target(
     source: Source,
     optimizer: optax.GradientTransformation,
     mesh: AnyMesh,
+    options: StepOptions | None = None,
     *,
-    strategy: str = "ddp",
-    min_shard_bytes: int = 0,
-    grad_sync: GradSync = DEFAULT_SYNC,
-    freeze: Sequence[str] = (),
-    offload: bool = False,
     rules: Rules = (),
+    **keywords: Any,
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
     is compiled for without allocating anything."""
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
-    optimizer = only_trained(optimizer, freeze)
-    placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"], grad_sync, min_shard_bytes=min_shard_bytes))
+    options = make_options(options, keywords)
+    optimizer, placing = only_trained(optimizer, options.freeze), get_strategy(options)
     placed = placing.place(shapes, specs, mesh)
     if rules and isinstance(source, ModelDef):
         raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they rest")
     placed = apply_rules(placed, rules) if rules else placed
     check_divisible(shapes, placed, mesh)
     resting = map_specs(lambda spec: without_idle(spec, mesh), placed)
-    residual = residual_target(leave_out(shapes, freeze), leave_out(resting, freeze), mesh, grad_sync)
+    residual = residual_target(
+        leave_out(shapes, options.freeze), leave_out(resting, options.freeze), mesh, options.grad_sync
+    )
     target = abstract_state(shapes, resting, optimizer, mesh, residual)
-    return on_host(target) if offload and has_host_memory(mesh) else target
+    return on_host(target) if options.offload and has_host_memory(mesh) else target
 
 
 def init_state(
     source: Source,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    options: StepOptions | None = None,
     *,
-    strategy: str = "ddp",
-    min_shard_bytes: int = 0,
-    grad_sync: GradSync = DEFAULT_SYNC,
-    freeze: Sequence[str] = (),
-    offload: bool = False,
     rules: Rules = (),
-    seed: int = 0,
+    **keywords: Any,
 ) -> TrainState:
-    """A `TrainState` at step 0, each leaf allocated where it rests.
+    """A `TrainState` at step 0. Each leaf is allocated in its final layout: no device ever holds more than its part.
 
-    source: a `ModelDef`, a function key -> parameters, or a pytree of parameters that exist already (say
-    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`). The strategy decides the layout: the step must use the same one.
-    grad_sync: the step's, when it sends int8, whose residual is part of the state. freeze: the step's, patterns of
-    parameters without optimizer state. offload: the optimizer state rests in host memory, where devices have one, and
-    is fetched for each update. rules: (pattern, PartitionSpec) pairs for parameter trees of your own, first
-    match wins: [("*.kernel", P(None, "fsdp")), ("*.bias", P())]; others as the strategy places them by their shapes.
+    source: a `ModelDef`; or a function key -> parameters; or a pytree of parameters that exist already, such as
+    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+    options, keywords: a `StepOptions`, or its fields. The step must get the same.
+    rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
+    [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
     """
-    target = state_target(
-        source,
-        optimizer,
-        mesh,
-        strategy=strategy,
-        min_shard_bytes=min_shard_bytes,
-        grad_sync=grad_sync,
-        freeze=freeze,
-        offload=offload,
-        rules=rules,
-    )
-    optimizer = only_trained(optimizer, freeze)
+    options = make_options(options, keywords)
+    target = state_target(source, optimizer, mesh, options, rules=rules)
+    optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
     if isinstance(source, ModelDef):
-        return allocate(source.init, jax.random.key(seed), optimizer, target)
+        return allocate(source.init, key, optimizer, target)
     if callable(source):
-        return allocate(source, jax.random.key(seed), optimizer, target)
+        return allocate(source, key, optimizer, target)
     return place_params(source, optimizer, target)

@@ -1,7 +1,7 @@
-"""The device mesh: six named axes, always all of them, slowest link first. An axis of size 1 is off.
+"""The device mesh. It always has the same six named axes, slowest link first. An axis of size 1 is off.
 
-Each axis has one owner: `tensor`, `context`, `expert` belong to the layer in `nn/`, `data` and `fsdp` to the strategy,
-`pipe` to the schedule. Axis = of the mesh; dim = of a tensor.
+Each axis has one owner: `tensor`, `context` and `expert` belong to the layers in `nn/`, `data` and `fsdp` to the
+strategy, `pipe` to the schedule. In jaxdist, a mesh has axes and a tensor has dims.
 """
 
 import math
@@ -15,11 +15,11 @@ from jaxdist.errors import UserError
 
 AnyMesh = Mesh | AbstractMesh  # layouts and traces need no devices
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-# Dim 0 of every batch leaf is split over these: each of their coordinates sees other samples.
+# Dim 0 of every batch leaf is split over these axes: each coordinate along them sees other samples.
 BATCH_AXES = ("data", "fsdp", "expert")
-# Every coordinate of these computes a part of the loss and of each gradient; only `tensor` computes the same loss.
+# Each coordinate along these axes computes a part of the loss and of each gradient; `tensor` repeats the loss.
 BATCH_LIKE = ("pipe", "data", "fsdp", "expert", "context")
-HOST = "pinned_host"  # the memory kind of jax for host memory that devices copy to and from by themselves
+HOST = "pinned_host"  # JAX's name for host memory that devices read and write by themselves
 
 
 def make_mesh(
@@ -32,13 +32,15 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A `jax.sharding.Mesh` over all six axes with Auto axis types.
+    """A `jax.sharding.Mesh` over all six axes, with Auto axis types.
 
-    Sizes: one axis may be -1, "the rest of the devices". Without -1 the first `product of sizes` devices are used, so a
-    mesh may be smaller than the machine. `devices` defaults to `jax.devices()`, sorted so that the devices of one
-    process are neighbours: `tensor`, the last and fastest axis, stays inside a host whenever its size allows it.
+    pipe, data, fsdp, expert, context, tensor: sizes. One of them may be -1, "the rest of the devices". If none is, the
+        first devices are used, as many as the product of sizes: a mesh may be smaller than the machine.
+    devices: default `jax.devices()`. They are sorted so that devices of one process are neighbours, and `tensor`, the
+        last and fastest axis, stays inside a host if its size allows that.
 
-    Raises `UserError` when a size is not positive, or the mesh needs more devices than there are.
+    Raises `UserError` if a size is not positive, if the mesh needs more devices than there are, or if it leaves a
+    process without a device.
     """
     pool = list(jax.devices() if devices is None else devices)
     pool.sort(key=lambda device: (device.process_index, device.id))
@@ -70,17 +72,20 @@ def make_mesh(
 
 
 def abstract_mesh(**sizes: int) -> AbstractMesh:
-    """A mesh without devices, to lay out and trace for: of any size, on any machine."""
+    """A mesh without devices, of any size, for layouts and traces on any machine."""
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def has_host_memory(mesh: AnyMesh) -> bool:
-    """Whether arrays can rest in pinned host memory (`HOST`) beside these devices. A mesh without devices stands for
-    one of GPUs, which can; GPUs that are only described to the compiler do not list their memories."""
+    """Whether arrays of these devices can be stored in pinned host memory (`HOST`).
+
+    A mesh without devices stands for one of GPUs, where they can.
+    """
     if not isinstance(mesh, Mesh):
         return True
     device = mesh.local_devices[0]
     kinds = {kind.kind for kind in device.addressable_memories()}
+    # GPUs that are only described to the compiler list no memories.
     return HOST in kinds or (not kinds and device.platform == "gpu")
 
 
@@ -90,7 +95,7 @@ def on_cpu(mesh: AnyMesh) -> bool:
 
 
 def count_hosts(mesh: AnyMesh) -> int:
-    """Of how many processes, one a host, these devices are. A mesh without devices is of one."""
+    """The number of hosts, each of which runs one process. A mesh without devices has one."""
     return len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
 
 
@@ -100,5 +105,5 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
 
 
 def batch_shards(mesh: AnyMesh) -> int:
-    """Into how many parts dim 0 of a batch is split."""
+    """The number of parts into which dim 0 of a batch is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

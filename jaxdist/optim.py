@@ -1,7 +1,7 @@
-"""Optimizers: stock optax transformations, put together from the configuration.
+"""Optimizers: stock optax transformations, chosen by the configuration.
 
-They run in the global region, on whole arrays: clip_by_global_norm, adafactor and muon look across the elements of a
-tensor, and inside a manual region they would silently use each shard's local statistics.
+They run in the global region, on whole arrays. clip_by_global_norm, adafactor and muon need statistics of a whole
+tensor; in the manual region they would silently use those of a shard.
 """
 
 import functools
@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 
+from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import CALLS
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded, rounded
 from jaxdist.specs import PyTree, fitting, is_model
@@ -24,11 +25,14 @@ from jaxdist.specs import PyTree, fitting, is_model
 if TYPE_CHECKING:
     from jaxdist.config.schema import OptimizerConfig
 
-NOT_DECAYED = ("bias", "scale")  # vectors, whatever dims stacking gives them
+NOT_DECAYED = ("bias", "scale")  # vectors, even if stacked blocks give them a second dim
 
 
 def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
-    """Linear warm-up to `lr`, then cosine or linear to `final_lr_ratio * lr` at the last step, or constant."""
+    """The learning rate schedule: linear warm-up to `lr`, then `cosine`, `linear` or `constant`.
+
+    Cosine and linear end at `final_lr_ratio * lr` at the last step.
+    """
     after, final = max(1, steps - config.warmup_steps - 1), config.lr * config.final_lr_ratio
     tail = {
         "cosine": lambda: optax.cosine_decay_schedule(config.lr, after, alpha=config.final_lr_ratio),
@@ -37,19 +41,19 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
     }[config.schedule]()
     if not config.warmup_steps:
         return tail
-    # Step 0 must move: it is the (0+1)-th of warmup_steps equal rises.
+    # Step 0 must change the parameters, so it has lr / warmup_steps, the first of warmup_steps equal rises.
     rise = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, max(1, config.warmup_steps - 1))
     return optax.join_schedules([rise, tail], [config.warmup_steps])
 
 
 def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
-    """The learning rate of every step, [steps], as host floats: metrics must not wait for the device."""
+    """The learning rate of every step, [steps], on the host: metrics must not wait for the device."""
     with jax.numpy_dtype_promotion("standard"):  # optax divides its int32 counts
         return np.asarray(jax.vmap(learning_rate(config, steps))(jnp.arange(steps)), np.float64)
 
 
 def decay_mask(params: PyTree) -> PyTree:
-    """True for matrices and tables; biases and the scales of norms are not decayed."""
+    """The mask of weight decay: true for matrices and tables, false for biases and the scales of norms."""
 
     def decays(path: tuple[Any, ...], leaf: Any) -> bool:
         return (not path or getattr(path[-1], "key", None) not in NOT_DECAYED) and leaf.ndim >= 2
@@ -58,11 +62,11 @@ def decay_mask(params: PyTree) -> PyTree:
 
 
 def muon_dims(params: PyTree) -> PyTree:
-    """Which parameters Muon orthogonalises, and as what matrix: the kernels of blocks, input dim against all output
-    dims.
+    """The matrix dims of each parameter that Muon orthogonalises, and None for those that Adam updates.
 
-    Embeddings, the head and vectors go to Adam (Jordan et al. 2024). Stacked blocks are a batch of matrices. A tree
-    that is not a `ModelDef`'s has its 2-D leaves orthogonalised.
+    Muon gets the kernels of blocks, as matrices of the input dim by all output dims; stacked blocks are a batch of
+    matrices. Adam gets embeddings, head and vectors (Jordan et al. 2024). In a tree that is not a `ModelDef`'s, Muon
+    gets all 2-D leaves.
     """
     stacked = is_model(params)
 
@@ -108,16 +112,22 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTran
 def make_optimizer(
     config: "OptimizerConfig", *, steps: int, deterministic: bool = False
 ) -> optax.GradientTransformation:
-    """Clip by global norm (unless `clip_norm` is 0), then the optimizer with its schedule over `steps` steps.
-    deterministic: the norm is `ordered_norm`."""
+    """The optimizer of a configuration: clipping by global norm (unless `clip_norm` is 0), then the update.
+
+    steps: the length of the learning rate schedule.
+    deterministic: clip by `ordered_norm`.
+    """
     core = _core(config, learning_rate(config, steps))
     clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
     return optax.chain(clip(config.clip_norm), core) if config.clip_norm else core
 
 
 def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
-    """The tree with an `optax.MaskedNode` in place of every leaf whose path ("blocks.mlp.up.kernel") fits a pattern
-    ("embed.*"). PartitionSpecs are leaves. Raises `UserError` for a pattern that fits nothing, or when nothing is left.
+    """The tree with a MaskedNode (optax) for every leaf whose path ("blocks.mlp.up.kernel") fits a pattern ("embed.*").
+
+    tree: its leaves may be PartitionSpecs, too.
+
+    Raises `UserError` if a pattern fits no leaf, or if no leaf remains.
     """
     frozen = fitting(tree, patterns, key="optimizer.freeze")
     if all(jax.tree.leaves(frozen)):
@@ -126,7 +136,7 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
 
 
 def only_trained(optimizer: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformation:
-    """The optimizer for trees of all parameters, of which it sees, and has state for, those that fit no pattern."""
+    """The optimizer for a tree with frozen parameters. It has no state for parameters that fit a pattern."""
     if not patterns:
         return optimizer
 
@@ -138,7 +148,7 @@ def only_trained(optimizer: optax.GradientTransformation, patterns: Sequence[str
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """`optax.apply_updates`; parameters without an update stay as they are."""
+    """The parameters after `optax.apply_updates`. A parameter whose update is a MaskedNode does not change."""
 
     def one(update: Any, param: jax.Array) -> jax.Array:
         return param if isinstance(update, optax.MaskedNode) else optax.apply_updates(param, update)
@@ -147,10 +157,11 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:
-    """The sum of all elements by elementwise additions in an order that depends on the shape only.
+    """The sum of all elements, added in an order that depends on the shape only.
 
-    `jnp.sum` adds what a device has first, so that its bits depend on the layout. Here each dim is folded: first inside
-    equal parts, of which there are as many as powers of two divide it (they lie on one device each), then the parts.
+    `jnp.sum` adds the elements of a device first, so that its bits depend on the layout. Here every dim is cut into 2^k
+    equal parts, with the largest k <= 10 that divides it. Elements are added by pairs inside each part, which lies on
+    one device, and then the parts are added.
     """
 
     def fold(x: jax.Array) -> jax.Array:  # along dim 0
@@ -170,12 +181,12 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """optax.tree.norm, in at least fp32: squares of half-precision gradients overflow."""
+    """The global norm, as optax.tree.norm, in at least fp32: squares of half-precision gradients overflow."""
     return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree))
 
 
 def ordered_norm(tree: PyTree) -> jax.Array:
-    """The global norm, as optax.tree.norm, with the same bits in every layout."""
+    """The global norm with the same bits in every layout (`ordered_sum`)."""
 
     def squared(x: jax.Array) -> jax.Array:
         return rounded(x * x)
@@ -186,7 +197,7 @@ def ordered_norm(tree: PyTree) -> jax.Array:
 
 
 def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
-    """optax.clip_by_global_norm, with the same bits in every layout: for `GradSync(deterministic=True)`."""
+    """Clipping as by optax.clip_by_global_norm, with the same bits in every layout (`GradSync(deterministic=True)`)."""
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         norm = ordered_norm(updates)
@@ -197,7 +208,7 @@ def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer with `products_rounded`. Loops and conditions: see `check_order`."""
+    """The optimizer with `products_rounded`, outside of loops and conditions (`check_order` refuses those)."""
     apart = products_rounded(optimizer.update)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
@@ -207,29 +218,27 @@ def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.Grad
 
 
 def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
-    """Raise `UserError` when the optimizer sums over elements of parameters that rest as shards, in an order that would
-    depend on the layout, or computes with them where `with_rounded_products` does not reach."""
+    """Raise `UserError` for an optimizer whose bits would depend on the layout of sharded parameters.
+
+    Such an optimizer sums over elements of a parameter, or multiplies inside a loop or condition, where
+    `with_rounded_products` does not reach.
+    """
     if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params)):
         return
     with jax.numpy_dtype_promotion("standard"):
         jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
     if found := sorted(_sums(jaxpr)):
-        raise UserError(
-            f"optimizer: {', '.join(found)} over whole parameters, whose order or rounding depends on the layout; "
-            "deterministic allows elementwise optimizers (adamw, sgd, lion), and jaxdist.optim.clip_by_ordered_norm"
-        )
+        refuse_optimizer(", ".join(found))
 
 
-def _sums(jaxpr: Any, *, looped: str = "") -> set[str]:
+def _sums(jaxpr: Any) -> set[str]:
     """Names of the primitives in a jaxpr that add up elements of an array, or multiply inside a loop or condition."""
     found: set[str] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        large = any(atom.aval.size > 1 for atom in equation.invars)
-        if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and equation.invars[0].aval.size > 1:
+    for site in every_equation(jaxpr):
+        name, operands = site.equation.primitive.name, site.equation.invars
+        if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and operands[0].aval.size > 1:
             found.add(name)
-        if looped and name in PRODUCTS and large:
-            found.add(f"{name} inside {looped}")
-        for inner in jaxprs_in_params(equation.params):
-            found |= _sums(inner, looped=looped or ("" if name in CALLS else name))
+        around = [each.primitive.name for each in site.inside if each.primitive.name not in CALLS]
+        if around and name in PRODUCTS and any(atom.aval.size > 1 for atom in operands):
+            found.add(f"{name} inside {around[0]}")
     return found

@@ -1,4 +1,4 @@
-"""What one process knows, on every process of a job; and which of how many it is."""
+"""The processes of a job: which one this is, what all of them know, and the key-value store that they share."""
 
 from typing import Any, NamedTuple
 
@@ -8,30 +8,68 @@ from jax.experimental import multihost_utils
 
 
 class Place(NamedTuple):
-    """Which process of how many this is."""
+    """The number of this process, and how many there are."""
 
     rank: int
     processes: int
 
 
 def job_state() -> Any:
-    """What JAX keeps of the job: `client` (the coordinator's store), `coordinator_address`, `process_id`,
-    `num_processes`. It has no public name, so it is looked up where there is a job only."""
+    """JAX's record of the job: `client` (of the coordinator's key-value store), `coordinator_address`, `process_id` and
+    `num_processes`. It has no public name, so it is imported only where there is a job."""
     from jax._src.distributed import global_state
 
     return global_state
 
 
 def place() -> Place:
-    """Of this process, without starting JAX's devices. (0, 1) outside of a job."""
+    """The place of this process, without starting JAX's devices. (0, 1) outside of a job."""
     if not jax.distributed.is_initialized():
         return Place(0, 1)
     state = job_state()
     return Place(state.process_id, state.num_processes)
 
 
+class JobStore:
+    """Keys and values that all processes of a job share. JAX's coordinator keeps them, on process 0.
+
+    Every store has a folder of its own, for a job may train more than once: the n-th store of a name is the same one on
+    all processes, which therefore make them in the same order.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._client = job_state().client
+        made = self._client.key_value_increment(f"jaxdist/{name}/made/{rank}", 1)
+        self._folder = f"jaxdist/{name}/{made}/"
+
+    def set(self, key: str, value: str = "1") -> None:
+        """Set a key, again if it has a value."""
+        self._client.key_value_set(self._folder + key, value, allow_overwrite=True)
+
+    def get(self, key: str, seconds: float = 0.0) -> str | None:
+        """The value of a key. None if it has none after these seconds."""
+        name = self._folder + key
+        try:
+            if seconds:
+                return str(self._client.blocking_key_value_get(name, int(seconds * 1000)))
+            return str(self._client.key_value_try_get(name))
+        except jax.errors.JaxRuntimeError as error:
+            if not any(status in str(error) for status in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
+                raise
+            return None
+
+    def get_all(self) -> dict[str, str]:
+        """All keys with their values."""
+        found = self._client.key_value_dir_get(self._folder)
+        return {key.removeprefix(self._folder): value for key, value in found}
+
+    def delete(self, folder: str) -> None:
+        """Remove all keys that begin with "folder/"."""
+        self._client.key_value_delete(f"{self._folder}{folder}/")
+
+
 def from_first(text: str) -> str:
-    """Process 0's text on every process. Every process must call it; what the others pass does not matter."""
+    """Process 0's text, on every process. Every process must call it; what the others pass does not matter."""
     if jax.process_count() == 1:
         return text
     own = np.frombuffer(text.encode(), np.uint8)

@@ -68,8 +68,10 @@ def load(package: str, name: Any, *, key: str) -> Any:
 
 
 @functools.cache
-def facts(package: str, name: str) -> dict[str, Any]:
+def facts(package: str, name: Any) -> dict[str, Any]:
     """The facts of an entry, {} where it has none. An entry of the folder is read for them, and not imported."""
+    if not isinstance(name, str):  # a function, or one that has got its options
+        name = f"{getattr(name, 'func', name).__module__}."
     if "." in name:
         found = getattr(importlib.import_module(name.rpartition(".")[0]), "FACTS", None)
         return {} if found is None else vars(found)

@@ -1,5 +1,7 @@
-"""PartitionSpec trees: the one description of how an array is laid out. The same tree serves as `in_specs`,
-`out_specs`, `out_shardings` and restore target."""
+"""PartitionSpec trees, the only description of how arrays are sharded.
+
+The same tree serves as `in_specs`, `out_specs`, `out_shardings` and restore target.
+"""
 
 import fnmatch
 import math
@@ -15,67 +17,70 @@ from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, AnyMesh
 
 PyTree = Any
 BATCH_SPEC = P(BATCH_AXES)
-UNITS = ("embed", "blocks", "head")  # top level of a `ModelDef`'s parameters, in order of use
-STACKED = "blocks"  # the one with a leaf for all blocks together
+UNITS = ("embed", "blocks", "head")  # the top level of a `ModelDef`'s parameters, in order of use
+STACKED = "blocks"  # the unit whose leaves stack all blocks along dim 0
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Mesh axes of one dim's entry of a PartitionSpec."""
+    """The mesh axes in a PartitionSpec's entry for one dim: "fsdp" -> ("fsdp",), None -> ()."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def spec_axes(spec: P) -> tuple[str, ...]:
-    """All mesh axes that a PartitionSpec names, in dim order."""
+    """All mesh axes in a PartitionSpec, in dim order."""
     return tuple(axis for entry in spec for axis in entry_axes(entry))
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """The dim that `axis` splits, or None."""
+    """The dim that is split over `axis`, or None."""
     return next((dim for dim, entry in enumerate(spec) if axis in entry_axes(entry)), None)
 
 
 def batch_spec(mesh: AnyMesh) -> P:
-    """How batches are split on this mesh: `BATCH_SPEC` without the axes that are off."""
+    """The PartitionSpec of batches on this mesh: `BATCH_SPEC` without the axes that are off."""
     return without_idle(BATCH_SPEC, mesh)
 
 
 def claimed_axes(spec: P) -> tuple[str, ...]:
-    """Batch-like axes over which a leaf with this spec is a copy: its gradient must be summed over exactly these."""
+    """Batch-like axes along which a leaf has copies. Its gradient must be summed over exactly these axes."""
     return tuple(axis for axis in BATCH_LIKE if axis not in spec_axes(spec))
 
 
 def from_entries(entries: Iterable[tuple[str, ...]]) -> P:
-    """The PartitionSpec of each dim's mesh axes: the inverse of `entry_axes`."""
+    """The PartitionSpec from each dim's mesh axes. The inverse of `entry_axes`: ("fsdp",), () -> P("fsdp", None)."""
     return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 def without_idle(spec: P, mesh: AnyMesh) -> P:
-    """The spec without the axes of size 1: the same layout, but nothing is typed varying over an axis that is off."""
+    """The spec without axes of size 1. The layout is the same, but no value is typed varying over these axes."""
     return from_entries(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec)
 
 
 def split_over(
     spec: P, shape: jax.ShapeDtypeStruct, *, axis: str, mesh: AnyMesh, min_bytes: int, columns: bool = False
 ) -> P:
-    """The spec with `axis` on one more dim of a leaf that has at least `min_bytes`, where one is divisible.
+    """The spec of a leaf that is split over one more axis, if it has `min_bytes` and a dim is divisible.
 
-    columns: the last dim, if that can be. Else the first dim that no axis splits yet: where that is the first of all,
-    shards lie one after the other in what is gathered, and nothing is transposed. Where there is none, the first that
-    can be split further, as ("tensor", "fsdp"). The dim that blocks are stacked along (`pipe`, which then is the first)
-    is never split, and their bytes are those of one.
+    The choice is the first dim that is not split yet, or else the first that can be split further, as ("tensor",
+    "fsdp"). The dim along which blocks are stacked (`pipe`) is never chosen.
+
+    min_bytes: smaller leaves keep their spec. Of stacked blocks, the bytes of one block count.
+    columns: prefer the last dim among those that are not split.
     """
     n = mesh.shape[axis]
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
     stack_dim = dim_of(spec, "pipe")
     blocks = 1 if stack_dim is None else shape.shape[stack_dim]
-    if n == 1 or math.prod(shape.shape) * shape.dtype.itemsize < min_bytes * blocks:
+    size = math.prod(shape.shape)
+    if n == 1 or not size or size * shape.dtype.itemsize < min_bytes * blocks:
         return P(*spec)
     parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
     local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
-    fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0 and size > 0]
+    fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0]
     last = len(entries) - 1 if columns else None
+    # The first dim is best: shards then lie one after the other in the gathered array, and nothing is transposed.
     best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
     if best is None:
         return P(*spec)
@@ -89,17 +94,30 @@ def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> Py
 
 
 def map_named(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:
-    """`map_specs`, with the path of each leaf as the name of its equations: ledger and profiles show it."""
+    """`map_specs` in which a leaf's path names its equations, so that ledger and profiles show the path."""
+    results = []
+    for name, *leaves in named_leaves(specs, *trees):
+        with jax.named_scope(name):
+            results.append(function(*leaves))
+    return jax.tree.unflatten(spec_structure(specs), results)
 
-    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
-        with jax.named_scope(path_name(path) or "parameter"):
-            return function(*leaves)
 
-    return jax.tree_util.tree_map_with_path(named, specs, *trees, is_leaf=lambda node: isinstance(node, P))
+def named_leaves(specs: PyTree, *trees: PyTree) -> list[tuple[Any, ...]]:
+    """(path, spec, leaf of each tree) for every PartitionSpec of a tree. path: "blocks.mlp.up.kernel"."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda node: isinstance(node, P))
+    columns = [spec_structure(specs).flatten_up_to(tree) for tree in trees]
+    return [
+        (path_name(path) or "parameter", spec, *leaves) for (path, spec), *leaves in zip(paths, *columns, strict=True)
+    ]
+
+
+def spec_structure(specs: PyTree) -> Any:
+    """The tree structure of PartitionSpecs, which is that of the arrays they describe."""
+    return jax.tree.structure(specs, is_leaf=lambda node: isinstance(node, P))
 
 
 def spec_leaves(specs: PyTree) -> list[P]:
-    """The PartitionSpecs of a tree, in the order of `jax.tree.leaves` of the arrays they describe."""
+    """The PartitionSpecs of a tree, in the order of `jax.tree.leaves` of the arrays."""
     return jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
 
 
@@ -109,14 +127,16 @@ def is_model(tree: PyTree) -> bool:
 
 
 def unit_specs(specs: PyTree) -> PyTree:
-    """Specs of what one unit of a `ModelDef` has: one block, without the dim that blocks are stacked along."""
+    """The specs of a model's parameters, but with those of a single block, which has no stacked dim."""
     return {**specs, STACKED: map_specs(lambda spec: P(*spec[1:]), specs[STACKED])}
 
 
 def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
-    """The specs, but for leaves whose path fits a rule's pattern: those get the spec of the first that fits.
+    """The specs after sharding rules: a leaf gets the spec of the first rule whose pattern fits its path.
 
-    Raises `UserError` for a rule that no path reaches, and for a spec that splits otherwise than one dim over fsdp.
+    rules: pairs (pattern, spec), as ("blocks.mlp.*", P(None, "fsdp")).
+
+    Raises `UserError` for a rule that no path reaches, and for a spec other than one dim over fsdp, or P().
     """
     used = set()
 
@@ -140,9 +160,14 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
 
 
 def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
-    """For each leaf, whether its path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"). PartitionSpecs and
-    MaskedNodes are leaves. Raises `UserError`, which names `key`, for a pattern that fits nothing and is not
-    `optional`."""
+    """Whether each leaf's path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"), as a tree of bools.
+
+    tree: its leaves may be PartitionSpecs and MaskedNodes, too.
+    key: the setting that errors name.
+    optional: patterns that may fit no leaf.
+
+    Raises `UserError` if any other pattern fits no leaf.
+    """
     if isinstance(patterns, str):
         raise UserError(f"{key}: {patterns!r} is one text; give a list of patterns, [{patterns!r}]")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, P | MaskedNode))
@@ -159,27 +184,27 @@ def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequen
 
 
 def shard_count(spec: P, mesh: AnyMesh) -> int:
-    """Into how many different parts an array with this spec is cut."""
+    """The number of different shards of an array with this spec."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
 
 
 def bytes_per_device(shape: jax.ShapeDtypeStruct, spec: P, mesh: AnyMesh) -> int:
-    """Bytes that one device holds of an array; exact, since `check_divisible` holds."""
+    """The bytes of an array on one device. Exact, since `check_divisible` has passed."""
     return math.prod(shape.shape) * shape.dtype.itemsize // shard_count(spec, mesh)
 
 
 def only(chosen: PyTree, tree: PyTree) -> PyTree:
-    """The parts of `tree` whose leaf of `chosen` is true, and MaskedNodes, which have no leaves, for the others."""
+    """The tree with a MaskedNode, which has no leaves, for each part whose leaf of `chosen` is false."""
     return jax.tree.map(lambda yes, part: part if yes else MaskedNode(), chosen, tree)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """ "blocks.attention.qkv.kernel" from a key path of `jax.tree_util`."""
+    """The dotted name of a key path of `jax.tree_util`, as "blocks.attention.qkv.kernel"."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
-    """Raise `UserError` naming the parameter, dim and axis when a dim is not divisible by the axes that split it."""
+    """Raise `UserError` with parameter, dim and axis if a dim is not divisible by the axes over which it is split."""
 
     def check(path: tuple[Any, ...], spec: P, shape: jax.ShapeDtypeStruct) -> None:
         if len(spec) > len(shape.shape):
@@ -193,3 +218,11 @@ def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
                 )
 
     jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))
+
+
+def format_bytes(nbytes: float, digits: str = ".2f") -> str:
+    """A number of bytes in its largest unit: "1.50 GiB", "12.00 KiB", "17 B". digits: a format, such as ".4g"."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:{digits}} {unit}"
+    return f"{nbytes:.0f} B"

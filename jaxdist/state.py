@@ -1,4 +1,4 @@
-"""The state of a training run, and where each of its leaves rests."""
+"""The state of a training run, and how each of its leaves is sharded."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,9 +18,14 @@ from jaxdist.specs import PyTree, map_specs, path_name, spec_leaves
 
 
 class TrainState(NamedTuple):
-    """step: int32, batches seen. params: in the policy's param dtype. opt_state: optax's, laid out like params.
-    residual: what lossy gradient sums carry to the next step (`parallel.sync`), mostly (). guard: the loss scale, and
-    how many steps were skipped because they were not finite (`jaxdist.precision.loss_scale`)."""
+    """The state of a training run.
+
+    step: the number of batches seen, int32.
+    params: the parameters, in the policy's param dtype.
+    opt_state: optax's state, sharded like params.
+    residual: the errors of lossy gradient sums, for the next step (`jaxdist.parallel.grad_sync`); mostly ().
+    guard: the loss scale, and the number of steps skipped as not finite (`jaxdist.precision.loss_scale`).
+    """
 
     step: Any
     params: PyTree
@@ -30,15 +35,22 @@ class TrainState(NamedTuple):
 
 
 def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, halted: jax.Array) -> TrainState:
-    """The state after a step that would make `new` of `old`. taken: or the residual stays as it was (for parameters and
-    optimizer state `updated` has seen to it). halted: the number of the step and the guard stay, too."""
+    """The state after a step from `old` to `new` that may be skipped.
+
+    new: its parameters and optimizer state come from `updated`, and are those of `old` already if the step is skipped.
+    taken: whether the step is applied; if not, the residual is that of `old`.
+    halted: whether too many steps in a row were skipped (`is_halted`); if so, step and guard are those of `old`, too.
+    """
     step, guard = choose(halted, (old.step, old.guard), (new.step, new.guard))
     return new._replace(step=step, residual=choose(taken, new.residual, old.residual), guard=guard)
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:
-    """Specs of the optimizer state: a leaf that mirrors a parameter (its path ends like the parameter's, same shape)
-    rests like it; everything else (counts, Adafactor's factors) is small and replicated."""
+    """The specs of the optimizer state. A leaf that mirrors a parameter is sharded like it, all others are replicated.
+
+    A leaf mirrors a parameter if its path ends with the parameter's, and the shapes are the same. Others, such as
+    counts and Adafactor's factors, are small.
+    """
     known = {}
     for (path, shape), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), spec_leaves(specs), strict=True):
         known[path_name(path)] = (shape.shape, spec)
@@ -54,8 +66,10 @@ def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, spe
 
 
 def fresh_state(params: PyTree, optimizer: optax.GradientTransformation, residual: PyTree = ()) -> TrainState:
-    """Step 0. Pure: for use under `jit` with explicit `out_shardings`, without which ZeRO is silently lost. residual:
-    the shapes of one that is all zeros."""
+    """The state at step 0. To be called under `jit` with `out_shardings`: without these, ZeRO is silently lost.
+
+    residual: its shapes; it starts as zeros.
+    """
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), residual)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zeros, fresh_guard())
 
@@ -67,8 +81,10 @@ def abstract_state(
     mesh: AnyMesh,
     residual: tuple[PyTree, PyTree] = ((), ()),
 ) -> TrainState:
-    """The state as ShapeDtypeStructs with shardings: what to allocate, restore into, or compile for. residual: its
-    shapes and specs."""
+    """The state as ShapeDtypeStructs with shardings, to allocate, to restore into, or to compile for.
+
+    residual: (its shapes, its specs).
+    """
     state = jax.eval_shape(lambda params: fresh_state(params, optimizer, residual[0]), shapes)
     guard = jax.tree.map(lambda _: P(), state.guard)
     layout = TrainState(P(), specs, optimizer_specs(optimizer, shapes, specs), residual[1], guard)
@@ -80,14 +96,13 @@ def abstract_state(
 
 
 def on_host(target: TrainState) -> TrainState:
-    """The target with the arrays of its optimizer state at rest in host memory. Numbers, such as counts of steps, stay
-    on the device: 4 bytes each, and the step would wait for every one."""
+    """The target with the arrays of its optimizer state in host memory."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not leaf.ndim:
+        if not leaf.ndim:  # counts of steps stay on the device: 4 bytes each, and the step would wait for every one
             return leaf
         there = leaf.sharding.with_memory_kind(HOST)
-        if there.memory_kind != HOST:  # devices that are only described: theirs drop it (jax 0.12)
+        if there.memory_kind != HOST:  # meshes of described devices drop the memory kind (jax 0.12)
             there = NamedSharding(leaf.sharding.mesh.abstract_mesh, leaf.sharding.spec, memory_kind=HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
 
@@ -97,12 +112,12 @@ def on_host(target: TrainState) -> TrainState:
 def updated(
     optimizer: optax.GradientTransformation, grads: PyTree, state: TrainState, *, taken: jax.Array, branch: bool
 ) -> tuple[PyTree, PyTree]:
-    """(parameters, optimizer state) after an update; taken: or both stay as they are, to the bit.
+    """(parameters, optimizer state) after the optimizer's update, or unchanged to the bit.
 
-    branch: by a condition, in which XLA:CPU updates in place; it keeps old and new of a choice side by side. XLA:GPU
-    fuses a choice into the update (compiled for 8 H100, it takes no byte more than none), and waits at a condition.
-    What rests in host memory is fetched, and put back afterwards. Types say where each array is; mixing memory spaces
-    is an error.
+    Arrays of the optimizer state that are stored in host memory are copied to the device, and back afterwards.
+
+    taken: whether to update.
+    branch: whether to decide by `lax.cond`, not by `where`.
     """
 
     def move(leaf: jax.Array, *, like: Any) -> jax.Array:
@@ -115,8 +130,11 @@ def updated(
 
     rest = state.opt_state
     if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(rest)):
-        grads, rest = jax.lax.optimization_barrier((grads, rest))  # or it is fetched before gradients are made
+        grads, rest = jax.lax.optimization_barrier((grads, rest))  # or XLA fetches it before there are gradients
+    # Types say where each array is; an operation on two memory spaces is an error.
     near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), rest)
+    # In a condition XLA:CPU updates in place; for a `where` it keeps old and new. XLA:GPU fuses a `where` into the
+    # update (compiled for 8 H100, it takes no byte more than no choice at all), but waits at a condition.
     if branch:
         stay = lambda grads, opt_state, params: (params, opt_state)  # noqa: E731
         params, new = jax.lax.cond(taken, update, stay, grads, near, state.params)
@@ -131,12 +149,12 @@ def shardings_of(tree: PyTree) -> PyTree:
 
 
 def specs_of_arrays(tree: PyTree) -> PyTree:
-    """The PartitionSpec of every leaf of a tree of laid-out arrays or ShapeDtypeStructs."""
+    """The PartitionSpec of every leaf of a tree of sharded arrays or ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 
 def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
-    """Raise `UserError` for a state of another mesh, or with parameters not in the policy's param dtype."""
+    """Raise `UserError` for a state without a guard, of another mesh, or with parameters not in `param_dtype`."""
     if not state.guard:
         raise UserError(
             "state: has no guard; make it with init_state, or add guard=jaxdist.precision.loss_scale.fresh_guard()"
@@ -157,8 +175,11 @@ def allocate(
     optimizer: optax.GradientTransformation,
     target: TrainState,
 ) -> TrainState:
-    """Initialise directly into the layout of `target`: no device ever holds more than its part. The parameters are the
-    same bits in every layout, as far as `products_rounded` goes."""
+    """A state at step 0, made directly in the layout of `target`: no device ever has more than its part.
+
+    make_params: key -> parameters. They are the same bits in every layout, as far as `products_rounded` goes.
+    target: see `abstract_state`.
+    """
 
     def make(key: jax.Array) -> TrainState:
         return fresh_state(products_rounded(make_params)(key), optimizer, target.residual)
@@ -167,7 +188,7 @@ def allocate(
 
 
 def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
-    """A state around parameters that exist already."""
+    """A state at step 0 from existing parameters, in the layout of `target`."""
     strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)  # a weak type would compile twice
     placed = jax.device_put(strong, shardings_of(target.params))
     make = lambda params: fresh_state(params, optimizer, target.residual)  # noqa: E731

@@ -5,7 +5,7 @@ Global region: plain `jax.jit` on whole arrays: scaling, clipping and the optimi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,40 +21,31 @@ from jaxdist.nn import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.blocks.prefetch import compiler_options
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync, check_sync, check_update, divide, order_of_work, sum_totals
-from jaxdist.parallel.microbatch import check_batch, sample_keys, split_microbatches
+from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
+from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
+from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import Schedule
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
-from jaxdist.parallel.user_loss import ForeignLoss, program_and_region
-from jaxdist.parallel.wrappers.freeze import freezing
-from jaxdist.parallel.wrappers.reduce_in_backward import overlapping
+from jaxdist.parallel.user_loss import UserLoss, program_and_region
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
-from jaxdist.precision.policy import Precision, check_float8, make_precision
+from jaxdist.precision.policy import check_float8
 from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics, TrainStep
 
-DEFAULT_SYNC = GradSync()
-
 
 def make_gradients(
-    model: ModelDef | ForeignLoss,
-    mesh: AnyMesh,
-    specs: PyTree,
-    lost: PyTree,
-    strategy: Strategy,
-    schedule: Schedule,
-    *,
-    microbatches: int,
-    options: StrategyOptions,
-    remat: str | Sequence[str],
-    seed: int,
-    trained: PyTree,
+    model: ModelDef | UserLoss, mesh: AnyMesh, options: StepOptions, *, specs: PyTree, lost: PyTree
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:
-    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual). lost: the residual's specs;
-    trained: those of the gradients."""
-    precision, sync = options.precision, options.sync
-    program, region_of = program_and_region(model, strategy, specs, mesh, options, remat=remat)
+    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual).
+
+    specs: of the parameters. lost: of the residual.
+    """
+    is_model = isinstance(model, ModelDef)
+    once = is_model and options.schedule == "accumulate" and options.microbatches == 1  # one backward pass
+    strategy, precision, sync = get_strategy(options, once=once), options.precision, options.grad_sync
+    schedule: Schedule = registry.load("jaxdist.parallel.schedules", options.schedule, key="parallel.schedule")
+    program, region_of = program_and_region(model, strategy, specs, mesh, options)
+    trained = leave_out(specs, options.freeze)
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
@@ -63,13 +54,13 @@ def make_gradients(
         scale = scale_of(state.guard, rule)
 
         def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array, scale: Any) -> tuple[Any, ...]:
-            keys = sample_keys(seed, step, jax.tree.leaves(batch)[0].shape[0])
-            batch = {**batch, "keys": keys} if isinstance(model, ModelDef) else {"batch": batch, "keys": keys}
-            diff, held = strategy.begin(params, specs, STACKED if isinstance(model, ModelDef) else None)
-            parts = split_microbatches(to_varying(batch, BATCH_LIKE), microbatches)
+            keys = sample_keys(options.seed, step, jax.tree.leaves(batch)[0].shape[0])
+            batch = {**batch, "keys": keys} if is_model else {"batch": batch, "keys": keys}
+            diff, captured = strategy.begin(params, specs, STACKED if is_model else None)
+            parts = split_microbatches(to_varying(batch, BATCH_LIKE), options.microbatches)
             factor = 1.0 if rule is None else scale
             whole = loss_seed * factor
-            loss, weight, grads = schedule(program, diff, held, parts, seed=whole, reduce_dtype=precision.reduce)
+            loss, weight, grads = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
             # The residual rests unscaled: the scale moves.
             grads, residual = strategy.reduce(grads, times(residual, factor), specs)
             totals = sum_totals(jnp.stack([loss, weight]), sync)
@@ -92,78 +83,51 @@ def make_gradients(
 
 
 def make_train_step(
-    model: ModelDef | ForeignLoss,
+    model: ModelDef | UserLoss,
     optimizer: optax.GradientTransformation,
     mesh: AnyMesh,
-    *,
-    strategy: str = "ddp",
-    schedule: str = "accumulate",
-    microbatches: int = 1,
-    precision: Precision | str = "fp32",
-    seed: int = 0,
-    remat: str | Sequence[str] = "none",
-    grad_sync: GradSync = DEFAULT_SYNC,
-    freeze: Sequence[str] = (),
-    reshard_after_forward: bool = True,
-    prefetch: int = 0,
-    pipeline_cond: bool = True,
-    max_skips: int = 10,
-    return_grads: bool = False,
+    options: StepOptions | None = None,
+    **keywords: Any,
 ) -> TrainStep:
     """A train step for a `ModelDef`, or for your own loss_fn(params, batch, keys) -> (loss sum, weight sum).
 
-    Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches; keys: a random key a sample. The
-    gradient is that of sum / weight over the global batch, the same in every layout. freeze: patterns ("embed.*") of
-    parameters that are not trained. reshard_after_forward: as in FSDP. prefetch, pipeline_cond: see `StrategyOptions`.
-    A step that is not finite changes nothing but the guard; after more than max_skips of them in a row nothing changes
-    any more. Raises `UserError` on what does not fit.
+    Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches. keys: a random key a sample. The
+    gradient is that of sum / weight over the global batch, the same in every layout. A step that is not finite changes
+    nothing but the guard.
+
+    options, keywords: a `StepOptions`, or its fields: make_train_step(model, adamw, mesh, strategy="zero3").
+
+    Raises `UserError` for what does not fit together.
     """
-    policy = make_precision(precision) if isinstance(precision, str) else precision
-    check_sync(grad_sync, policy.reduce)
-    options = StrategyOptions(
-        policy, grad_sync, reshard_after_forward=reshard_after_forward, prefetch=prefetch, pipeline_cond=pipeline_cond
-    )
-    schedule, microbatches = order_of_work(grad_sync, mesh, schedule, microbatches)
-    once = isinstance(model, ModelDef) and schedule == "accumulate" and microbatches == 1  # one backward pass
-    placing = freezing(overlapping(get_strategy(strategy, options), options, once=once), freeze)
-    optimizer = only_trained(with_rounded_products(optimizer) if grad_sync.deterministic else optimizer, freeze)
-    run_schedule = registry.load("jaxdist.parallel.schedules", schedule, key="parallel.schedule")
+    options = make_options(options, keywords).on(mesh)
+    policy, sync = options.precision, options.grad_sync
+    optimizer = only_trained(with_rounded_products(optimizer) if sync.deterministic else optimizer, options.freeze)
+    norm = ordered_norm if sync.deterministic else global_norm
 
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
-        check_update(optimizer, state.params, state.opt_state, state.residual, sync=grad_sync)
-        norm = ordered_norm if grad_sync.deterministic else global_norm
-        specs = specs_of_arrays(state.params)
-        gradients = make_gradients(
-            model,
-            mesh,
-            specs,
-            specs_of_arrays(state.residual),
-            placing,
-            run_schedule,
-            microbatches=microbatches,
-            options=options,
-            remat=remat,
-            seed=seed,
-            trained=leave_out(specs, freeze),
-        )
+        check_update(optimizer, state.params, state.opt_state, state.residual, sync=sync)
+        specs, lost = specs_of_arrays(state.params), specs_of_arrays(state.residual)
+        gradients = make_gradients(model, mesh, options, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-            check_batch(batch, mesh, microbatches)
+            check_batch_shape(batch, mesh, options.microbatches)
             loss, weight, grads, residual = gradients(state, batch)
             metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
-            finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, max_skips)
+            finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
             params, opt_state = updated(optimizer, grads, state, taken=taken, branch=on_cpu(mesh))
             new = TrainState(state.step + 1, params, opt_state, residual, guard)
             state = advanced(state, new, taken=taken, halted=halted)
-            metrics |= guard_metrics(state.guard, policy.scale_rule) | ({"grads": grads} if return_grads else {})
+            metrics |= guard_metrics(state.guard, policy.scale_rule) | (
+                {"grads": grads} if options.return_grads else {}
+            )
             return state, metrics
 
         layout = shardings_of(state)
         names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
-        outputs |= {"grads": leave_out(layout.params, freeze)} if return_grads else {}
+        outputs |= {"grads": leave_out(layout.params, options.freeze)} if options.return_grads else {}
         settings = compiler_options(state.params, options, mesh)
         return jax.jit(
             step,

@@ -1,4 +1,4 @@
-"""A train step as an object that is called: compiled once, for the layout of its state."""
+"""The compiled train step: a callable object, compiled once for the layout of its state."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,15 +15,25 @@ Metrics = dict[str, Any]
 
 
 class TrainStep:
-    """`state, metrics = step(state, batch)`. The state is donated: its buffers become the new state's.
+    """The train step: `state, metrics = step(state, batch)`.
 
-    The layout is the state's own (see `init_state`); the first call, or `lower`, compiles for it. metrics: "loss" (mean
-    over the weights of the global batch), "weight", "grad_norm" (before clipping), what the guard tells ("skipped",
-    "skipped_in_a_row", "loss_scale": see `jaxdist.precision.loss_scale`), and "grads" if asked for.
+    The state is donated: its buffers become those of the new state. Its layout (see `init_state`) is the step's: the
+    first call, or `lower`, compiles for it. Metrics are:
+
+    loss: the mean over the weights of the global batch.
+    weight: the sum of these weights.
+    grad_norm: the norm of the gradients before clipping.
+    skipped, skipped_in_a_row, loss_scale: those of the guard, see `jaxdist.precision.loss_scale`.
+    grads: the gradients, if asked for.
     """
 
     def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None], *, on_cpu: bool) -> None:
-        """check: raises `UserError` where the step may be compiled, but not run."""
+        """A step that is not compiled yet.
+
+        build: state -> the `jax.jit` function for its layout.
+        check: raises `UserError` if the step may be compiled, but not run here.
+        on_cpu: whether the devices are CPU devices.
+        """
         self._build, self._check, self._on_cpu = build, check, on_cpu
         self._jitted: Any = None
         self._layout: Any = None
@@ -31,8 +41,12 @@ class TrainStep:
         self._under_way: deque[jax.Array] = deque()  # losses of the last steps, on CPU devices
 
     def jitted(self, state: TrainState) -> Any:
-        """The `jax.jit` function, made for the layout of the first state that is given: of arrays, or ShapeDtypeStructs
-        with shardings. It raises `ValueError` for arrays that are committed to another; others it moves."""
+        """The `jax.jit` function, built for the layout of the first state that this method gets.
+
+        state: arrays, or ShapeDtypeStructs with shardings.
+
+        The function raises `ValueError` for arrays that are committed to another layout. It moves uncommitted arrays.
+        """
         if self._jitted is None:
             self._jitted, self._layout = self._build(state), _layout_of(state)
         return self._jitted
@@ -43,12 +57,12 @@ class TrainStep:
             self._checked = True
         check_global(batch)
         if len(self._under_way) == 2:
-            # With many steps under way XLA:CPU may leave a device without a thread, while others wait for it.
+            # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
             self._under_way.popleft().block_until_ready()
         run = self.jitted(state)
         try:
             state, metrics = run(state, batch)
-        except ValueError as error:  # nothing has run; looking at every leaf before each step costs 0.1 to 0.2 ms
+        except ValueError as error:  # nothing has run; a check of every leaf before each step takes 0.1 to 0.2 ms
             self._refuse_other(state, error)
             raise
         if self._on_cpu:
@@ -56,7 +70,7 @@ class TrainStep:
         return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> Any:
-        """`jax.stages.Lowered` for arrays or ShapeDtypeStructs, to compile ahead of time."""
+        """The `jax.stages.Lowered` of the step, to compile ahead of time. Takes arrays or ShapeDtypeStructs."""
         try:
             return self.jitted(state).lower(state, batch)
         except ValueError as error:
@@ -64,7 +78,7 @@ class TrainStep:
             raise
 
     def _refuse_other(self, state: TrainState, error: ValueError) -> None:
-        """Raise `UserError` if it is the layout that is wrong."""
+        """Raise `UserError` if the error comes from a state with another layout."""
         if not isinstance(error, UserError) and _layout_of(state) != self._layout:
             raise UserError(
                 "state: laid out differently from the one this step was compiled for; make another step"

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.cli.doctor import main
+from jaxdist.cli.doctor import run_doctor
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_doctor(sys.argv[1:]))

@@ -34,9 +34,9 @@ def main() -> int:
         jax.config.update("jax_platforms", "cpu")
         if arguments.compile or arguments.remedies:
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-        from jaxdist.cli.explain import run
+        from jaxdist.cli.explain import run_explain
 
-        over = run(config, arguments)
+        over = run_explain(config, arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.launcher.supervisor import main
+from jaxdist.launcher.supervisor import run_launcher
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_launcher(sys.argv[1:]))

@@ -33,14 +33,14 @@ def main() -> int:
         plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
         config = load_config(arguments.config, [*arguments.overrides, *plain], planned=True)
         os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
-        from jaxdist.cli.plan import run
+        from jaxdist.cli.plan import run_plan
 
         if not arguments.by_compiler:
-            return run(config, arguments)
+            return run_plan(config, arguments)
         sys.path.append(str(Path(__file__).parent / "bench"))
         from harness.partitioned import compile_partitioned
 
-        return run(config, arguments, compile_partitioned)
+        return run_plan(config, arguments, compile_partitioned)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

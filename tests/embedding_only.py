@@ -3,8 +3,9 @@
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategies.zero3 import zero3
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import PyTree
 
 

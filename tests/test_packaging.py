@@ -48,7 +48,7 @@ def extra(name: str) -> set[str]:
 
 
 def test_dependencies_are_what_the_package_imports() -> None:
-    extras = set().union(*map(extra, ("tensorboard", "wandb", "hf", "bench", "arrayrecord", "parquet")))
+    extras = set().union(*map(extra, ("hf", "bench", "arrayrecord", "parquet")))
     imports = {name.lower() for name in third_party("jaxdist")}
     assert imports - extras == required(PROJECT["project"]["dependencies"])
     assert {name.lower() for name in third_party("scripts")} <= imports | extra("bench")

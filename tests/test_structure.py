@@ -10,13 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from syntax import EXAMPLES, PACKAGE, ROOT, SCRIPTS, assigned, docstrings, dotted, functions, imported, parse
 
 from jaxdist.mesh import AXES
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "jaxdist").rglob("*.py"))
-SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").rglob("*.py"))
-EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.py"))
 
 # A module imports lower floors and its own part. A part is a folder directly in jaxdist/, or a module there.
 FLOORS = (
@@ -39,6 +35,7 @@ UNCHECKED = {
     ("jaxdist/collectives/replicated.py", "claim_replicated"),
     ("jaxdist/parallel/user_loss.py", "unchecked_region"),
 }
+SOCKET_FOLDERS = ("jaxdist/runtime/", "jaxdist/launcher/")
 KINDS = (
     "jaxdist/parallel/strategies",
     "jaxdist/parallel/schedules",
@@ -52,44 +49,6 @@ FUNCTION_LINES, FILE_LINES, STEP_LINES, SCRIPT_LINES = 60, 400, 150, 60
 Rule = Callable[[str, str], Iterator[str]]
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def dotted(node: ast.AST) -> str:
-    """ "jax.lax.psum" for such an expression, "" for any other."""
-    if isinstance(node, ast.Attribute):
-        before = dotted(node.value)
-        return f"{before}.{node.attr}" if before else ""
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def docstrings(tree: ast.Module) -> set[ast.Constant]:
-    """Strings that are statements of their own: they name nothing."""
-    return {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-
-
-def imported(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import at any depth, those by a literal name through the registry included.
-
-    `from a import b` gives a.b; relative names are made absolute.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            folder = Path(path).parent.parts
-            base = ".".join(folder[: len(folder) - node.level + 1]) if node.level else ""
-            module = ".".join(part for part in (base, node.module or "") if part)
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            by_name = dotted(node.func).rpartition(".")[2] in ("import_module", "load", "__import__")
-            if by_name and isinstance(name := node.args[0].value, str):
-                yield node.lineno, name
-
-
 def import_floors(path: str, source: str) -> Iterator[str]:
     """A module of the package imports only what its floor allows."""
     if path == "jaxdist/__init__.py":  # the public names, imported when first used
@@ -100,7 +59,7 @@ def import_floors(path: str, source: str) -> Iterator[str]:
         yield f"{path}: is on no known floor; give {own!r} a place in FLOORS"
         return
     public = path == "jaxdist/runtime/__init__.py"  # `runtime.spawn` is a public name of a part above
-    for line, name in imported(path, ast.parse(source)):
+    for line, name in imported(path, parse(source)):
         package, _, rest = name.partition(".")
         target = rest.partition(".")[0]
         if package in ("jax", "jaxlib", "flax", "optax", "orbax") and (own in WITHOUT_JAX or "options" in parts[:-1]):
@@ -124,7 +83,7 @@ def import_floors(path: str, source: str) -> Iterator[str]:
 def script_imports(path: str, source: str) -> Iterator[str]:
     """A script or an example imports public modules and names of jaxdist, no other script and no test."""
     beside = {Path(script).stem for script in SCRIPTS if "harness" not in script}
-    for line, name in imported(path, ast.parse(source)):
+    for line, name in imported(path, parse(source)):
         parts = name.split(".")
         if parts[0] == "jaxdist" and any(part.startswith("_") and not part.endswith("__") for part in parts):
             yield f"{path}:{line}: imports {name}, which is private"
@@ -146,7 +105,7 @@ def unchecked_places(path: str, source: str) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, where)
 
-    yield from visit(ast.parse(source), "")
+    yield from visit(parse(source), "")
 
 
 def check_stays_on(path: str, source: str) -> Iterator[str]:
@@ -165,7 +124,7 @@ def models_name_no_axis(path: str, source: str) -> Iterator[str]:
         r"psum|psum_scatter|pmean|pmax|pmin|ppermute|pshuffle|all_gather|all_gather_invariant|all_to_all|axis_index"
         r"|axis_size|pcast|pvary|pbroadcast|ragged_all_to_all|shard_map|PartitionSpec|NamedSharding|with_sharding_constraint"
     )
-    tree = ast.parse(source)
+    tree = parse(source)
     own = docstrings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in AXES and node not in own:
@@ -186,7 +145,7 @@ def sizes(path: str, source: str) -> Iterator[str]:
         limit = STEP_LINES if path == "jaxdist/step.py" else FILE_LINES
     if lines > limit:
         yield f"{path}: {lines} lines, the limit is {limit}"
-    for node in functions(ast.parse(source)):
+    for node in functions(parse(source)):
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if length > FUNCTION_LINES:
             yield f"{path}:{node.lineno}: {node.name} has {length} lines, the limit is {FUNCTION_LINES}"
@@ -196,7 +155,7 @@ def banned(path: str, source: str) -> Iterator[str]:
     """No way to run what a file holds, and nothing left undone."""
     modules = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     yaml_calls = {f"yaml.{name}" for name in ("load", "load_all", "full_load", "unsafe_load", "unsafe_load_all")}
-    tree = ast.parse(source)
+    tree = parse(source)
     for line, name in imported(path, tree):
         if name.partition(".")[0] in modules or name in yaml_calls:
             yield f"{path}:{line}: imports {name}"
@@ -215,7 +174,7 @@ def banned(path: str, source: str) -> Iterator[str]:
 
 def docstrings_everywhere(path: str, source: str) -> Iterator[str]:
     """Modules, and public functions and classes at their top level, say what they are."""
-    tree = ast.parse(source)
+    tree = parse(source)
     if not ast.get_docstring(tree):
         yield f"{path}: has no docstring"
     for node in tree.body:
@@ -224,28 +183,12 @@ def docstrings_everywhere(path: str, source: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name} has no docstring"
 
 
-def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
-    """(name, value) for each plain name that the statement assigns."""
-    if isinstance(node, ast.Assign):
-        found = [(target, node.value) for target in node.targets]
-        pairs: list[tuple[str, ast.expr | None]] = []
-        for target, value in found:
-            targets, values = [target], [value]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-                targets, values = target.elts, value.elts
-            pairs += [(each.id, one) for each, one in zip(targets, values, strict=True) if isinstance(each, ast.Name)]
-        return pairs
-    if isinstance(node, ast.AnnAssign | ast.AugAssign) and isinstance(node.target, ast.Name):
-        return [(node.target.id, node.value)]
-    return []
-
-
 def file_is_its_name(path: str, source: str) -> Iterator[str]:
     """A file in a folder that is a registry defines what it is called after."""
     folder, name = Path(path).parent.as_posix(), Path(path).stem
     if folder not in KINDS or name.startswith("_"):
         return
-    tree = ast.parse(source)
+    tree = parse(source)
     defined = {name for node in tree.body for name, _ in assigned(node)}
     defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     if name not in defined:
@@ -273,7 +216,7 @@ def no_global_state(path: str, source: str) -> Iterator[str]:
         "popleft",
         "move_to_end",
     }
-    tree = ast.parse(source)
+    tree = parse(source)
     bodies = [tree.body] + [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
     bodies += [block for node in tree.body if isinstance(node, ast.If | ast.Try) for block in (node.body, node.orelse)]
     containers = set()
@@ -296,8 +239,30 @@ def no_global_state(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{method.lineno}: {dotted(method)} changes a constant"
 
 
+def sockets_in_one_place(path: str, source: str) -> Iterator[str]:
+    """Only `SOCKET_FOLDERS` import sockets: all connections are made, limited and ended in one way."""
+    if not path.startswith(SOCKET_FOLDERS):
+        for line, name in imported(path, ast.parse(source)):
+            if name.partition(".")[0] in ("socket", "_socket", "socketserver"):
+                yield f"{path}:{line}: imports {name}; use jaxdist.runtime.connection"
+
+
+def jaxprs_in_one_place(path: str, source: str) -> Iterator[str]:
+    """Only the walker in jaxpr/ looks at equations of jaxprs; others call it."""
+    if path.startswith("jaxdist/jaxpr/"):
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("eqns", "jaxprs_in_params", "subjaxprs"):
+            yield f"{path}:{node.lineno}: .{node.attr}; call jaxdist.jaxpr.walk"
+        if isinstance(node, ast.Constant) and node.value == "eqns":
+            yield f"{path}:{node.lineno}: 'eqns'; call jaxdist.jaxpr.walk"
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "jaxprs_in_params" for alias in node.names):
+            yield f"{path}:{node.lineno}: jaxprs_in_params; call jaxdist.jaxpr.walk"
+
+
 PACKAGE_RULES: tuple[Rule, ...] = (
     import_floors,
+    sockets_in_one_place,
     check_stays_on,
     models_name_no_axis,
     sizes,
@@ -305,6 +270,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     docstrings_everywhere,
     file_is_its_name,
     no_global_state,
+    jaxprs_in_one_place,
 )
 SCRIPT_RULES: tuple[Rule, ...] = (script_imports, check_stays_on, sizes, banned, docstrings_everywhere, no_global_state)
 EXAMPLE_RULES: tuple[Rule, ...] = (script_imports, check_stays_on, banned)
@@ -360,6 +326,8 @@ GOOD = [
     (check_stays_on, "jaxdist/collectives/replicated.py", "def claim_replicated():\n    shard_map(f, check_vma=False)"),
     (models_name_no_axis, "jaxdist/models/a.py", '"""data"""\nx = "datum"\nfrom jax.lax import scan'),
     (models_name_no_axis, "jaxdist/nn/a.py", 'x = "tensor"'),
+    (sockets_in_one_place, "jaxdist/runtime/watch/channel.py", "import socket\nfrom socket import create_server"),
+    (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.connection import host_name"),
     (sizes, "jaxdist/a.py", LONG.removesuffix("    pass\n")),
     (sizes, "jaxdist/a.py", "x = 1\n" * 400),
     (sizes, "jaxdist/step.py", "x = 1\n" * 150),
@@ -371,6 +339,8 @@ GOOD = [
     (file_is_its_name, "jaxdist/data/loader.py", "x = 1"),
     (no_global_state, "jaxdist/a.py", '_A = {1: 2}\nB = [1]\n__all__ = ["a"]\nc = (1, 2)'),
     (no_global_state, "jaxdist/a.py", "def f():\n    x = []\n    x.append(1)"),
+    (jaxprs_in_one_place, "jaxdist/jaxpr/walk.py", "jaxpr.eqns"),
+    (jaxprs_in_one_place, "jaxdist/a.py", "from jaxdist.jaxpr.walk import equations\nequations(jaxpr)"),
 ]
 BAD = [
     (import_floors, "jaxdist/config/schema.py", "from jaxdist.data import Loader"),
@@ -401,6 +371,8 @@ BAD = [
     (check_stays_on, "jaxdist/step.py", "partial(shard_map, check_rep=False)"),
     (check_stays_on, "jaxdist/collectives/replicated.py", "def other():\n    shard_map(f, check_vma=False)"),
     (check_stays_on, "jaxdist/collectives/replicated.py", TWICE),
+    (sockets_in_one_place, "jaxdist/cli/doctor.py", "import socket"),
+    (sockets_in_one_place, "jaxdist/observe/environment.py", "def f():\n    from socket import gethostname"),
     (models_name_no_axis, "jaxdist/models/a.py", 'x = f("tensor")'),
     (models_name_no_axis, "jaxdist/models/a.py", "x = lax.psum(y, axes)"),
     (models_name_no_axis, "jaxdist/models/a.py", "from jax.lax import all_gather as g"),
@@ -440,6 +412,10 @@ BAD = [
     (no_global_state, "jaxdist/a.py", "CACHE = {}\ndef f(k):\n    del CACHE[k]"),
     (no_global_state, "jaxdist/a.py", "SEEN = []\ndef f(k):\n    SEEN.append(k)"),
     (no_global_state, "jaxdist/a.py", "SEEN = set()\nSEEN |= {1}"),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", "for equation in jaxpr.eqns:\n    pass"),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", 'hasattr(x, "eqns")'),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", "from jax.extend.core import Literal, jaxprs_in_params"),
+    (jaxprs_in_one_place, "jaxdist/plan/a.py", "jex.core.jaxprs_in_params(params)"),
 ]
 
 

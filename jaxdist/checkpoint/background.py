@@ -1,4 +1,4 @@
-"""What leaves the processor to the training that goes on beside a save."""
+"""Threads of a save that leave the processor to the training that goes on meanwhile."""
 
 import os
 import sys
@@ -15,13 +15,18 @@ _TASKS = Path("/proc/self/task")
 
 
 def step_back(thread: int | None = None, by: int = 10) -> None:
-    """Where all cores are busy, this thread, or the one of that id, gets a tenth of one (by 15: a 28th): on Linux,
-    where threads have priorities of their own beside the one of the process. The least priority would make a save last
-    for minutes there. Not for threads that run much Python: others wait for the interpreter's lock while they hold it.
-    Where a system does not allow it, nothing happens."""
+    """Lower the priority of a thread. Where all cores are busy, it gets a tenth of one (by 15: a 28th).
+
+    Only on Linux, where threads have priorities of their own. Not for threads that run much Python: others wait for the
+    interpreter's lock while they hold it.
+
+    Args:
+        thread: The id of the thread, None for this one.
+        by: Steps of priority. At the least priority a save would last for minutes.
+    """
     if sys.platform == "linux":
         nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + by
-        with suppress(PermissionError):  # of a sandbox: a save is slower to leave the processor, and lands
+        with suppress(PermissionError):  # a sandbox may forbid it; training is then slower during a save
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id() if thread is None else thread, min(19, nice))
 
 
@@ -33,8 +38,8 @@ def _writers_step_back() -> None:
 
 
 def writers_step_back() -> threading.Thread:
-    """Let the threads that write arrays step back, now and, in a thread, for a second: tensorstore starts them as it
-    needs them. Those that they start inherit it."""
+    """Lower the priority of the threads that write arrays, now and for a second, in a thread: tensorstore starts them
+    as it needs them. Threads that they start inherit it."""
 
     def watch() -> None:
         for _ in range(10):  # each look reads the name of every thread of the process
@@ -48,9 +53,8 @@ def writers_step_back() -> threading.Thread:
 
 
 def own_copy(tree: Any) -> Any:
-    """The arrays in buffers that nothing else uses, if they are a CPU's. On other devices a save makes a copy itself;
-    on CPUs it reads the arrays' own buffers, and the next train step would have to copy them all instead of working in
-    them."""
+    """A copy of the arrays that are on CPUs. On other devices a save makes a copy itself. On CPUs it reads the arrays'
+    own buffers, and the next train step would have to copy them all instead of working in place."""
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or next(iter(leaf.devices())).platform != "cpu":

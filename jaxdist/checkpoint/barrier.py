@@ -1,124 +1,106 @@
 """A save of several processes fails on all of them when it fails on one.
 
-Orbax makes the processes wait for each other while they save. One that fails does not come, and the others would wait
-for 20 minutes. Here they wait in the store of the job's coordinator, and look now and then whether one has failed.
+Orbax makes the processes wait for each other while they save. A process that fails does not come, and the others would
+wait for 20 minutes. Here they wait in the job's key-value store, and look now and then whether one has failed.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
+from jaxdist.processes import JobStore, place
 
-from jaxdist.processes import job_state, place
-
-KEY = "jaxdist/saves"
-LOOK_S = 0.5  # between two looks
+LOOK_S = 0.5  # between two looks whether another process has failed
 
 
 class FailedElsewhere(Exception):
     """This process could save, another one could not."""
 
 
-class Together:
-    """The saves of one `Checkpoints`: all processes of the job make the same ones, in the same order."""
+class SaveBarrier:
+    """A barrier for the saves of one `Checkpoints`: all processes of the job make the same ones, in the same order."""
 
     def __init__(self) -> None:
-        self._save, self._over, self._uses = 0, False, Counter[str]()
+        self._save, self._failed, self._uses = 0, False, Counter[str]()
         self._lock = threading.Lock()  # orbax meets in the main thread and in one of its own
-        self._folder = KEY
-        if place().processes > 1:  # the same number on all processes, which make their `Checkpoints` in the same order
-            self._folder += f"/{job_state().client.key_value_increment(f'{KEY}/made/{place().rank}', 1)}"
+        self._here = place()
+        self._store = JobStore("saves", self._here.rank) if self._here.processes > 1 else None
 
     def begin(self) -> None:
-        """The next save begins on this process."""
-        if place().processes > 1 and place().rank == 0:
-            job_state().client.key_value_delete(f"{self._folder}/{self._save}/")  # a folder; all have ended that save
-        self._save, self._over, self._uses = self._save + 1, False, Counter()
+        """Begin the next save, on this process."""
+        if self._store is not None and self._here.rank == 0:
+            self._store.delete(str(self._save))  # all have ended that save
+        self._save, self._failed, self._uses = self._save + 1, False, Counter()
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """What fails in it, fails the save on every process."""
+    def failing_everywhere(self) -> Iterator[None]:
+        """A context in which an exception fails the save on every process."""
         try:
             yield
         except BaseException:
-            self._over = True
-            if place().processes > 1:
-                self._set("failed")
+            self._failed = True
+            if self._store is not None:
+                self._store.set(f"{self._save}/failed")
             raise
 
     def meet(self, *, key: str, timeout_ms: int) -> None:
         """Wait until every process is here: a barrier for orbax. Raises `FailedElsewhere`, once a save. Does not wait
         where this process knows that the save has failed."""
-        here = place()
-        if here.processes == 1 or self._over:
+        if self._store is None or self._failed:
             return
         with self._lock:
             self._uses[key] += 1
-            key = f"{key}/{self._uses[key]}"
-        self._set(f"{key}/{here.rank}")
+            key = f"{self._save}/{key}/{self._uses[key]}"
+        self._store.set(f"{key}/{self._here.rank}")
         until = time.monotonic() + timeout_ms / 1000
-        if here.rank == 0:
-            for rank in range(here.processes):
-                self._wait(f"{key}/{rank}", until)
-            self._set(f"{key}/all")
+        if self._here.rank == 0:
+            for rank in range(self._here.processes):
+                self._wait(self._store, f"{key}/{rank}", until)
+            self._store.set(f"{key}/all")
         else:
-            self._wait(f"{key}/all", until)
+            self._wait(self._store, f"{key}/all", until)
 
-    def _set(self, key: str) -> None:
-        job_state().client.key_value_set(f"{self._folder}/{self._save}/{key}", "1", allow_overwrite=True)
-
-    def _wait(self, key: str, until: float) -> None:
-        client, folder = job_state().client, f"{self._folder}/{self._save}"
-        while not found(client.blocking_key_value_get, f"{folder}/{key}", int(LOOK_S * 1000)):
-            if found(client.key_value_try_get, f"{folder}/failed"):
-                self._over = True
+    def _wait(self, store: JobStore, key: str, until: float) -> None:
+        while store.get(key, LOOK_S) is None:
+            if store.get(f"{self._save}/failed") is not None:
+                self._failed = True
                 raise FailedElsewhere
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer to {key}")
 
 
-def found(get: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a key is there, by a way of looking for it."""
-    try:
-        get(*arguments)
-    except jax.errors.JaxRuntimeError as error:
-        if not any(status in str(error) for status in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
-            raise
-        return False
-    return True
+class _SharedFuture:
+    """A future of a handler whose failures are those of every process."""
 
-
-class _Told:
-    """A future of a handler that tells."""
-
-    def __init__(self, future: Any, saves: Together) -> None:
+    def __init__(self, future: Any, saves: SaveBarrier) -> None:
         self._future, self._saves = future, saves
 
     def result(self, timeout: float | None = None) -> Any:
-        with self._saves.telling():
+        with self._saves.failing_everywhere():
             return self._future.result(timeout)
 
     def cancel(self) -> bool | None:
-        """As the handler's own."""
         return self._future.cancel()
 
 
-def telling(handler: Any, saves: Together) -> Any:
-    """An orbax handler whose failures are those of every process. (Orbax looks handlers up by their very class.)"""
-    save, end = handler.async_save, handler.finalize
+def share_failures(handler: Any, saves: SaveBarrier) -> Any:
+    """An orbax handler, changed in place: its failures are those of every process."""
+    save, finish = handler.async_save, handler.finalize
 
     async def async_save(*arguments: Any, **keywords: Any) -> list[Any]:
-        with saves.telling():
+        with saves.failing_everywhere():
             futures = await save(*arguments, **keywords)
-        return [_Told(future, saves) for future in futures or []]
+        return [_SharedFuture(future, saves) for future in futures or []]
 
     def finalize(*arguments: Any, **keywords: Any) -> Any:
-        with saves.telling():
-            return end(*arguments, **keywords)
+        with saves.failing_everywhere():
+            return finish(*arguments, **keywords)
 
-    handler.async_save, handler.finalize = async_save, finalize
+    handler.async_save, handler.finalize = (
+        async_save,
+        finalize,
+    )  # not a class around it: orbax looks handlers up by class
     return handler

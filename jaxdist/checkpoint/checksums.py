@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import orbax.checkpoint as ocp
 
 from jaxdist.checkpoint.background import step_back
-from jaxdist.checkpoint.barrier import Together
+from jaxdist.checkpoint.barrier import SaveBarrier
 
 CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
@@ -177,10 +177,10 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """The folder of a save under way. Its commit is orbax's with a stop in between: when every process has written and
     orbax its last file, process 0 adds the checksums; only then does the folder get the name of its step."""
 
-    saves: Together
+    saves: SaveBarrier
 
     @classmethod
-    def of(cls, saves: Together) -> type["SealedFolder"]:
+    def of(cls, saves: SaveBarrier) -> type["SealedFolder"]:
         """The class for the saves of one `Checkpoints`: orbax makes the folders."""
         return type(cls.__name__, (cls,), {"saves": saves})
 
@@ -199,7 +199,7 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     async def finalize(self) -> None:
         """Runs on process 0, in a thread of orbax: training goes on."""
-        with self.saves.telling():
+        with self.saves.failing_everywhere():
             await super().finalize()
             between, final = Path(super().get_final()), Path(self.get_final())
             seal(between, int(final.name))

@@ -1,4 +1,4 @@
-"""What goes wrong in a save, and in reading what was saved, in one line."""
+"""Failures to save and to read checkpoints, each in one line."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from jaxdist.checkpoint.barrier import FailedElsewhere
 from jaxdist.errors import UserError
 
-FAILURES = (OSError, ValueError, FailedElsewhere)  # of the file system, by Python and by tensorstore
+FAILURES = (OSError, ValueError, FailedElsewhere)  # tensorstore raises ValueError for the file system's
 
 
 class SaveFailed(Exception):
-    """A checkpoint that is not there: step, and why, in one line."""
+    """The checkpoint of `step` could not be saved. `why` says why, in one line."""
 
     def __init__(self, step: int, error: Exception | None) -> None:
         if isinstance(error, FailedElsewhere) and isinstance(error.__context__, OSError | ValueError):
@@ -23,7 +23,7 @@ class SaveFailed(Exception):
 
 
 def why(error: Exception) -> str:
-    """What the system said, if that is known; else the beginning of what orbax makes of it, which can be kilobytes."""
+    """The operating system's message, if there is one; else the beginning of orbax's, which can be kilobytes."""
     code = error.errno if isinstance(error, OSError) else None
     if found := re.search(r"os_error_code='(\d+)'", str(error)):
         code = int(found[1])
@@ -33,7 +33,7 @@ def why(error: Exception) -> str:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise `UserError` for what orbax cannot read, or make sense of: of another version, or made so."""
+    """A context that raises `UserError` for files that orbax cannot read: damaged, hostile or of another version."""
     try:
         yield
     except UserError:

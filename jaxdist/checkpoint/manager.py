@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.background import own_copy, writers_step_back
-from jaxdist.checkpoint.barrier import Together, telling
+from jaxdist.checkpoint.barrier import SaveBarrier, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
 from jaxdist.checkpoint.checksums import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
@@ -66,7 +66,7 @@ class Checkpoints:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
         self._folder, self._order = folder.absolute(), between(None, order)
-        self._retention, self._saves = Retention(keep, keep_every, keep_best), Together()
+        self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
             create=True,
@@ -86,7 +86,7 @@ class Checkpoints:
         # Trained numbers shrink by 8 %, for five times the processor time of a save.
         arrays = lambda: ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handled)  # noqa: E731
         items = {"state": arrays(), "residual": arrays(), "meta": ocp.JsonCheckpointHandler()}
-        handlers = {name: telling(handler, self._saves) for name, handler in items.items()}
+        handlers = {name: share_failures(handler, self._saves) for name, handler in items.items()}
         self._is_finite = jax.jit(tree_is_finite)
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)

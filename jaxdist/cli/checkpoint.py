@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.build import make_model, precision_of
+from jaxdist.build import make_model
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
 from jaxdist.checkpoint.huggingface.convert import CONFIG, check, export, load
@@ -26,7 +26,7 @@ from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.optim import make_optimizer, only_trained
 from jaxdist.precision.loss_scale import fresh_guard
-from jaxdist.precision.policy import enable_x64
+from jaxdist.precision.policy import enable_x64, precision_of
 from jaxdist.specs import path_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record

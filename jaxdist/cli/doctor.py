@@ -1,5 +1,5 @@
-"""What is wrong with a machine or a job, before it trains: versions, devices, ports, network, environment, clocks, and
-the bandwidth between all pairs. Started like train.py, on every host of the job."""
+"""A check of a machine or a job before it trains: versions, devices, ports, network, environment, clocks, and the
+bandwidth between all pairs. To be started like train.py, on every host of the job."""
 
 import argparse
 import importlib.metadata
@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import socket
 import statistics
 import sys
 import time
@@ -23,8 +22,9 @@ from jaxdist.cli.link_bandwidth import SlowLink, bandwidths, one_device_a_proces
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.observe.environment import redact
-from jaxdist.runtime.join.environment import describe_job
-from jaxdist.runtime.join.join import join
+from jaxdist.runtime.connection import host_address, host_name, port_problem
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.start import choose_platform, fail_alone
 
@@ -34,16 +34,17 @@ MATTERS = re.compile(
     r"|SLURM_(JOB_ID|STEP_NODELIST|NTASKS|PROCID|LOCALID|STEP_TASKS_PER_NODE)|MASTER_(ADDR|PORT)"
     r"|(LOCAL_)?(RANK|WORLD_SIZE)|JOB_COMPLETION_INDEX|OMP_NUM_THREADS|\w*_proxy|\w*_PROXY"
 )
-# May differ between processes of a healthy job.
-OWN = re.compile(
+# Variables that differ between the processes of a healthy job.
+OWN_OF_RANK = re.compile(
     r".*RANK.*|.*PROC.*ID|SLURM_LOCALID|JOB_COMPLETION_INDEX|CUDA_VISIBLE_DEVICES|.*BIND_ADDRESS|JAXDIST_STOP_NOTE"
 )
 CLOCK_S = 1.0  # more between two clocks is a finding: time stamps in logs, checkpoints and certificates disagree
-MEASURES = 5
+MEASURES = 5  # of each clock
 
 
 def interfaces() -> dict[str, str]:
-    """Network interfaces that are up: "1500 mtu, 10000 Mbit/s", the rate where the driver tells it."""
+    """The network interfaces that are up, each with "1500 mtu, 10000 Mbit/s"; the rate only where the driver knows
+    it."""
     found = {}
     for folder in sorted(Path("/sys/class/net").glob("*")):
         try:
@@ -59,29 +60,24 @@ def interfaces() -> dict[str, str]:
 
 
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter, without secrets."""
+    """The variables that matter for a job, without secrets."""
     names = sorted(name for name in environ if MATTERS.fullmatch(name))
     return {name: redact(f"{name}={environ[name]}").partition("=")[2] for name in names}
 
 
 def examine(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What this process knows of itself, ready for JSON."""
+    """A report of this process on itself, ready for JSON."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = "does not resolve"
     local = jax.local_devices()
     return {
         "rank": jax.process_index(),
-        "host": name,
-        "address": address,
+        "host": host_name(),
+        "address": host_address() or "does not resolve",
         "versions": versions,
         "devices": [device.device_kind for device in local],
         "platform": local[0].platform,
@@ -92,7 +88,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def from_all(own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What every process knows, in the order of ranks. Every process must call it."""
+    """The reports of all processes, in the order of ranks. Every process must call it."""
     if jax.process_count() == 1:
         return [dict(own)]
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
@@ -104,36 +100,27 @@ def from_all(own: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def clock_differences() -> list[float]:
-    """Seconds by which each process's clock is ahead of process 0's, as read when a barrier opens: right to some
-    milliseconds. Every process must call it."""
+    """The seconds by which each process's clock is ahead of process 0's. The clocks are read when a barrier opens, so
+    the result is right to some milliseconds. Every process must call it."""
     if jax.process_count() == 1:
         return [0.0]
     differences = []
     for _ in range(MEASURES):
         multihost_utils.sync_global_devices("clock")
-        now = time.time() - 1.6e9  # in 32 bits, for longer
+        now = time.time() - 1.6e9  # 32 bits hold that until 2088
         parts = np.asarray(multihost_utils.process_allgather(np.array([now // 1, now % 1 * 1e6], np.int32)))
         differences.append(parts[:, 0] - parts[0, 0] + (parts[:, 1] - parts[0, 1]) * 1e-6)
     return [statistics.median(row) for row in np.array(differences, np.float64).T.tolist()]
 
 
-def check_port(port: int) -> str | None:
-    """Why a coordinator could not listen on this port here, or None."""
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:
-        return f"port {port}: {os.strerror(error.errno or 0)}"
-    return None
-
-
 def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for everything in which a process is unlike process 0 and should not be."""
+    """A line for each fact in which a process differs from process 0 and should not."""
     first, lines = reports[0], []
     for report in reports[1:]:
         for kind in ("versions", "environment"):
             for name in sorted(first[kind] | report[kind]):
                 mine, others = first[kind].get(name, "not there"), report[kind].get(name, "not there")
-                if mine != others and not (kind == "environment" and OWN.fullmatch(name)):
+                if mine != others and not (kind == "environment" and OWN_OF_RANK.fullmatch(name)):
                     lines.append(f"{name}: {mine!r} on rank 0, {others!r} on rank {report['rank']} ({report['host']})")
         if report["devices"] != first["devices"]:
             lines.append(
@@ -144,7 +131,8 @@ def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def addresses_shared(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Hosts of several whose name has a loopback address, or none: gloo would have the others dial it."""
+    """A line for each host whose name has a loopback address, or none, though there are several hosts: gloo makes the
+    others connect to that address."""
     several = len({report["host"] for report in reports}) > 1
     return [
         f"host name {report['host']} (rank {report['rank']}): {report['address']}; give it an address that the"
@@ -161,9 +149,10 @@ def link_text(link: SlowLink, names: Sequence[str]) -> str:
 
 
 def diagnose(mib: float | None, port: int | None) -> dict[str, Any]:
-    """All checks of a process or job that has its devices; the same on every process. `findings` is what is wrong."""
+    """All checks of a process or job that has its devices. The result is the same on every process; `findings` are the
+    faults."""
     with jax.default_device(jax.local_devices()[0]):
-        reports = from_all(examine(os.environ) | {"port": check_port(port) if port else None})
+        reports = from_all(examine(os.environ) | {"port": port_problem(port) if port else None})
         clocks = clock_differences()
     ends = one_device_a_process()
     job = jax.process_count() > 1
@@ -191,7 +180,7 @@ def diagnose(mib: float | None, port: int | None) -> dict[str, Any]:
 
 
 def report_text(found: Mapping[str, Any]) -> str:
-    """For people: what was examined, the matrix, then the findings."""
+    """The result of `diagnose` as text: the facts, the matrix of bandwidths, then the findings."""
     first, names = found["processes"][0], found["names"]
     kinds = sorted({kind for report in found["processes"] for kind in report["devices"]})
     count = sum(len(report["devices"]) for report in found["processes"])
@@ -213,7 +202,7 @@ def report_text(found: Mapping[str, Any]) -> str:
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
-    """The matrix as a picture."""
+    """Draw the matrix of bandwidths."""
     from matplotlib.figure import Figure
 
     values = np.array([[np.nan if v is None else v for v in row] for row in found["mb_per_s"]], float)
@@ -228,7 +217,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_doctor(arguments: Sequence[str]) -> int:
     """Exit status: 0 nothing is wrong, 1 there are findings, 2 wrong arguments or no job can be joined."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--simulated", type=int, default=1, metavar="N", help="simulated CPU devices a process")
@@ -240,9 +229,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         choose_platform(DevicesConfig(platform=options.platform, simulated=options.simulated))
-        job = describe_job(os.environ)
+        job = find_job(os.environ)
         if job is not None:
-            join(job)
+            join_job(job)
     except (UserError, MissingPeers) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

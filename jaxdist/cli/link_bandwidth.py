@@ -12,21 +12,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-ALL_PAIRS = 16  # ends; among more, those at distances 1, 2, 4, ... are measured: n log n pairs in place of n squared
-SLOW = 0.5  # of what is usual
+ALL_PAIRS = 16  # ends; of more, only pairs at distances 1, 2, 4, ... are measured: n log n in place of n squared
+SLOW = 0.5  # of the usual bandwidth
 
 
 class SlowLink(NamedTuple):
-    """A link that is slow beside the others. ends: one for the link of a device or host to all others, or the two of a
-    pair. mb_per_s: its best. usual: of the others."""
+    """A link that is slower than the others."""
 
-    ends: tuple[int, ...]
-    mb_per_s: float
-    usual: float
+    ends: tuple[int, ...]  # the two ends of a pair, or one end that is slow to all others
+    mb_per_s: float  # its best bandwidth
+    usual: float  # the bandwidth of the others
 
 
 def one_device_a_process() -> list[jax.Device]:
-    """The ends of a probe: the first device of each process; of a single process, all of its devices."""
+    """The ends of the links: the first device of each process; of a single process, all of its devices."""
     if jax.process_count() == 1:
         return jax.devices()
     first: dict[int, jax.Device] = {}
@@ -36,14 +35,14 @@ def one_device_a_process() -> list[jax.Device]:
 
 
 def pairs(ends: int) -> Iterator[tuple[int, int]]:
-    """(sender, receiver): all of them, or of many ends those that are a power of two apart."""
+    """The pairs (sender, receiver) to measure: all, or of more than `ALL_PAIRS` ends those a power of two apart."""
     distances = range(1, ends) if ends <= ALL_PAIRS else [2**k for k in range((ends - 1).bit_length())]
     return ((i, (i + distance) % ends) for distance in distances for i in range(ends))
 
 
 def bandwidths(devices: Sequence[jax.Device], *, mib: float, repetitions: int = 3) -> np.ndarray:
-    """[sender, receiver] -> MB/s, the best of the repetitions; NaN where nothing was measured. Every process must call
-    it. mib: of a message."""
+    """The bandwidth of each pair, [sender, receiver] in MB/s: the best of the repetitions, NaN where it was not
+    measured. Every process must call it. mib: the size of a message."""
     n, count = len(devices), max(1, round(mib * 2**20 / 4))
     mesh = Mesh(np.array(devices), ("ends",))
     sharding = NamedSharding(mesh, P("ends"))
@@ -73,7 +72,7 @@ def _together() -> None:
 
 
 def _of_the_receivers(seconds: np.ndarray, devices: Sequence[jax.Device], size: int) -> np.ndarray:
-    """What each receiver has measured: a sender may be done when its bytes lie in a buffer."""
+    """The bandwidths that the receivers have measured: a sender may be done when its bytes lie in a buffer."""
     if jax.process_count() > 1:
         measured = np.asarray(multihost_utils.process_allgather(jnp.asarray(seconds, jnp.float32)))
         columns = [measured[device.process_index][:, i] for i, device in enumerate(devices)]
@@ -82,8 +81,12 @@ def _of_the_receivers(seconds: np.ndarray, devices: Sequence[jax.Device], size: 
 
 
 def slow_links(mb_per_s: np.ndarray) -> list[SlowLink]:
-    """Which links are slow: those of an end whose best to or from anyone is below half the median end's best, and pairs
-    below half of what the worse of their two ends reaches with others. Two ends alone cannot be told apart.
+    """The slow links. The best bandwidth of an end is its best to or from any other.
+
+    - An end is slow if its best is below half the median of all ends' bests.
+    - A pair is slow if it is below half of the lower best of its two ends.
+
+    Of two ends alone neither is known to be slow.
     """
     n = len(mb_per_s)
     if n < 3:

@@ -11,7 +11,9 @@ from jaxdist.plan.report import compiled_text
 from jaxdist.runtime.compiler import set_flags, set_options
 
 
-def run(config: Config, arguments: Namespace, compile_step: Callable[..., Any] = ahead_of_time.compile_ahead) -> int:
+def run_plan(
+    config: Config, arguments: Namespace, compile_step: Callable[..., Any] = ahead_of_time.compile_ahead
+) -> int:
     """Print the plan, and write the files asked for. Returns the exit status: 0, or 1 if the step does not fit.
 
     compile_step: a function like `compile_ahead`, for a comparison with another program. Raises `UserError`.
@@ -24,9 +26,9 @@ def run(config: Config, arguments: Namespace, compile_step: Callable[..., Any] =
     mesh = ahead_of_time.mesh_of(config, text, hosts=arguments.hosts, gpus_per_host=arguments.gpus_per_host)
     rates = compiled_text.with_network(gpu.rates, arguments.network, arguments.latency)
     planned = compile_step(config, gpu, mesh, rates)
-    print(compiled_text.to_text(planned, rows=arguments.rows, network=arguments.network))
+    print(compiled_text.plan_text(planned, rows=arguments.rows, network=arguments.network))
     if arguments.hlo is not None:
         arguments.hlo.write_text(planned.text)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(compiled_text.to_json(planned, config), indent=1) + "\n")
-    return 0 if ahead_of_time.verdict(planned.footprint, gpu).fits else 1
+        arguments.json.write_text(json.dumps(compiled_text.plan_to_json(planned, config), indent=1) + "\n")
+    return 0 if ahead_of_time.fit_verdict(planned.footprint, gpu).fits else 1

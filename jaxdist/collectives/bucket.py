@@ -1,4 +1,4 @@
-"""Fuse many small arrays into few large ones before a collective: the latency of each call is paid once a bucket."""
+"""Gradient buckets: many small arrays are fused into few large ones, so that each bucket pays a call's latency once."""
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -11,9 +11,10 @@ from jaxdist.collectives.varying import varying_axes
 
 
 def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], limit: int) -> list[list[int]]:
-    """Group positions so that a bucket holds one kind only and at most `limit` bytes, or one item that is larger.
+    """Buckets, as lists of positions. A bucket has one kind, and at most `limit` bytes unless it is a single item.
 
-    Items keep their order inside a kind. sizes: bytes of each item; kinds: what must not be mixed.
+    sizes: bytes of each item.
+    kinds: the kind of each item; two kinds never share a bucket, and items of one kind keep their order.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[Hashable, tuple[list[int], int]] = {}
@@ -42,13 +43,14 @@ def unfuse(flat: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
 def in_buckets(
     function: Callable[..., tuple[jax.Array, ...]], *columns: Sequence[Any], limit: int
 ) -> tuple[list[jax.Array], ...]:
-    """Apply an elementwise collective such as an all-reduce to flat buckets of the leaves. `limit` in bytes.
+    """Apply an elementwise collective, such as an all-reduce, to flat buckets of the leaves.
 
-    function: one flat array of each column -> as many. columns: lists of leaves; the i-th of all columns have one
-    shape, and the first column decides the buckets. Leaves of different dtype or varying type never share one: the
-    result would lose the narrower.
+    function: takes one flat array of each column, and returns as many. For example, (gradients) -> (sums,).
+    columns: lists of leaves. The i-th leaves of all columns have one shape. The first column decides the buckets.
+    limit: bytes of a bucket.
     """
     leaves = columns[0]
+    # Fused, two leaves would both get the wider dtype and the larger set of varying axes: such leaves share no bucket.
     kinds = [(leaf.dtype, varying_axes(leaf)) for leaf in leaves]
     results: tuple[list[Any], ...] = tuple([None] * len(leaves) for _ in columns)
     for bucket in plan_buckets([leaf.nbytes for leaf in leaves], kinds, limit):

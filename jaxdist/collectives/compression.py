@@ -1,98 +1,67 @@
-"""Sending fewer bytes than the values have: bf16, and int8 with a scale a block and error feedback.
+"""Compression on the wire: bf16, or int8 with one scale a block and error feedback.
 
-bf16 needs nothing but a cast around every permutation (`Group.permute`); sums stay in fp32. int8 loses too much for
-that: a value is encoded once for each trip, blockwise, and what the encoding lost stays on the device that lost it, to
-be added to its next contribution: over many sums the errors do not add up (error feedback; Seide et al. 2014,
-Karimireddy et al. 2019). The caller carries that residual, in fp32.
+bf16 is a cast around every permutation (`Group.permute`); sums stay in fp32. int8 loses too much for that. A value is
+encoded blockwise, once for each trip. What the encoding lost stays on the device, which adds it to its next
+contribution, so that errors do not add up over many sums (error feedback; Seide et al. 2014, Karimireddy et al. 2019).
+The caller carries this residual, in fp32.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import padded_parts, unpadded
-from jaxdist.collectives.algorithms import balanced_fusion, ring
-from jaxdist.collectives.group import Group, shift
-from jaxdist.errors import UserError
+from jaxdist.collectives.algorithm import Int8Halves, get_algorithm
+from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import padded_parts, put_part, unpadded
 
-Array = jax.Array
-BLOCK = 256  # values that share a scale
-SCALE = 4  # bytes of a scale, which travels in front of its block
-WIRE_DTYPES = ("bfloat16", "int8")
-LOSSY = ("ring", "balanced_fusion")  # each encodes every value it sends exactly once, as error feedback needs
-
-
-def check_wire(wire_dtype: str | None, algorithm: str) -> None:
-    """Raise `UserError` for a wire format that the algorithm cannot send."""
-    if wire_dtype is None:
-        return
-    if wire_dtype not in WIRE_DTYPES:
-        raise UserError(f"wire_dtype={wire_dtype!r} is not known; allowed: {', '.join(WIRE_DTYPES)}, or none")
-    if algorithm == "native":
-        raise UserError(f"wire_dtype={wire_dtype!r}: native sums in the dtype that it sends; choose ring, say")
-    if wire_dtype == "int8" and algorithm not in LOSSY:
-        raise UserError(f"wire_dtype='int8': not with algorithm={algorithm!r}; allowed: {', '.join(LOSSY)}")
+SCALE_BLOCK = 256  # values that share a scale
+SCALE_BYTES = 4  # bytes of a scale, which travels in front of its block
 
 
 def encoded_bytes(size: int) -> int:
-    """Bytes of `size` values in int8 blocks with their scales."""
-    return -(-size // BLOCK) * (BLOCK + SCALE)
+    """Bytes of `size` values in int8 blocks, scales included."""
+    return -(-size // SCALE_BLOCK) * (SCALE_BLOCK + SCALE_BYTES)
 
 
 def encode(x: Array) -> Array:
-    """[m] floats -> int8 [blocks, SCALE + BLOCK]. A block with a value that is not finite decodes to nan."""
-    blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK).astype(jnp.float32)
+    """Floats [m] as int8 codes [blocks, SCALE_BYTES + SCALE_BLOCK]. A value that is not finite makes its block nan."""
+    blocks = jnp.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK).astype(jnp.float32)
     largest = jnp.max(jnp.abs(blocks), axis=1, keepdims=True, initial=0.0)
     scale = jnp.where(largest == 0, jnp.ones_like(largest), largest / 127)
     levels = jnp.clip(jnp.round(blocks / scale), -127, 127)
     levels = jnp.where(jnp.isfinite(scale), levels, jnp.zeros_like(levels)).astype(jnp.int8)
-    return jnp.concatenate([lax.bitcast_convert_type(scale, jnp.int8).reshape(-1, SCALE), levels], axis=1)
+    return jnp.concatenate([lax.bitcast_convert_type(scale, jnp.int8).reshape(-1, SCALE_BYTES), levels], axis=1)
 
 
 def decode(code: Array, size: int) -> Array:
     """The inverse of `encode`, to fp32 [size]."""
-    scale = lax.bitcast_convert_type(code[:, :SCALE].reshape(-1, 1, SCALE), jnp.float32)
-    return (code[:, SCALE:].astype(jnp.float32) * scale).ravel()[:size]
+    scale = lax.bitcast_convert_type(code[:, :SCALE_BYTES].reshape(-1, 1, SCALE_BYTES), jnp.float32)
+    return (code[:, SCALE_BYTES:].astype(jnp.float32) * scale).ravel()[:size]
+
+
+def _halves(algorithm: str) -> Int8Halves:
+    int8 = get_algorithm(algorithm).int8
+    assert int8 is not None, algorithm  # `check_wire` has refused it
+    return int8
 
 
 def _finite(lost: Array) -> Array:
-    """What is not finite is in the sum already; carried along, it would spoil every sum to come."""
+    """The loss of an encoding, with zeros for what is not finite."""
+    # A nan is in this sum already. In the residual it would spoil every later sum, too.
     return jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
 
 
-def _ring(parts: Array, group: Group) -> tuple[Array, Array]:
-    size = parts.shape[1]
-
-    def round_(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        travelling, lost = carry
-        code = encode(travelling)
-        lost = ring.put(lost, travelling - decode(code, size), group.rank - 1 - step)
-        arrived = decode(group.permute(code, shift(group.n)), size)
-        return arrived + ring.part(parts, group.rank - 2 - step), lost
-
-    return lax.fori_loop(0, group.n - 1, round_, (ring.part(parts, group.rank - 1), jnp.zeros_like(parts)))
-
-
-def _balanced_fusion(parts: Array, group: Group) -> tuple[Array, Array]:
-    size = parts.shape[1]
-    codes = jax.vmap(encode)(parts)
-    lost = parts - jax.vmap(lambda code: decode(code, size))(codes)
-    came = jax.vmap(lambda code: decode(code, size))(balanced_fusion.exchange(codes, group))
-    came = ring.put(came, ring.part(parts, group.rank), group.rank)  # its own part does not travel
-    return came.sum(0), ring.put(lost, jnp.zeros_like(parts[0]), group.rank)
-
-
 def reduce_parts_lossy(parts: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
-    """fp32 [n, m] -> (this device's part of the sum [m], what this device's encodings lost [n, m])."""
-    mine, lost = {"ring": _ring, "balanced_fusion": _balanced_fusion}[algorithm](parts, group)
+    """The first half of an int8 all-reduce: fp32 [n, m] -> (this device's part of the sum [m], its loss [n, m])."""
+    mine, lost = _halves(algorithm).reduce_parts(parts, group)
     return mine, _finite(lost)
 
 
 def all_reduce_lossy(x: Array, group: Group, algorithm: str) -> tuple[Array, Array]:
-    """(the sum of x, the same bits on every device; what this device's encodings lost, fp32), both shaped like x."""
+    """An int8 all-reduce: (the sum of x, the same bits on all devices; this device's loss, fp32), shaped like x."""
     mine, lost = reduce_parts_lossy(padded_parts(x.astype(jnp.float32), group.n), group, algorithm)
     code = encode(mine)
-    lost = ring.put(lost, mine - decode(code, mine.size), group.rank)
-    gather = {"ring": ring.gather_parts, "balanced_fusion": balanced_fusion.send_back}[algorithm]
-    whole = jax.vmap(lambda code: decode(code, mine.size))(gather(code, group))
+    lost = put_part(lost, mine - decode(code, mine.size), group.rank)
+    codes = _halves(algorithm).gather_parts(code, group)
+    whole = jax.vmap(lambda code: decode(code, mine.size))(codes)
     return unpadded(whole, x).astype(x.dtype), unpadded(_finite(lost), x)

@@ -1,16 +1,17 @@
-"""What a collective costs, before it runs: rounds, bytes, and time on a link (the alpha-beta model, Hockney 1994)."""
+"""The cost model of collectives: rounds, bytes, and time on a link (the alpha-beta model, Hockney 1994)."""
 
-import re
 from typing import NamedTuple
 
-from jaxdist.errors import UserError
+from jaxdist.config.rules.grad_sync import link_rate
 
 
 class Link(NamedTuple):
-    """latency_s: of one round, the call included (alpha). bytes_per_s: one way, of one device (1 / beta).
+    """A network link between two devices.
 
-    swap_factor: how many times as long a round takes in which two devices send to each other over one connection.
-    shared: whether the devices of a host share it, so that one alone can send at the rate of all.
+    latency_s: seconds of one round, the call included (alpha).
+    bytes_per_s: the rate of one device, one way (1 / beta).
+    swap_factor: a round takes this many times as long if two devices send to each other over one connection.
+    shared: whether the devices of a host share the link, so that a device can send alone at the rate of all.
     """
 
     latency_s: float
@@ -20,12 +21,15 @@ class Link(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """One collective of n devices.
+    """The cost of one collective on n devices. Sizes are in bytes (in elements, from an `Algorithm`), with padding.
 
-    rounds: messages one after the other. busiest: sent by the device that sends most. total: sent by all devices
-    together. serial: the largest message of each round, summed, which is what the wire's time comes from. All in bytes,
-    padding included (in elements when they come from an `Algorithm`). swap: whether a large part of the bytes goes in
-    exchanges between pairs. inside_rounds, inside: how much of `rounds` and `serial` stays in the fast neighbourhoods.
+    rounds: messages that are sent one after the other.
+    busiest: bytes that the busiest device sends.
+    total: bytes that all devices send together.
+    serial: the sum over rounds of the largest message. The time on the wire follows from it.
+    swap: whether a large part of the bytes is exchanged between pairs of devices.
+    inside_rounds: how many of `rounds` stay inside the fast neighbourhoods.
+    inside: how much of `serial` stays there.
     """
 
     rounds: int
@@ -37,12 +41,16 @@ class Cost(NamedTuple):
     inside: int = 0
 
     def scaled(self, itemsize: float) -> "Cost":
-        """In bytes instead of elements."""
+        """The cost in bytes, from one in elements of `itemsize` bytes."""
         counts = {name: round(getattr(self, name) * itemsize) for name in ("busiest", "total", "serial", "inside")}
         return self._replace(**counts)
 
     def seconds(self, link: Link, inside: Link | None = None) -> float:
-        """Predicted time when nothing else uses the links. inside: the neighbourhoods' links; None: as the others."""
+        """Predicted time on links that nothing else uses.
+
+        link: the link between neighbourhoods.
+        inside: the link inside a neighbourhood; None: `link`.
+        """
         near, factor = inside or link, link.swap_factor if self.swap else 1.0
         far_rounds, far = self.rounds - self.inside_rounds, self.serial - self.inside
         return (
@@ -54,8 +62,14 @@ class Cost(NamedTuple):
 
 
 def even(rounds: int, sent: int, n: int, *, swap: bool = False) -> Cost:
-    """Cost of an algorithm in which every device sends the same in every round: `sent` in all."""
+    """The cost of an algorithm in which every device sends as much as the others: `sent` over all rounds."""
     return Cost(rounds, sent, n * sent, sent, swap)
+
+
+def halves_cost(operation: str, size: int, n: int, rounds: int, *, swap: bool = False) -> Cost:
+    """The cost of sending (n-1)/n of the data in `rounds` rounds; of an all-reduce, which does so twice, the double."""
+    chunk, times = size if operation == "all_gather" else -(-size // n), 2 if operation == "all_reduce" else 1
+    return even(times * rounds, times * (n - 1) * chunk, n, swap=swap)
 
 
 NOTHING = Cost(0, 0, 0, 0)
@@ -68,14 +82,9 @@ LINKS = {
     "infiniband": Link(15e-6, 50e9),  # 400 Gbit/s a GPU
     "tcp": Link(400e-6, 117e6, swap_factor=2.0, shared=True),  # gloo over 1 Gbit Ethernet
 }
-UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 
 
 def make_link(name: str) -> Link:
     """A name in `LINKS`, or a rate such as "200mbit" or "10gbit": gloo over TCP of that rate."""
-    if name in LINKS:
-        return LINKS[name]
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", name)
-    if match is None or float(match[1]) <= 0:
-        raise UserError(f"link: {name!r} is not known; allowed: {', '.join(LINKS)}, or a rate such as 200mbit")
-    return LINKS["tcp"]._replace(bytes_per_s=float(match[1]) * UNITS[match[2]])
+    rate = link_rate(name)
+    return LINKS[name] if rate is None else LINKS["tcp"]._replace(bytes_per_s=rate)

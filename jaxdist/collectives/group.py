@@ -1,4 +1,4 @@
-"""The devices that take part in one collective: some mesh axes counted as one, or groups of ranks along them."""
+"""Process groups: the devices of one collective. They lie along some mesh axes, or are lists of ranks along these."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,12 +21,15 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Group:
-    """n devices, ranked 0..n-1; or several such groups side by side, which all do the same.
+    """A group of n devices with ranks 0 to n-1, or several such groups side by side, which all do the same.
 
-    axes: active mesh axes in mesh order. members: for each group, the ranks along `axes` (counted as one) of its
-    devices. inner: how many neighbours share fast links: the size of the last of several axes, else 1. wire:
-    dtype of what `permute` sends when it is not the values' own (a float type); sums stay in theirs. link: between
-    neighbourhoods, as far as the caller knows it; None: `default_link`.
+    axes: active mesh axes, in mesh order.
+    members: for each group, the ranks of its devices along `axes`, counted as one axis.
+    inner: the size of a fast neighbourhood: that of the last axis, if there are several, else 1.
+    wire: the float dtype in which `permute` sends; None: the values' own. Sums stay in the values' dtype.
+    link: the link between neighbourhoods, if the caller knows it; None: `default_link`.
+
+    For example, on data=2, tensor=2, the axes ("data", "tensor") give members ((0, 1, 2, 3),) and inner 2.
     """
 
     axes: tuple[str, ...]
@@ -37,12 +40,12 @@ class Group:
 
     @staticmethod
     def of(*sizes: int) -> "Group":
-        """A group that is not on any mesh, for asking what something costs: of(8), or of(outer, inner)."""
+        """A group without a mesh, to ask for costs: of(8), or of(outer, inner)."""
         return Group((), (tuple(range(math.prod(sizes))),), sizes[-1] if len(sizes) > 1 else 1)
 
     @property
     def n(self) -> int:
-        """Devices of the group."""
+        """The number of devices of a group."""
         return len(self.members[0])
 
     @property
@@ -59,7 +62,7 @@ class Group:
 
     @property
     def network(self) -> Link:
-        """The link that algorithms reckon with."""
+        """The link for which algorithms decide."""
         return self.link or default_link()
 
     @property
@@ -73,7 +76,7 @@ class Group:
         return jnp.asarray([i in inside for i in range(lax.axis_size(self.axes))])[lax.axis_index(self.axes)]
 
     def at(self, table: Sequence[int]) -> Array:
-        """table[rank], for a table of Python ints with one entry a rank."""
+        """This rank's entry of a table of Python ints."""
         return jnp.asarray(table, jnp.int32)[self.rank]
 
     def among(self, ranks: Iterable[int]) -> Array:
@@ -82,9 +85,10 @@ class Group:
         return jnp.asarray([rank in chosen for rank in range(self.n)])[self.rank]
 
     def permute(self, x: Array, pairs: Pairs) -> Array:
-        """Each (source, target) moves x from one rank to another; zeros arrive where no pair points to.
+        """Point-to-point messages: each pair (source, target) moves x from one rank to another.
 
-        The only way in which hand-written algorithms communicate. With `wire` set, x is cast to it on the way.
+        A rank that is no target gets zeros. With `wire` set, x travels in that dtype. Hand-written algorithms
+        communicate in this way only.
         """
         everywhere = [(group[source], group[target]) for group in self.members for source, target in pairs]
         if self.wire is None and x.dtype != jnp.bfloat16:
@@ -94,7 +98,7 @@ class Group:
             sent = x if self.wire is None else x.astype(self.wire)
             if sent.dtype != jnp.bfloat16:
                 return lax.ppermute(sent, self.axes, pairs).astype(x.dtype)
-            # XLA:CPU would send bf16 as 4 bytes; bits it leaves alone, but autodiff would take them for constants.
+            # XLA:CPU sends bf16 as 4 bytes, but integers as they are. Autodiff sees no gradient in integers: `linear`.
             bits = lax.ppermute(lax.bitcast_convert_type(sent, jnp.uint16), self.axes, pairs)
             return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(x.dtype)
 
@@ -102,11 +106,11 @@ class Group:
         return linear(lambda x: move(x, everywhere), lambda grad: move(grad, turned), x)
 
     def rounded(self, x: Array) -> Array:
-        """x as it is after a trip over the wire: what a device must keep of a value that it sends to the others."""
+        """x as it arrives in `wire`. A device that sends x to others keeps this, so that all have the same bits."""
         return x if self.wire is None else x.astype(self.wire).astype(x.dtype)
 
     def split(self) -> tuple["Group", "Group"]:
-        """(outer, inner): the same devices as groups of one per fast neighbourhood, and as the neighbourhoods."""
+        """(outer, inner): groups with one device of each fast neighbourhood, and the neighbourhoods as groups."""
         size = self.inner
         inner = [group[i : i + size] for group in self.members for i in range(0, self.n, size)]
         outer = [group[i::size] for group in self.members for i in range(size)]
@@ -114,7 +118,7 @@ class Group:
 
 
 def default_link() -> Link:
-    """What the platform and the number of processes suggest; `make_link` gives others."""
+    """The link that the platform and the number of processes suggest. `make_link` makes others."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     on_gpu = device is not None and device.platform != "cpu"
     if jax.process_count() > 1:
@@ -123,15 +127,16 @@ def default_link() -> Link:
 
 
 def shift(n: int, by: int = 1) -> list[tuple[int, int]]:
-    """The pairs by which every rank sends to the one `by` further, round the ring."""
+    """Pairs for `permute`: every rank sends to the rank that is `by` places further round the ring."""
     return [(rank, (rank + by) % n) for rank in range(n)]
 
 
 def make_group(axis: Axes, groups: Groups | None = None) -> Group | None:
-    """The group of the devices along `axis`, or None where that is a single device. Inside `shard_map` only.
+    """The group of the devices along `axis`, or None for a single device. Inside `shard_map` only.
 
-    Axes may be given in any order; ranks count in mesh order. groups: disjoint lists of ranks, all of one length, that
-    communicate among themselves (torch.distributed's `new_group`); devices in none of them get zeros.
+    axis: one or several mesh axes, in any order; ranks count in mesh order.
+    groups: disjoint lists of ranks, all of one length, that communicate among themselves (torch.distributed's
+        `new_group`); devices in none of them get zeros.
     """
     axes = active_axes(axis)
     total = lax.axis_size(axes) if axes else 1
@@ -153,6 +158,6 @@ def check_groups(members: tuple[tuple[int, ...], ...], total: int) -> None:
 
 
 def entering(x: Array, group: Group) -> Array:
-    """x as algorithms expect it: varying over the axes, and zero on devices of no group."""
+    """The input of an algorithm: x, typed varying over the axes, and zero on devices that are in no group."""
     x = to_varying(x, group.axes)
     return x if group.complete else jnp.where(group.is_member(), x, jnp.zeros((), x.dtype))

@@ -13,7 +13,6 @@ devices compute the same loss from a hand-reduced value, the gradient is that of
 reduce with `native` (or `collectives.psum`), whose invariant result counts once.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,24 +22,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist import registry
-from jaxdist.collectives.algorithm import Algorithm, cut, join
-from jaxdist.collectives.compression import all_reduce_lossy, check_wire, reduce_parts_lossy
-from jaxdist.collectives.cost import NOTHING, Cost, Link
+from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
+from jaxdist.collectives.compression import all_reduce_lossy, reduce_parts_lossy
+from jaxdist.collectives.cost import NOTHING, Cost, Link, make_link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
-from jaxdist.collectives.transpose import linear
-from jaxdist.collectives.varying import to_varying, varying_axes, zeros_varying_like
+from jaxdist.collectives.parts import cut_parts, join_parts
+from jaxdist.collectives.transpose import extremum, linear, with_loss
+from jaxdist.collectives.varying import varying_axes, zeros_varying_like
+from jaxdist.config.rules.grad_sync import check_wire
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
 
 Run = Callable[[jax.Array, Group], jax.Array]
-ALGORITHMS = "jaxdist.collectives.algorithms"
 OPS = ("sum", "mean", "max", "min")
-
-
-def get_algorithm(name: str) -> Algorithm:
-    """The `Algorithm` in `collectives/algorithms/<name>.py`, or at a dotted path."""
-    return registry.load(ALGORITHMS, name, key="algorithm")
 
 
 def function_of(algorithm: str, operation: str) -> Callable[..., jax.Array]:
@@ -90,8 +85,9 @@ def _check_root(root: int, group: Group | None) -> None:
         raise UserError(f"root={root}: allowed are the ranks 0 to {n - 1} of the group")
 
 
-def _on_the_wire(group: Group, wire_dtype: str | None, link: Link | None) -> Group:
+def _on_the_wire(group: Group, wire_dtype: str | None, link: Link | str | None) -> Group:
     """The group for one call. int8 is encoded before it is sent, not cast on the way."""
+    link = make_link(link) if isinstance(link, str) else link
     return replace(group, wire=None if wire_dtype == "int8" else wire_dtype, link=link)
 
 
@@ -122,25 +118,6 @@ def _as_linear(algorithm: str, forward: Run, transpose: Run, leaf: jax.Array, gr
     return linear(lambda x: forward(x, group), lambda g: transpose(g, group), leaf)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _extremum(run, total, x):  # type: ignore[no-untyped-def]
-    return run(x)
-
-
-def _extremum_forward(run, total, x):  # type: ignore[no-untyped-def]
-    result = _extremum(run, total, x)  # by the same rule when it is differentiated again: pmax has none of its own
-    return result, (x, result)
-
-
-def _extremum_backward(run, total, residuals, grad):  # type: ignore[no-untyped-def]
-    x, result = residuals
-    attained = (x == result).astype(grad.dtype)
-    return (attained * to_varying(total(grad) / total(attained), varying_axes(x)),)
-
-
-_extremum.defvjp(_extremum_forward, _extremum_backward)
-
-
 def _all_extremum(x: jax.Array, group: Group, op: str, algorithm: str) -> jax.Array:
     function = function_of(algorithm, "all_reduce")
 
@@ -149,7 +126,7 @@ def _all_extremum(x: jax.Array, group: Group, op: str, algorithm: str) -> jax.Ar
             return value
         return linear(lambda x: function(x, group, "sum"), lambda x: function(x, group, "sum"), value)
 
-    return _extremum(lambda x: function(x, group, op), total, x)
+    return extremum(lambda x: function(x, group, op), total, x)
 
 
 def all_reduce(
@@ -160,12 +137,13 @@ def all_reduce(
     algorithm: str = "native",
     groups: Groups | None = None,
     wire_dtype: str | None = None,
-    link: Link | None = None,
+    link: Link | str | None = None,
 ) -> PyTree:
     """`op` (sum, mean, max, min) of `x` over the devices, on every device, in the dtype of `x`. Any shape.
 
     wire_dtype: "bfloat16" or "int8", what travels instead of floats; sums stay in fp32. Not with native; int8 with
-    ring and balanced_fusion only, and see `all_reduce_with_feedback`. link: what "auto" and "two_level" reckon with.
+    ring and balanced_fusion only, and see `all_reduce_with_feedback`. link: what "auto" and "two_level" reckon with,
+    or its name, or a rate.
     The gradient of max and min is shared equally by the devices that attain it.
     """
     check_wire(wire_dtype, algorithm)
@@ -186,22 +164,6 @@ def all_reduce(
     return _over(x, make_group(axis, groups), run, lambda leaf: _check_op(leaf, op, wire_dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_loss(total_and_lost, x):  # type: ignore[no-untyped-def]
-    return total_and_lost(x)
-
-
-def _with_loss_forward(total_and_lost, x):  # type: ignore[no-untyped-def]
-    return _with_loss(total_and_lost, x), None
-
-
-def _with_loss_backward(total_and_lost, _, grads):  # type: ignore[no-untyped-def]
-    return (_with_loss(total_and_lost, grads[0])[0],)
-
-
-_with_loss.defvjp(_with_loss_forward, _with_loss_backward)
-
-
 def all_reduce_with_feedback(
     x: PyTree, residual: PyTree, axis: Axes, *, op: str = "sum", algorithm: str = "ring", groups: Groups | None = None
 ) -> tuple[PyTree, PyTree]:
@@ -219,7 +181,7 @@ def all_reduce_with_feedback(
         if group is None or group.n == 1:
             wide = wide if group is None else entering(wide, group)
             return wide.astype(leaf.dtype), jnp.zeros_like(lost)
-        total, lost = _with_loss(lambda x: all_reduce_lossy(x, group, algorithm), entering(wide, group))
+        total, lost = with_loss(lambda x: all_reduce_lossy(x, group, algorithm), entering(wide, group))
         return (total / group.n if op == "mean" else total).astype(leaf.dtype), lost
 
     both = jax.tree.map(run, x, residual)
@@ -235,7 +197,7 @@ def reduce_scatter(
     algorithm: str = "native",
     groups: Groups | None = None,
     wire_dtype: str | None = None,
-    link: Link | None = None,
+    link: Link | str | None = None,
 ) -> PyTree:
     """This device's share of the reduction of `x`: the rank-th of n equal parts of `dim`.
 
@@ -255,7 +217,7 @@ def reduce_scatter(
         def reduce(x: jax.Array, group: Group) -> jax.Array:
             if wire_dtype != "int8":
                 return function(x, group, "sum", at)
-            parts = cut(x, group.n, at)
+            parts = cut_parts(x, group.n, at)
             flat = parts.reshape(group.n, -1).astype(jnp.float32)
             return reduce_parts_lossy(flat, group, algorithm)[0].reshape(parts.shape[1:]).astype(x.dtype)
 
@@ -309,7 +271,7 @@ def all_to_all(
         to = _check_dim(leaf, concat_dim, "all_to_all")
 
         def move(x: jax.Array, group: Group, at: int, to: int) -> jax.Array:
-            return join(function(cut(x, group.n, at), group), to)
+            return join_parts(function(cut_parts(x, group.n, at), group), to)
 
         return _as_linear(
             algorithm, lambda x, group: move(x, group, at, to), lambda g, group: move(g, group, to, at), leaf, group
@@ -373,8 +335,8 @@ def gather(
         at = _check_dim(leaf, dim, "gather")
         return _as_linear(
             algorithm,
-            lambda x, group: _only(group.rank == root, join(function(x, group, root), at)),
-            lambda g, group: back(cut(g, group.n, at), group, root),
+            lambda x, group: _only(group.rank == root, join_parts(function(x, group, root), at)),
+            lambda g, group: back(cut_parts(g, group.n, at), group, root),
             leaf,
             group,
         )
@@ -395,8 +357,8 @@ def scatter(
         at = _check_dim(leaf, dim, "scatter", group)
         return _as_linear(
             algorithm,
-            lambda x, group: function(cut(x, group.n, at), group, root),
-            lambda g, group: _only(group.rank == root, join(back(g, group, root), at)),
+            lambda x, group: function(cut_parts(x, group.n, at), group, root),
+            lambda g, group: _only(group.rank == root, join_parts(back(g, group, root), at)),
             leaf,
             group,
         )

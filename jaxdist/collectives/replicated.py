@@ -1,9 +1,9 @@
-"""The one door by which a hand-reduced value leaves the checked region as replicated.
+"""The one way by which the result of a hand-written all-reduce leaves the checked region as a replicated array.
 
-A value that a hand-written all-reduce made equal on all devices is still typed varying, and JAX has no cast from
-varying to invariant. So it leaves the checked `shard_map` with a leading stacked dim, one entry a device of the axes it
-is a copy over, and `claim_replicated` drops that dim again. No byte moves: every device keeps the entry it has. There
-is no communication and no autodiff in this region, hence nothing that the switched-off check could have caught:
+A hand-written all-reduce makes a value equal on all devices, but its type stays varying: JAX has no cast from varying
+to invariant. The value therefore leaves the checked `shard_map` with a leading dim, one entry for each device that has
+a copy. `claim_replicated` drops this dim in a second `shard_map` without the check. No byte moves, since every device
+keeps its entry. That region has no communication and no autodiff, so the check could have found nothing in it:
 
     def body(w, x):                                    # checked
         g = jax.grad(loss)(to_varying(w, BATCH_LIKE), x)
@@ -21,17 +21,17 @@ from jaxdist.specs import PyTree, claimed_axes, map_specs, without_idle
 
 
 def stacked_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """Specs of the stacked values: a leading dim over the axes that each leaf is a copy over."""
+    """PartitionSpecs of the stacked values. The leading dim is split over the axes along which a leaf is a copy."""
     return map_specs(lambda spec: without_idle(P(claimed_axes(spec) or None, *spec), mesh), specs)
 
 
 def stack(specs: PyTree, tree: PyTree) -> PyTree:
-    """Inside the checked region: add the leading dim, of local size 1, to every leaf."""
+    """Every leaf with the leading dim, of local size 1. To be called in the checked region."""
     return map_specs(lambda spec, leaf: to_varying(leaf, claimed_axes(spec))[None], specs, tree)
 
 
 def claim_replicated(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """Outside: drop the stacked dim, claiming that its entries are equal. The caller vouches for that."""
+    """Every leaf without the leading dim, outside the checked region. The caller vouches that its entries are equal."""
     return jax.shard_map(
         lambda stacked: jax.tree.map(lambda leaf: leaf[0], stacked),
         mesh=mesh,

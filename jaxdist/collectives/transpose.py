@@ -1,27 +1,69 @@
-"""Differentiating a collective as the mathematical operation that it is.
+"""The derivative of a collective, given as another collective.
 
-All collectives but max and min are linear maps of the values on all devices together, so that each has a transpose that
-is a collective too: all_reduce is its own, reduce_scatter's is all_gather, broadcast's is reduce, and so on. Autodiff
-of the permutations inside would find the same map, with the rounds backwards; this way the transpose is an algorithm.
+All collectives but max and min are linear maps of the values on all devices, so that each has a collective as its
+transpose. all_reduce is its own transpose, that of reduce_scatter is all_gather, that of broadcast is reduce, and so
+on. Autodiff of the permutations inside would run the rounds backwards; here the transpose is run by an algorithm.
 """
 
 import functools
 
 import jax
 
+from jaxdist.collectives.varying import to_varying, varying_axes
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def linear(forward, transpose, x):  # type: ignore[no-untyped-def]
-    """forward(x), differentiated as the linear map that it is: by `transpose`, not by what forward is made of."""
+    """forward(x), a linear map of x. Its derivative is `transpose`, whatever forward consists of."""
     return forward(x)
 
 
 def _linear_forward(forward, transpose, x):  # type: ignore[no-untyped-def]
-    return linear(forward, transpose, x), None  # not forward(x): rounding inside has no derivative of its own
+    return linear(forward, transpose, x), None  # not forward(x): a rounding inside it has no derivative
 
 
 def _linear_backward(forward, transpose, _, grad):  # type: ignore[no-untyped-def]
-    return (linear(transpose, forward, grad),)  # a linear map again: derivatives of any order
+    return (linear(transpose, forward, grad),)  # a linear map, too: derivatives of any order
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def extremum(run, total, x):  # type: ignore[no-untyped-def]
+    """run(x), the maximum or minimum over devices; its gradient is shared by the devices that attain it.
+
+    total: (x) -> the sum of x over the devices.
+    """
+    return run(x)
+
+
+def _extremum_forward(run, total, x):  # type: ignore[no-untyped-def]
+    result = extremum(run, total, x)  # by the same rule when it is differentiated again: pmax has none of its own
+    return result, (x, result)
+
+
+def _extremum_backward(run, total, residuals, grad):  # type: ignore[no-untyped-def]
+    x, result = residuals
+    attained = (x == result).astype(grad.dtype)
+    return (attained * to_varying(total(grad) / total(attained), varying_axes(x)),)
+
+
+extremum.defvjp(_extremum_forward, _extremum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_loss(total_and_lost, x):  # type: ignore[no-untyped-def]
+    """total_and_lost(x) = (a lossy sum of x over the devices, the loss); its gradient is that of an exact sum."""
+    return total_and_lost(x)
+
+
+def _with_loss_forward(total_and_lost, x):  # type: ignore[no-untyped-def]
+    return with_loss(total_and_lost, x), None
+
+
+def _with_loss_backward(total_and_lost, _, grads):  # type: ignore[no-untyped-def]
+    return (with_loss(total_and_lost, grads[0])[0],)
+
+
+with_loss.defvjp(_with_loss_forward, _with_loss_backward)

@@ -1,11 +1,11 @@
-"""The type of a value inside `jax.shard_map(check_vma=True)`: over which mesh axes it may differ between devices.
+"""Varying types: inside `jax.shard_map(check_vma=True)`, the mesh axes along which a value may differ.
 
-"Varying" over an axis: each device holds its own value. "Invariant": provably the same on all. `jax.grad` with respect
-to an invariant parameter has already summed over the axis, so a hand-written all-reduce on top would count every device
-twice: parameters are cast with `to_varying` first.
+A value is "varying" over an axis if each device has its own, and "invariant" if all provably have the same. `jax.grad`
+with respect to an invariant parameter has already summed the gradient over the axis. A hand-written all-reduce on top
+would sum a second time, so parameters are cast with `to_varying` first.
 
-An axis of size 1 is off: the functions here neither cast nor communicate over it, and ranks on it are the constant 0.
-(The compiler does not remove a reduction over one device on every backend.) Layouts must then not name it either, see
+An axis of size 1 is off. The functions here neither cast nor communicate over it, and the rank along it is the constant
+0, because not every backend removes a reduction over one device. Layouts must not name such an axis either, see
 `specs.without_idle`.
 """
 
@@ -26,38 +26,36 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def active_axes(axis: str | Iterable[str]) -> tuple[str, ...]:
-    """The axes with more than one device, in mesh order. Inside `shard_map` only.
-
-    The order matters: `ppermute` over axes that are not in mesh order is silently wrong on jax 0.10.
-    """
+    """The axes with more than one device, in mesh order. Inside `shard_map` only."""
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     known = jax.sharding.get_abstract_mesh().axis_names
     for name in axes:
         if name not in known:
             raise UserError(f"axis={name!r}: not an axis of the mesh; allowed: {', '.join(map(str, known))}")
+    # `ppermute` over axes that are not in mesh order is silently wrong on jax 0.10.
     return tuple(name for name in known if name in axes and lax.axis_size(name) > 1)
 
 
 def rank(axis: str | Iterable[str]) -> jax.Array | int:
-    """This device's index along the axes, counted as one in mesh order; varying over them."""
+    """This device's index along the axes, counted as one axis in mesh order. It is typed varying over them."""
     axes = active_axes(axis)
     return lax.axis_index(axes) if axes else 0
 
 
 def psum(x: PyTree, axis: str | Iterable[str]) -> PyTree:
-    """Sum over the axes, typed invariant: for layers, whose reductions autodiff must see through."""
+    """The sum over the axes, typed invariant. For layers: autodiff knows this reduction's transpose."""
     axes = active_axes(axis)
     return lax.psum(x, axes) if axes else x
 
 
 def pmax(x: PyTree, axis: str | Iterable[str]) -> PyTree:
-    """Maximum over the axes, typed invariant. Not differentiable."""
+    """The maximum over the axes, typed invariant. Not differentiable."""
     axes = active_axes(axis)
     return lax.pmax(x, axes) if axes else x
 
 
 def to_varying(tree: PyTree, axes: Iterable[str]) -> PyTree:
-    """Cast every leaf to varying over `axes`; no communication. Axes that a leaf already varies over are left alone."""
+    """Every leaf cast to varying over `axes`, and those over which it varies already. No communication."""
     axes = active_axes(axes)
 
     def cast(leaf: Any) -> Any:
@@ -68,5 +66,5 @@ def to_varying(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def zeros_varying_like(tree: PyTree, dtype: Any = None) -> PyTree:
-    """Zeros with the shapes and the varying types of `tree`: initial carries of a scan must have both."""
+    """Zeros with the shapes and the varying types of `tree`, as the initial carry of a scan needs them."""
     return jax.tree.map(lambda leaf: to_varying(jnp.zeros(leaf.shape, dtype or leaf.dtype), varying_axes(leaf)), tree)

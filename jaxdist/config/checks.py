@@ -8,22 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist import registry
-from jaxdist.config.entries import SourceFacts, entries_of
-from jaxdist.config.fields import show
+from jaxdist.config.entries import ScheduleFacts, SourceFacts, StrategyFacts, entries_of
 from jaxdist.config.resolve import known_devices, resolve_mesh, rest_axis
+from jaxdist.config.rules.batch import check_rows
 from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
-from jaxdist.config.rules.grad_sync import check_grad_sync
-from jaxdist.config.rules.pipeline import check_pipeline, divisors, near
+from jaxdist.config.rules.fields import show
+from jaxdist.config.rules.grad_sync import ORDERED_OPTIMIZERS, check_pairs, check_shards, refuse_optimizer
+from jaxdist.config.rules.mesh import check_axis
+from jaxdist.config.rules.pipeline import check_adafactor, check_counts, check_one_stage, check_stages, refuse_stages
+from jaxdist.config.rules.precision import check_float64, check_half_state, check_scale, check_skips
 from jaxdist.config.rules.prefetch import check_prefetch
-from jaxdist.config.rules.remat import check_memory, with_offload
+from jaxdist.config.rules.remat import (
+    check_deterministic,
+    check_offload,
+    check_prefetched,
+    check_unrolled,
+    refuse_split_backward,
+    refuse_split_sequence,
+    with_offload,
+)
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
     from jaxdist.config.schema import Config, DataConfig
-
-WITH_HALF = ("fp16", "O1", "O2", "O3")  # policies
-SMALLEST_FLOAT16 = 1e-7  # its step near zero is 6e-8
 
 
 def check_config(config: Config, *, planned: bool = False) -> Config:
@@ -54,9 +62,9 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         )
     check_flags(config.devices.xla.flags)
     _check_precision(config)
-    _check_loss_scale(config)
-    _check_collective_matmul(config)
-    config = replace(config, memory=with_offload(config.memory))
+    _check_axes(config)
+    remat = with_offload(config.memory.remat, activations=config.memory.offload.activations)
+    config = replace(config, memory=replace(config.memory, remat=remat))
     rest = rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
@@ -72,58 +80,21 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
 
 
 def _check_precision(config: Config) -> None:
-    precision, optimizer = config.precision, config.optimizer
-    for key in ("param_dtype", "compute_dtype", "reduce_dtype"):
-        if getattr(precision, key) == "float64" and precision.policy != "fp64":
-            raise UserError(
-                f"precision.{key}: 'float64' needs precision.policy fp64, not {precision.policy};"
-                " allowed: float32, bfloat16, float16"
-            )
-    if precision.half is not None and precision.policy not in WITH_HALF:
-        raise UserError(
-            f"precision.half: {precision.half!r} stands for the float16 of a policy, and"
-            f" {precision.policy} has none; allowed with {', '.join(WITH_HALF)}; or set"
-            " precision.compute_dtype"
-        )
-    at_rest = (precision.half or "float16") if precision.policy == "O3" else "float32"
-    if (precision.param_dtype or at_rest) != "float16":
-        return
-    if optimizer.name in ("adafactor", "muon"):
-        raise UserError(
-            f"optimizer.name: {optimizer.name!r} divides by constants that are zero in float16, in which"
-            " this precision keeps the optimizer's state; allowed: adamw, sgd, lion; or"
-            " precision.param_dtype=float32"
-        )
-    if optimizer.name == "adamw" and optimizer.eps < SMALLEST_FLOAT16:
-        raise UserError(
-            f"optimizer.eps: {optimizer.eps:g} is zero in float16, in which this precision keeps the"
-            f" optimizer's state; allowed: at least {SMALLEST_FLOAT16:g}, such as 1e-4; or"
-            " precision.param_dtype=float32"
-        )
-
-
-def _check_loss_scale(config: Config) -> None:
-    """Refuse what would have no effect."""
-    precision, scale = config.precision, config.precision.loss_scale
-    scaled = precision.policy in ("fp16", "O1", "O2")
-    compute = precision.compute_dtype or (precision.half or "float16" if scaled else "float32")
-    mode = scale.mode or ("dynamic" if compute == "float16" and precision.policy != "O3" else "none")
-    moves = ("growth_factor", "backoff_factor", "growth_interval")
-    unused = {"dynamic": (), "fixed": moves, "none": ("init_scale", *moves)}[mode]
-    for key in unused:
-        value, usual = getattr(scale, key), getattr(type(scale)(), key)
-        if value != usual:
-            raise UserError(
-                f"precision.loss_scale.{key}: {value:g} has no effect where the scale is {mode}; allowed:"
-                f" {usual:g}; or precision.loss_scale.mode=dynamic"
-            )
-    skips, usual = precision.max_consecutive_skips, type(precision)().max_consecutive_skips
-    if mode == "none" and config.train.on_nonfinite != "skip" and skips != usual:
-        raise UserError(
-            f"precision.max_consecutive_skips: {skips} has no effect: without a loss scale, and with"
-            f" train.on_nonfinite {config.train.on_nonfinite}, no step is skipped; allowed: {usual}; or"
-            " train.on_nonfinite=skip"
-        )
+    precision, optimizer, parallel = config.precision, config.optimizer, config.parallel
+    keys = ("param_dtype", "compute_dtype", "reduce_dtype")
+    check_float64(precision.policy, **{key: getattr(precision, key) for key in keys})
+    types, scale = precision.resolved()
+    check_half_state(types.param, optimizer=optimizer.name, eps=optimizer.eps)
+    assert scale.mode is not None
+    check_scale(scale.mode, asdict(scale), asdict(type(scale)()))
+    skips = type(precision)().max_consecutive_skips
+    check_skips(precision.max_consecutive_skips, skips, mode=scale.mode, on_nonfinite=config.train.on_nonfinite)
+    check_collective_matmul(
+        parallel.collective_matmul, sequence_parallel=parallel.sequence_parallel, fp8=types.fp8, per_op=types.per_op
+    )
+    if parallel.collective_matmul and config.mesh.pipe > 1:
+        check_conditions(pipeline_cond=parallel.pipeline_cond)
+    parallel.grad_sync.check(reduce_dtype=types.reduce)
 
 
 def check_layout(config: Config) -> None:
@@ -136,40 +107,84 @@ def check_layout(config: Config) -> None:
         check_options = getattr(registry.options(entry.folder, entry.name), "check_options", None)
         if check_options is not None:
             check_options(config, mesh)
-    check_pipeline(config, mesh["pipe"])
-    _check_batch(config, mesh)
-    check_grad_sync(config, mesh)
-    check_memory(config)
-    check_prefetch(config)
-
-
-def _check_collective_matmul(config: Config) -> None:
-    parallel, precision = config.parallel, config.precision
-    fp8 = precision.policy == "fp8"
-    check_collective_matmul(parallel.collective_matmul, sequence_parallel=parallel.sequence_parallel, fp8=fp8)
-    if parallel.collective_matmul and config.mesh.pipe > 1:
-        check_conditions(pipeline_cond=parallel.pipeline_cond)
-    per_op = precision.policy == "O1" if precision.per_op is None else precision.per_op
-    if parallel.collective_matmul and per_op:
-        raise UserError(
-            "parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
-            " would not cast; allowed: false; or precision.policy=O2"
-        )
-
-
-def _check_batch(config: Config, mesh: dict[str, int]) -> None:
-    batch, microbatches = config.data.global_batch, config.parallel.microbatches
-    ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-    parts = ranks * microbatches
-    if batch % parts == 0:
-        return
-    batches = [n for n in (batch - batch % parts, batch - batch % parts + parts) if n]
-    counts = near(divisors(batch // ranks), microbatches) if batch % ranks == 0 else "none"
-    raise UserError(
-        f"data.global_batch: {batch} does not divide by {parts} (data {mesh['data']} x fsdp {mesh['fsdp']} x expert"
-        f" {mesh['expert']} x microbatches {microbatches}); nearest batch sizes that work: {near(batches, batch)};"
-        f" parallel.microbatches that work with {batch}: {counts}"
+    _check_axes(config)
+    _check_stages(config, mesh["pipe"])
+    check_rows(
+        config.data.global_batch,
+        {axis: mesh[axis] for axis in ("data", "fsdp", "expert")} | {"microbatches": config.parallel.microbatches},
     )
+    if config.parallel.grad_sync.deterministic:
+        _check_deterministic(config, mesh)
+    _check_blocks(config)
+
+
+def _check_axes(config: Config) -> None:
+    """Before the mesh is fitted to devices: what is proposed then must not be refused afterwards."""
+    for entry in entries_of(config):
+        for axis in getattr(registry.options(entry.folder, entry.name), "UNUSED_AXES", ()):
+            check_axis(axis, getattr(config.mesh, axis), f"{entry.key.replace('name', 'model')} {entry.name}")
+
+
+def _check_stages(config: Config, stages: int) -> None:
+    parallel, layers, chunks = config.parallel, config.model.layers, config.parallel.chunks
+    schedule, optimizer, facts = parallel.schedule, config.optimizer.name, ScheduleFacts.of(parallel.schedule)
+    if facts.one_stage:
+        check_one_stage(stages, schedule)
+    if layers is not None and (not parallel.stages or config.mesh.pipe != -1):
+        check_stages(parallel.stages, layers=layers, stages=stages, chunks=chunks)
+    check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers or 0)
+    chunked = facts.chunks is not False
+    check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks, chunked=chunked)
+    if facts.halves:
+        check_pairs(parallel.microbatches)
+
+
+def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
+    sync, parallel = config.parallel.grad_sync, config.parallel
+    check_shards(sync.virtual_shards, mesh, microbatches=parallel.microbatches, schedule=parallel.schedule)
+    check_rows(config.data.global_batch, {"parallel.grad_sync.virtual_shards": sync.virtual_shards})
+    if config.optimizer.name not in ORDERED_OPTIMIZERS:
+        refuse_optimizer(f"{config.optimizer.name!r} sums")
+    check_deterministic(config.memory.remat)
+
+
+def _check_blocks(config: Config) -> None:
+    """How blocks are run: in which loop, with what kept, and how far ahead."""
+    parallel, remat, scan = config.parallel, config.memory.remat, config.model.scan_blocks
+    facts = ScheduleFacts.of(parallel.schedule)
+    several = facts.one_stage is False
+    check_unrolled(scan, remat, prefetch=parallel.prefetch or 0, deterministic=parallel.grad_sync.deterministic)
+    if remat == "sqrt" and parallel.sequence_parallel:
+        refuse_split_sequence()
+    if remat == "sqrt" and facts.split_backward:
+        refuse_split_backward()
+    check_offload(remat, schedule=parallel.schedule, several=several)
+    if not parallel.prefetch:
+        return
+    if several:
+        refuse_stages("parallel.prefetch: 1", parallel.schedule, allowed="0")
+    check_prefetch(
+        parallel.prefetch,
+        reshard_after_forward=parallel.reshard_after_forward,
+        deterministic=parallel.grad_sync.deterministic,
+    )
+    check_prefetched(remat)
+
+
+def prefetches(config: Config, *, gpu: bool) -> bool:
+    """Whether a step prefetches: as `parallel.prefetch` says, or, where that is null, under zero3 over several GPUs if
+    nothing that is set excludes it. Figures: docs/plan.md. gpu: what it runs on."""
+    parallel = config.parallel
+    if parallel.prefetch is not None:
+        return bool(parallel.prefetch)
+    stages = config.mesh.pipe != 1 or parallel.stages or not ScheduleFacts.of(parallel.schedule).one_stage
+    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.fsdp == 1 or stages:
+        return False
+    try:
+        _check_blocks(replace(config, parallel=replace(parallel, prefetch=1)))
+    except UserError:
+        return False
+    return True
 
 
 def _check_mixture(data: DataConfig) -> None:

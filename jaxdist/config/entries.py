@@ -29,14 +29,14 @@ Entries = tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
-class Facts:
+class EntryFacts:
     """What checks know of an entry. The defaults are those of an entry that says nothing, and refuse nothing."""
 
     folder: ClassVar[str]
 
     @classmethod
-    def of(cls, name: str) -> Self:
-        """The facts of an entry, by its name or dotted path."""
+    def of(cls, name: Any) -> Self:
+        """The facts of an entry, by its name or dotted path, or of the entry itself, a function."""
         return cls(**registry.facts(cls.folder, name))
 
     @classmethod
@@ -46,7 +46,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class ModelFacts(Facts):
+class ModelFacts(EntryFacts):
     """Facts of a model.
 
     - ids_only: it takes windows of token ids, and no other samples.
@@ -59,7 +59,7 @@ class ModelFacts(Facts):
 
 
 @dataclass(frozen=True)
-class SourceFacts(Facts):
+class SourceFacts(EntryFacts):
     """Facts of a data source.
 
     - reads_files: `data.path` and `data.val_path` are files or folders, but for these `words`.
@@ -76,7 +76,7 @@ class SourceFacts(Facts):
 
 
 @dataclass(frozen=True)
-class StrategyFacts(Facts):
+class StrategyFacts(EntryFacts):
     """Facts of a strategy.
 
     - sharded: parameters, or what belongs to them, are split over `fsdp`.
@@ -91,18 +91,33 @@ class StrategyFacts(Facts):
 
 
 @dataclass(frozen=True)
-class ScheduleFacts(Facts):
+class ScheduleFacts(EntryFacts):
     """Facts of a schedule.
 
     - one_stage: it runs the model in one piece; False: as a pipeline; None: not known.
     - chunks: a stage may have several chunks of blocks; None: not known.
     - split_backward: the backward pass runs in two halves.
+    - halves: it halves the microbatches until one is left, so that they are a power of two.
+    - deterministic: `parallel.grad_sync.deterministic`, which runs pairwise, may stand beside it.
     """
 
     folder = "jaxdist.parallel.schedules"
     one_stage: bool | None = None
     chunks: bool | None = None
     split_backward: bool = False
+    halves: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts(EntryFacts):
+    """Facts of a collective algorithm.
+
+    - int8: it encodes every value that it sends exactly once, as the error feedback of int8 needs.
+    """
+
+    folder = "jaxdist.collectives.algorithms"
+    int8: bool = False
 
 
 class Section:
@@ -153,7 +168,7 @@ def options_of(folder: str, name: str) -> tuple[type, ...]:
     if frozen is None or not frozen.frozen or not all("rule" in each.metadata for each in fields(found)):
         raise UserError(
             f"{name}: Options of {found.__module__} is no section of settings; allowed: a class with"
-            " @dataclass(frozen=True), of fields that are setting(...) of jaxdist.config.reader"
+            " @dataclass(frozen=True), of fields that are setting(...) of jaxdist.config.rules.fields"
         )
     return (found,)
 

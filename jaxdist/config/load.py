@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config.checks import check_config
-from jaxdist.config.reader import read, to_text
+from jaxdist.config.reader import dump_yaml, read_config
 from jaxdist.config.schema import Config
 
 
@@ -15,9 +15,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     sure (simulated CPU devices). planned: for programs that only look ahead, on a machine without the devices and the
     data. Errors: `UserError`, one line with the key, its value, and what is allowed.
     """
-    return check_config(read(Config, path, overrides), planned=planned)
+    return check_config(read_config(Config, path, overrides), planned=planned)
 
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration."""
-    return to_text(config)
+    return dump_yaml(config)

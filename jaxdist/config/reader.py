@@ -1,30 +1,28 @@
 """YAML file + dotted overrides -> a tree of frozen dataclasses, for any dataclasses whose fields carry a `Rule`.
 
 A configuration file is taken as data and nothing else: the reader works on YAML's event stream, so that aliases, tags,
-deep nesting and duplicate keys are refused before anything is built from them. OmegaConf writes.
+deep nesting and duplicate keys are refused before anything is built from them.
 """
 
 import functools
 import re
 import stat
-import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
 
 from jaxdist.config.entries import Entries, owners, shaped
-from jaxdist.config.fields import Rule, check_value, nearest, show
+from jaxdist.config.rules.fields import Key, all_keys, keys, nearest, show
 from jaxdist.errors import UserError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
-# YAML 1.2 numbers (1e-3 is one, 012 and 1:30 are none), and the booleans that OmegaConf and PyYAML know.
+# YAML 1.2 numbers (1e-3 is one, 012 and 1:30 are none), and the booleans of YAML 1.1.
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _EXPONENT = r"[eE][-+]?[0-9]+"
 _FLOAT = re.compile(
@@ -36,58 +34,7 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def setting(default: Any, doc: str, **limits: Any) -> Any:
-    """A dataclass field with its one-line description and its allowed values, the fields of `Rule`."""
-    return field(default=default, metadata={"rule": Rule(doc, **limits)})
-
-
-def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
-    """A dataclass field that is a dataclass. `shorthand`: the key that a bare text stands for."""
-    return field(default_factory=cls, metadata={"rule": Rule(doc), "shorthand": shorthand})
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a section: `kind` is bool, int, float, str, tuple[str, ...], tuple[int, ...] or the dataclass of a
-    nested section; str also where a list of texts or a boolean may stand (`Rule.listed`, `Rule.switch`)."""
-
-    name: str
-    kind: Any
-    optional: bool
-    rule: Rule
-    shorthand: str | None
-    default: Any
-
-    @property
-    def nested(self) -> bool:
-        return is_dataclass(self.kind)
-
-
-def keys(cls: type) -> dict[str, Key]:
-    """The keys of a section, in order, from the fields of its dataclass."""
-    hints = typing.get_type_hints(cls)
-    found = {}
-    for each in fields(cls):
-        kinds = [hints[each.name]]
-        if isinstance(kinds[0], types.UnionType):
-            kinds = [kind for kind in typing.get_args(kinds[0]) if kind is not type(None)]
-        optional = type(None) in typing.get_args(hints[each.name])
-        default = None if each.default is MISSING else each.default
-        found[each.name] = Key(
-            each.name, kinds[0], optional, each.metadata["rule"], each.metadata.get("shorthand"), default
-        )
-    return found
-
-
-def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Every (dotted name, key) below a section, sections themselves included, in order."""
-    for name, key in keys(cls).items():
-        yield prefix + name, key
-        if key.nested:
-            yield from all_keys(key.kind, f"{prefix}{name}.")
-
-
-def read(cls: type[T], path: str | Path, overrides: Sequence[str]) -> T:
+def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T:
     """A `cls` from the YAML file at `path` with each `section.key=value` on top, in order. Errors: `UserError`."""
     text = _read_text(Path(path))
     tree = parse_yaml(text, str(path))
@@ -119,21 +66,31 @@ def _common(cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]
         if key.nested and isinstance(tree.get(name), dict):
             out[name] = _common(key.kind, tree[name], f"{prefix}{name}.")
         elif name in tree and not key.nested:
-            out[name] = check_value(tree[name], key.kind, key.optional, key.rule, prefix + name)
+            out[name] = key.check(tree[name], prefix + name)
     return out
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, where keys of `above` win; sections are merged. (OmegaConf puts no text in place of a list.)"""
+    """Both, where keys of `above` win; sections are merged."""
     sections = {
         name: _merged(below[name], value) for name, value in above.items() if isinstance(value, dict) and name in below
     }
     return below | above | sections
 
 
-def to_text(config: Any) -> str:
-    """A dataclass of this kind as YAML text that `read` turns into an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+class _Dumper(yaml.SafeDumper):
+    """Quotes each text that `parse_yaml` would take for something else, and writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def dump_yaml(config: Any) -> str:
+    """A dataclass of this kind as YAML text that `read_config` turns into an equal one."""
+    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _checked(top: type, cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -155,7 +112,7 @@ def _checked(top: type, cls: type, tree: dict[str, Any], prefix: str = "") -> di
         if key.nested:
             out[name] = _checked(top, key.kind, value, dotted + ".")
         else:
-            out[name] = check_value(value, key.kind, key.optional, key.rule, dotted)
+            out[name] = key.check(value, dotted)
     return out
 
 
@@ -175,7 +132,7 @@ def _bare(name: str) -> str:
     return show(name).strip("'\"") or "''"
 
 
-def _build(cls: type[T], tree: dict[str, Any]) -> T:
+def _build(cls: type[_T], tree: dict[str, Any]) -> _T:
     nested = {name: key.kind for name, key in keys(cls).items() if key.nested}
 
     def built(name: str, value: Any) -> Any:

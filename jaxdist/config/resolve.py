@@ -9,11 +9,10 @@ import importlib.util
 import logging
 import math
 import os
-import re
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from jaxdist.config.fields import show
+from jaxdist.config.rules.mesh import read_count
 from jaxdist.config.rules.pipeline import divisors
 from jaxdist.errors import UserError
 
@@ -123,9 +122,7 @@ def _process_count() -> int | None:
     sources += [("JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), ("WORLD_SIZE", "MASTER_ADDR")]
     for name, beside in sources:
         text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job: `runtime.job`
-        if text and not (re.fullmatch("[0-9]{1,6}", text) and int(text) >= 1):
-            raise UserError(f"{name}: {show(text)} in the environment is no process count; allowed: an integer >= 1")
         if text:
-            return int(text)
+            return read_count(os.environ, name, at_least=1)
     alone = all(os.environ.get(name, "1") in ("", "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     return 1 if alone and not os.environ.get("JOBSET_NAME") else None

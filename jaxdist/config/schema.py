@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses, one a section, read from YAML with `section.key=value` overrides on top.
 
 Each field carries its one-line description and its allowed values; the checks and docs/config.md both come from there.
-`reader.py` reads YAML into them; `fields.py` checks one value, `checks.py` and `rules/` check several keys together.
-Nothing here imports jax.
+`reader.py` reads YAML into them; `rules/fields.py` checks one value, and `checks.py` with `rules/` several keys
+together. Nothing here imports jax.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxdist.config.entries import Entries, Section, named, with_options
-from jaxdist.config.fields import parse_mixture
-from jaxdist.config.reader import section, setting
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.precision import PrecisionConfig
+from jaxdist.config.rules.fields import parse_mixture, section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
 
 _NONE: Any = None
-
-POLICIES = ("fp32", "bf16", "fp16", "fp8", "fp64", "O0", "O1", "O2", "O3")  # as `jaxdist.precision.policy` has them
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -110,22 +108,6 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
-class GradSyncConfig:
-    """How gradients are reduced."""
-
-    algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
-    bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
-    wire_dtype: str | None = setting(
-        None,
-        "what all-reduces send instead of fp32; int8: with error feedback; null: the gradients' type",
-        choices=("bfloat16", "int8"),
-    )
-    link: str = setting("auto", "what auto, two_level reckon with: local, nvlink, infiniband, tcp, or a rate: 200mbit")
-    deterministic: bool = setting(False, "the same bits on 1, 2, 4, ... devices (data, fsdp, microbatches)")
-    virtual_shards: int = setting(8, "deterministic: parts of the batch with a gradient each; a power of 2", at_least=1)
-
-
-@dataclass(frozen=True)
 class ParallelConfig:
     """How parameters, gradients and microbatches are spread."""
 
@@ -156,44 +138,7 @@ class ParallelConfig:
         False, "with sequence_parallel: layers split over tensor send in pieces while they multiply: docs/compiler.md"
     )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
-    grad_sync: GradSyncConfig = section(GradSyncConfig, "how gradients are reduced")
-
-
-@dataclass(frozen=True)
-class LossScaleConfig:
-    """The loss scale of half precision, by the names of torch.amp.GradScaler. `loss_scale: dynamic` is short for
-    `loss_scale: {mode: dynamic}`."""
-
-    mode: str | None = setting(
-        None,
-        "dynamic: moves with overflows; fixed: stays; none: no scaling; null: by policy",
-        choices=("none", "fixed", "dynamic"),
-    )
-    init_scale: float = setting(65536.0, "scale of the first step, or of all (fixed)", above=0)
-    growth_factor: float = setting(2.0, "dynamic: multiplies the scale after growth_interval good steps", at_least=1)
-    backoff_factor: float = setting(0.5, "dynamic: multiplies the scale after an overflow", above=0, at_most=1)
-    growth_interval: int = setting(2000, "dynamic: good steps in a row before the scale grows", at_least=1)
-
-
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """Number types; what is null goes by the policy. `precision: bf16` is short for `precision: {policy: bf16}`."""
-
-    policy: str = setting("fp32", "types of parameters and computation", choices=POLICIES)
-    reduce_dtype: str | None = setting(None, "type in which gradients are summed", choices=DTYPES)
-    half: str | None = setting(
-        None, "fp16, O1 to O3: bfloat16 in place of float16, without a loss scale", choices=("float16", "bfloat16")
-    )
-    param_dtype: str | None = setting(None, "type of parameters and optimizer state at rest", choices=DTYPES)
-    compute_dtype: str | None = setting(None, "type of matrix products, and of what layers receive", choices=DTYPES)
-    keep_fp32: tuple[str, ...] | None = setting(
-        None, "parameters that layers receive in fp32, by patterns: ['*norm*', head.*]"
-    )
-    per_op: bool | None = setting(None, "true: parameters are not cast, each operation casts its operands (autocast)")
-    loss_scale: LossScaleConfig = section(LossScaleConfig, "scaling of the loss", shorthand="mode")
-    max_consecutive_skips: int = setting(
-        10, "steps in a row that may be skipped as not finite; one more ends the run", at_least=0
-    )
+    grad_sync: GradSync = section(GradSync, "how gradients are reduced")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
 
 T = TypeVar("T")
@@ -122,12 +123,7 @@ def check_batch(global_batch: int, sharding: NamedSharding) -> None:
     """Raise `UserError` unless the devices divide the batch."""
     axes = sharding.spec[0] if len(sharding.spec) else None
     axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    if global_batch % shards:
-        raise UserError(
-            f"data.global_batch={global_batch} cannot be split evenly over {shards} devices (mesh axes "
-            f"{', '.join(axes)}); use a multiple of {shards}"
-        )
+    check_rows(global_batch, {axis: sharding.mesh.shape[axis] for axis in axes})
 
 
 class Loader:

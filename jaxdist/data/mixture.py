@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import registry
-from jaxdist.config.fields import SMALLEST_SHARE, parse_mixture
+from jaxdist.config.rules.fields import SMALLEST_SHARE, parse_mixture
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import Loader, batch_shapes, global_batch_of
 from jaxdist.data.samples import Leaves, SampleLoader, Samples, batch_leaves, shuffled, spread

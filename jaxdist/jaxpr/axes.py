@@ -1,8 +1,8 @@
-"""Collectives as they stand in a jaxpr."""
+"""Mesh axes that the equations of a jaxpr name."""
 
 from typing import Any
 
-SILENT = ("axis_index", "pvary", "pcast")  # name axes, move nothing
+SILENT = ("axis_index", "pvary", "pcast")  # they name axes, and send nothing
 
 
 def named_axes(equation: Any) -> tuple[str, ...]:
@@ -12,5 +12,5 @@ def named_axes(equation: Any) -> tuple[str, ...]:
 
 
 def moving_axes(equation: Any) -> tuple[str, ...]:
-    """Mesh axes over which an equation moves data."""
+    """Mesh axes over which an equation sends data: () unless it is a collective."""
     return () if equation.primitive.name in SILENT else named_axes(equation)

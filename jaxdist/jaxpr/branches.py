@@ -1,40 +1,49 @@
-"""How often each branch of a condition is taken, where the program says it.
+"""Counts of how often each equation of a program runs, with those in branches counted exactly.
 
-A pipeline's conditions depend on constants (its table), on the number of the tick and on the stage. All of these are in
-the jaxpr, so that what stands in a branch can be counted exactly: its predicate is computed for every stage and every
-turn of the loops around it, all at once, on integers only.
+Which branch of a pipeline's `cond` runs depends on constants (the schedule's table), on the number of the tick, and on
+the stage. All three are in the jaxpr. So a predicate is computed here for every stage and every round of the loops
+around it, all at once, from integers only.
 
-Legend: N contexts, one for each pair of (stage, turn of the loops around).
+Legend: N contexts, one for each pair of (stage, round of the loops around).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from jaxdist.jaxpr.axes import SILENT, named_axes
 from jaxdist.jaxpr.evaluate import CALLS
+from jaxdist.jaxpr.walk import equations, inner_jaxprs, names_at, opened, scan_of
 
-AXIS = "pipe"  # devices at one place on this axis take the same branches
-LARGEST = 1 << 16  # elements of a value that is followed
-MOST = 1 << 22  # contexts times elements: with more, a loop's turns are not told apart
+AXIS = "pipe"  # devices with the same coordinate on this axis take the same branches
+LARGEST = 1 << 16  # elements: the values of larger arrays are not computed
+MOST_ELEMENTS = 1 << 22  # contexts times elements: with more, the rounds of a loop are counted but not told apart
 
 
 class Value(NamedTuple):
-    """What is known of a variable. array: [N, ...] if it differs from context to context, else [...]."""
+    """The value of a variable.
+
+    array: [N, ...] if it differs between contexts, else [...]
+    """
 
     array: np.ndarray
     differs: bool
 
 
 class Scope(NamedTuple):
-    """Where in a program a reader is. stage: of each context, [N]. live: how often each context gets here, [N]. known:
-    values of variables. certain: whether `live` is exact: it is not below a condition that depends on data. at_most:
-    how often a device would get here if it took every branch."""
+    """A place in a program, with what is known there.
+
+    stage: the stage of each context, [N]
+    live: how often each context gets here, [N]
+    known: the values of variables, where they could be computed
+    certain: whether `live` is exact: no condition around depends on data
+    at_most: how often a device would get here if it took every branch
+    """
 
     stage: np.ndarray
     live: np.ndarray
@@ -47,13 +56,13 @@ class Scope(NamedTuple):
         """How often each stage gets here, [stages]."""
         return np.bincount(self.stage, weights=self.live).astype(np.int64)
 
-    def read(self, atom: Any) -> Value | None:
-        """What is known of a variable or literal."""
+    def value_of(self, atom: Any) -> Value | None:
+        """The value of a variable or literal; None if it is not known."""
         return Value(np.asarray(atom.val), False) if isinstance(atom, Literal) else self.known.get(atom)
 
     def follow(self, equation: Any) -> None:
-        """Note what an equation gives, if that can be known."""
-        operands = [self.read(atom) for atom in equation.invars]
+        """Add the results of an equation to `known`, if they can be computed."""
+        operands = [self.value_of(atom) for atom in equation.invars]
         name, outputs = equation.primitive.name, equation.outvars
         if name == "axis_index" and named_axes(equation) == (AXIS,):
             self.known[outputs[0]] = Value(self.stage.astype(outputs[0].aval.dtype), True)
@@ -63,51 +72,47 @@ class Scope(NamedTuple):
             return
         if name in SILENT:
             self.known.update(zip(outputs, values, strict=True))
-        elif not named_axes(equation) and not list(jaxprs_in_params(equation.params)):
+        elif not named_axes(equation) and not inner_jaxprs(equation):
             self.known.update(zip(outputs, _compute(equation, values), strict=True))
 
-    def inside(self, jaxpr: Any, equation: Any = None) -> "Scope":
-        """In a jaxpr of a call. Its arguments are the equation's operands if there are as many, and whole if they are
-        the same on all devices."""
-        atoms = [] if equation is None else list(equation.invars)
-        if len(getattr(jaxpr, "jaxpr", jaxpr).invars) != len(atoms):
-            atoms = []
-        specs = [] if equation is None else equation.params.get("in_specs", [])
-        parts = [any(entry is not None for entry in spec) for spec in specs] or [False] * len(atoms)
-        values = [None if part else self.read(atom) for atom, part in zip(atoms, parts, strict=False)]
+    def inside(self, jaxpr: Any, equation: Any) -> "Scope":
+        """The scope inside a call.
+
+        The jaxpr's arguments are the equation's operands if there are as many. Operands of a `shard_map` are known
+        inside if all devices have the whole.
+        """
+        atoms = equation.invars if len(opened(jaxpr).invars) == len(equation.invars) else []
+        specs = equation.params.get("in_specs", [])
+        split = [any(entry is not None for entry in spec) for spec in specs] or [False] * len(atoms)
+        values = [None if parts else self.value_of(atom) for atom, parts in zip(atoms, split, strict=False)]
         return self._replace(known=_bound(jaxpr, values))
 
     def returned(self, equation: Any, jaxpr: Any, called: "Scope") -> None:
-        """Note what a call gives, if that is known in the scope of its jaxpr."""
-        found = getattr(jaxpr, "jaxpr", jaxpr).outvars
+        """Add the results of a call to `known`, if they are known in the scope of its jaxpr."""
+        found = opened(jaxpr).outvars
         if equation.primitive.name in CALLS and len(found) == len(equation.outvars):
-            values = zip(equation.outvars, map(called.read, found), strict=True)
+            values = zip(equation.outvars, map(called.value_of, found), strict=True)
             self.known.update((name, value) for name, value in values if value is not None)
 
-    def turns(self, equation: Any) -> "Scope":
-        """In the body of a scan: a context a turn, if what goes into a turn is known at all, else counted only."""
-        params, body = equation.params, equation.params["jaxpr"]
-        # Inputs are constants, carry and rows, outputs carry and rows; a row has a dim less inside. (The parameters say
-        # it too, in every version of jax in other words.)
-        length = params["length"]
-        carried = len(equation.outvars) - _rows(equation.outvars, body.jaxpr.outvars)
-        constants = len(equation.invars) - _rows(equation.invars, body.jaxpr.invars) - carried
-        operands = [self.read(atom) for atom in equation.invars]
-        rows = operands[constants + carried :]
-        scope = self._replace(at_most=self.at_most * length)
-        size = max((value.array.size for value in operands if value is not None), default=1)
-        if all(row is None for row in rows) or length * len(self.live) * max(size // len(self.live), 1) > MOST:
-            return scope._replace(live=self.live * length, known=_bound(body, [*operands[:constants]]))
-        order = np.arange(length)[:: -1 if params["reverse"] else 1]
-        values = [value and _repeated(value, length) for value in operands[:constants]] + [None] * carried
-        values += [row and _turned(row, order, len(self.live)) for row in rows]
+    def rounds(self, equation: Any) -> "Scope":
+        """The scope inside a scan: a context for each round, if any of its rows is known."""
+        scan = scan_of(equation)
+        constants, _, rows = scan.split([self.value_of(atom) for atom in equation.invars])
+        length, scope = scan.length, self._replace(at_most=self.at_most * scan.length)
+        known = [value for value in map(self.value_of, equation.invars) if value is not None]
+        size = max((value.array.size for value in known), default=1)
+        if all(row is None for row in rows) or length * len(self.live) * max(size // len(self.live), 1) > MOST_ELEMENTS:
+            return scope._replace(live=self.live * length, known=_bound(scan.body, constants))
+        order = np.arange(length)[:: -1 if scan.reverse else 1]
+        values = [value and _repeated(value, length) for value in constants] + [None] * scan.carried
+        values += [row and _by_round(row, order, len(self.live)) for row in rows]
         stage, live = (np.repeat(each, length) for each in (self.stage, self.live))
-        return scope._replace(stage=stage, live=live, known=_bound(body, values))
+        return scope._replace(stage=stage, live=live, known=_bound(scan.body, values))
 
     def branches(self, equation: Any) -> list["Scope"]:
-        """In each branch of a condition."""
-        chosen, found = self.read(equation.invars[0]), []
-        operands = [self.read(atom) for atom in equation.invars[1:]]
+        """The scope inside each branch of a condition."""
+        chosen, found = self.value_of(equation.invars[0]), []
+        operands = [self.value_of(atom) for atom in equation.invars[1:]]
         for number, body in enumerate(equation.params["branches"]):
             scope = self._replace(known=_bound(body, operands))
             if chosen is None:
@@ -118,26 +123,58 @@ class Scope(NamedTuple):
 
 
 def outermost(jaxpr: Any, mesh: Mapping[Any, int]) -> Scope:
-    """At the start of a program."""
+    """The scope at the start of a program. mesh: {axis: size}."""
     stages = mesh.get(AXIS, 1)
     return Scope(np.arange(stages), np.ones(stages, np.int64), _bound(jaxpr, []), True, 1)
 
 
-def _rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many variables of a scan are rows inside."""
-    return sum(a.aval.ndim > b.aval.ndim for a, b in zip(outside, inside, strict=True))
+class Reached(NamedTuple):
+    """An equation, the named scopes around it (as `walk.Site.names`), and its scope."""
+
+    equation: Any
+    names: str
+    scope: Scope
+
+
+def reached(
+    jaxpr: Any, scope: Scope, wanted: Callable[[Any], bool], weight: Callable[[Reached], float], names: str = ""
+) -> Iterator[Reached]:
+    """The wanted equations of a program at any depth, in program order.
+
+    wanted: whether an equation is one; what is inside it is not looked at then
+    weight: of a condition that depends on data, the branch is followed whose equations weigh most
+    """
+    for equation in equations(jaxpr):
+        here, name = names_at(names, equation), equation.primitive.name
+        if wanted(equation):
+            yield Reached(equation, here, scope)
+        elif name == "scan":
+            yield from reached(equation.params["jaxpr"], scope.rounds(equation), wanted, weight, here)
+        elif name == "cond":
+            bodies = zip(equation.params["branches"], scope.branches(equation), strict=True)
+            found = [list(reached(body, branch, wanted, weight, here)) for body, branch in bodies]
+            if scope.value_of(equation.invars[0]) is None:
+                found = [max(found, key=lambda branch: sum(map(weight, branch)))]
+            yield from (each for branch in found for each in branch)
+        elif inner := inner_jaxprs(equation):
+            for each in inner:
+                called = scope.inside(each, equation)
+                yield from reached(each, called, wanted, weight, here)
+                scope.returned(equation, each, called)
+        else:
+            scope.follow(equation)
 
 
 def _bound(jaxpr: Any, values: Sequence[Value | None]) -> dict[Any, Value]:
-    """What is known at the start of a jaxpr, closed or not: its constants, and the first of its arguments."""
-    plain = getattr(jaxpr, "jaxpr", jaxpr)
+    """The values known at the start of a jaxpr: of its constants, and of its first arguments, which are given."""
+    plain = opened(jaxpr)
     constants = [Value(np.asarray(x), False) if _small(x) else None for x in getattr(jaxpr, "consts", ())]
     names: Iterable[Any] = (*plain.constvars[: len(constants)], *plain.invars[: len(values)])
     return {name: value for name, value in zip(names, [*constants, *values], strict=True) if value is not None}
 
 
 def _small(x: Any) -> bool:
-    """Whether an array or variable is one to follow: integers and truth values, not too many."""
+    """Whether the value of an array or variable is computed: integers and truth values, not too many."""
     if isinstance(x, jax.core.Tracer):
         return False
     aval = x.aval if hasattr(x, "aval") else jax.typeof(x)
@@ -160,10 +197,11 @@ def _compute(equation: Any, values: list[Value]) -> list[Value]:
 
 
 def _repeated(value: Value, length: int) -> Value:
+    """The same value in all rounds."""
     return Value(np.repeat(value.array, length, axis=0), True) if value.differs else value
 
 
-def _turned(value: Value, order: np.ndarray, contexts: int) -> Value:
-    """A row for each context, of values [N, turns, ...] or [turns, ...]."""
+def _by_round(value: Value, order: np.ndarray, contexts: int) -> Value:
+    """A row for each round, of an array [N, rounds, ...] or [rounds, ...]."""
     array = value.array if value.differs else np.broadcast_to(value.array, (contexts, *value.array.shape))
     return Value(array[:, order].reshape(-1, *array.shape[2:]), True)

@@ -1,4 +1,4 @@
-"""Run a jaxpr equation by equation, to change it or to run some of it."""
+"""Evaluation of a jaxpr, equation by equation: to change some of its operations, or to run only some of them."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -7,33 +7,38 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
+
+from jaxdist.jaxpr.walk import equations, inner_jaxprs, interpret, opened
 
 CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 def where_written(equation: Any) -> AbstractContextManager[None]:
-    """What is traced inside has the names and the source line of the equation."""
+    """A context in which new operations get the named scopes and the source line of the equation."""
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(equation.source_info.traceback, name_stack=names)
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation, under its own name. Operands may vary over more mesh axes than when it was traced."""
+    """The results of an equation, under its own name and source line.
+
+    Operands may vary over more mesh axes than those it was traced with.
+    """
     with where_written(equation):
         return apply(equation, operands)
 
 
 def apply(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """`bind` under the names that hold here."""
+    """The results of an equation, as `bind`, but under the names of the caller."""
     if equation.primitive.name in ("pvary", "pcast") and equation.params.get("to", "varying") == "varying":
         return [_vary(operands[0], equation.params["axes"])]
-    if not list(jaxprs_in_params(equation.params)):
+    if not inner_jaxprs(equation):
         grown = {axis for operand in operands for axis in _axes(operand)}
         operands = [_vary(operand, grown) for operand in operands]
-    with equation.ctx.manager:  # settings that held where it was traced, such as the width of numbers
-        params = equation.primitive.get_bind_params(equation.params)  # with the rules of a custom_vjp as functions
+    with equation.ctx.manager:  # the settings of the place where it was traced, such as the width of numbers
+        params = equation.primitive.get_bind_params(equation.params)  # makes functions of the rules of a custom_vjp
         found = equation.primitive.bind(*operands, **params)
     return list(found) if equation.primitive.multiple_results else [found]
 
@@ -47,27 +52,29 @@ def _vary(x: Any, axes: Iterable[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def read(known: dict[Any, Any], atom: Any) -> Any:
-    """The value of a variable or literal."""
+def atom_value(known: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable, which is in `known`, or of a literal."""
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
 def evaluate(
     jaxpr: Any, constants: Sequence[Any], values: Sequence[Any], bind: Bind = bind, *, calls: Collection[str] = CALLS
 ) -> list[Any]:
-    """The results of a jaxpr. What it calls is evaluated in place, so that traced again it has no calls; loops and
-    conditions are equations like others, and so are calls by other names than `calls`."""
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
-    for equation in jaxpr.eqns:
-        operands, inner = [read(known, atom) for atom in equation.invars], list(jaxprs_in_params(equation.params))
-        if equation.primitive.name in calls and len(inner) == 1:
-            called, consts = getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ())
-            with where_written(equation), equation.ctx.manager:
-                results = evaluate(called, consts, operands, bind, calls=calls)
-        else:
-            results = bind(equation, operands)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(known, atom) for atom in jaxpr.outvars]
+    """The results of a jaxpr, computed equation by equation.
+
+    bind: (equation, operands) -> results
+    calls: names of the primitives whose function is evaluated in place, so that a new trace has no call there; `bind`
+        gets all others, loops and conditions too
+    """
+
+    def rule(equation: Any, operands: list[Any]) -> list[Any]:
+        inner = inner_jaxprs(equation)
+        if equation.primitive.name not in calls or len(inner) != 1:
+            return bind(equation, operands)
+        with where_written(equation), equation.ctx.manager:
+            return evaluate(opened(inner[0]), getattr(inner[0], "consts", ()), operands, bind, calls=calls)
+
+    return interpret(jaxpr, constants, values, rule, lambda literal: literal.val)
 
 
 def inlined(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -78,12 +85,15 @@ def inlined(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are no literals."""
+    """The atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def needed(equations: list[Any], outputs: list[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
-    """(equations that the outputs need where `given` is there, in order; all variables read)."""
+    """(the equations that `outputs` depend on, in order; all variables that they read).
+
+    given: variables that are there already: equations that make only these are left out
+    """
     reads, chosen = set(variables(outputs)), []
     for equation in reversed(equations):
         if any(variable in reads and variable not in given for variable in equation.outvars):
@@ -93,9 +103,11 @@ def needed(equations: list[Any], outputs: list[Any], given: set[Any]) -> tuple[l
 
 
 def trimmed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), without equations that its results do not need: a compiler would drop them as well, but who
-    reads the program would count them."""
+    """The results of function(*arguments), without the equations that they do not depend on.
+
+    A compiler drops such equations as well, but the ledger, which reads the traced program, would count them.
+    """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    chosen, _ = needed(traced.jaxpr.eqns, traced.jaxpr.outvars, set())
+    chosen, _ = needed(equations(traced), traced.jaxpr.outvars, set())
     results = evaluate(traced.jaxpr.replace(eqns=chosen), traced.consts, jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -1,7 +1,7 @@
 """Become a rank of a launcher: python -I -S exec_rank.py LAUNCHER_PID CPUS COMMAND ...
 
-It dies with its launcher (PR_SET_PDEATHSIG, which a program started from here keeps) and runs on CPUS, as "0,1,2", or
-on all where that is "". A program of its own: a launcher with threads must not run Python between fork and exec.
+The rank dies with its launcher (PR_SET_PDEATHSIG, which `exec` keeps) and runs on CPUS, as in "0,1,2", or on all where
+that is "". This is a program of its own because a launcher with threads must not run Python between fork and exec.
 """
 
 import ctypes
@@ -12,8 +12,8 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(launcher: int, cpus: str, command: list[str]) -> int:
-    """Does not return, unless the command cannot be run: then 2."""
+def become_rank(launcher: int, cpus: str, command: list[str]) -> int:
+    """Run the command in place of this program. Returns only if that fails: 2, or 1 where the launcher is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it was dead before the line above
         return 1
@@ -27,4 +27,4 @@ def main(launcher: int, cpus: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(become_rank(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

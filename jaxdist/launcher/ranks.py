@@ -13,27 +13,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from jaxdist.errors import UserError
 from jaxdist.runtime.exit_status import STOPPED
 from jaxdist.runtime.run_folder import open_log
 
 POLL_S = 0.02
-LINE_BYTES = 1 << 16  # a longer line is shown in parts
-# How ranks end that are told to stop. One that has no handler yet, as it still imports, has nothing to save either.
+SHOWN_LINE = 1 << 16  # bytes; a longer line is shown in parts
+# Statuses of ranks that were told to stop. A rank without a handler still imports, and has nothing to save.
 HALTED = (0, STOPPED, -signal.SIGTERM)
 HERE = Path(__file__).parent
 
 
 def share_of_cpus(cpus: Sequence[int], index: int, count: int) -> list[int]:
-    """The part of these CPUs for process `index` of `count` on a host: neighbours, all of them used; [] where there are
-    fewer CPUs than processes."""
+    """The CPUs for process `index` of `count` on a host: neighbours, so that all are used; [] where there are fewer
+    CPUs than processes."""
     if len(cpus) < count:
         return []
     return list(cpus[index * len(cpus) // count : (index + 1) * len(cpus) // count])
 
 
 def cpus_in_order() -> list[int]:
-    """The CPUs that this process may use, those of one socket together, and those of one core."""
+    """The CPUs that this process may use, sorted by socket and core."""
 
     def place(cpu: int) -> tuple[int, ...]:
         folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
@@ -46,16 +45,14 @@ def cpus_in_order() -> list[int]:
 
 
 class Screen:
-    """Standard output and error of a launcher, written a line at a time by many threads.
-
-    lost: set when whoever reads them has gone, as in `... | head`.
-    """
+    """Standard output and error of a launcher, to which many threads write lines. `lost` is set when their reader has
+    gone, as in `... | head`."""
 
     def __init__(self) -> None:
         self.lock, self.lost = threading.Lock(), False
 
     def write(self, stream: int, line: bytes) -> None:
-        """stream: 1 or 2. The line is written whole, with an end."""
+        """Write a whole line, with its end, to stream 1 or 2."""
         line = line if line.endswith(b"\n") else line + b"\n"
         with self.lock:
             try:
@@ -67,7 +64,7 @@ class Screen:
 
 @dataclass
 class Rank:
-    """A process of the job that runs here. `status` is None while it runs; -n after signal n."""
+    """A process of the job on this host. `status` is None while it runs, and -n after signal n."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -77,13 +74,14 @@ class Rank:
     killed: bool = False
 
     def send(self, number: int) -> None:
-        """To the whole group of what it has started."""
+        """Send a signal to the process and all that it has started."""
         if self.status is None:
             self.killed |= number == signal.SIGKILL
             os.killpg(self.process.pid, number)
 
     def ended(self) -> bool:
-        """Whether it has; then what it has started is ended too. Its number is not given back before that."""
+        """Whether the process has ended; then all that it has started is ended, too, before its number is free
+        again."""
         if self.status is None:
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False
@@ -93,52 +91,54 @@ class Rank:
         return True
 
 
-class Place(NamedTuple):
-    """Where the processes of this host stand in one attempt of the job."""
+class HostPlace(NamedTuple):
+    """The part of one host in an attempt of the job."""
 
-    node: int
-    nodes: int
-    first_rank: int
-    world: int
-    host: str
+    node: int  # the number of this host
+    nodes: int  # how many hosts there are
+    first_rank: int  # of the processes on this host
+    world: int  # how many processes the job has
+    host: str  # the address of rank 0
     port: int
-    job: str
+    job: str  # a name of the attempt; processes of another one do not join it
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended. statuses: by rank, as `Rank.status`. cause: the rank that failed first, None where none
-    did. killed: ranks that were ended on account of it. told: another host's ranks failed."""
+    """The end of an attempt."""
 
-    statuses: dict[int, int]
-    cause: int | None
-    killed: frozenset[int]
-    told: bool = False
+    statuses: dict[int, int]  # by rank, as `Rank.status`
+    cause: int | None  # the rank that failed first, or None
+    killed: frozenset[int]  # the ranks that were killed because of it
+    elsewhere: bool = False  # whether another host is lost or its ranks have failed
 
 
+def first_cause(failed: Sequence[tuple[int, int]]) -> int | None:
+    """The rank to blame, of (rank, status) in the order in which they failed. A wrong configuration comes first. JAX
+    aborts, and a watchdog ends with `STOPPED`, where another rank is lost: these come last."""
+    key = {rank: (status != 2, status in (STOPPED, -signal.SIGABRT)) for rank, status in failed}
+    return min(key, key=lambda rank: key[rank], default=None)
+
+
+@dataclass
 class Attempt:
-    """One start of all processes of this host. environs: one for each, with its RANK in it."""
+    """One start of all processes of this host."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environs: Sequence[Mapping[str, str]],
-        *,
-        logs: Path,
-        option: str,
-        bind: bool,
-        screen: Screen,
-        number: int,
-    ) -> None:
-        self.command, self.environs, self.logs, self.option = command, environs, logs, option
-        self.bind, self.screen, self.number = bind, screen, number
-        self.ranks: list[Rank] = []
-        self.order: list[Rank] = []  # as they ended
-        self.reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(HERE / "reaper.py")], stdin=subprocess.PIPE, start_new_session=True
-        )
+    command: Sequence[str]
+    environs: Sequence[Mapping[str, str]]  # one for each process, with its RANK in it
+    logs: Path
+    option: str  # that errors about the logs' folder name
+    bind: bool
+    screen: Screen
+    number: int
+    ranks: list[Rank] = field(default_factory=list)
+    order: list[Rank] = field(default_factory=list)  # as they ended
+
+    def __post_init__(self) -> None:
+        reaper = [sys.executable, "-I", "-S", str(HERE / "reaper.py")]
+        self.reaper = subprocess.Popen(reaper, stdin=subprocess.PIPE, start_new_session=True)
 
     def start(self) -> None:
-        """Start all of them."""
+        """Start all processes."""
         cpus = cpus_in_order() if self.bind else []
         for index, environ in enumerate(self.environs):
             mine = ",".join(map(str, share_of_cpus(cpus, index, len(self.environs))))
@@ -163,15 +163,15 @@ class Attempt:
 
     def _keep(self, line: str) -> None:
         assert self.reaper.stdin is not None
-        with contextlib.suppress(OSError):  # somebody has ended it; ranks still die with their launcher
+        with contextlib.suppress(OSError):  # the reaper was killed; ranks still die with their launcher
             self.reaper.stdin.write(f"{line}\n".encode())
             self.reaper.stdin.flush()
 
     def _pump(self, source: IO[bytes], stream: int, rank: Rank) -> None:
-        """Show and log what a rank prints, line by line, to its end: a rank must never wait for its reader."""
+        """Show and log the output of a rank, line by line, to its end: a rank must never wait for its reader."""
         prefix, logging = f"[{rank.rank}] ".encode(), True
         with source:
-            while line := source.readline(LINE_BYTES):
+            while line := source.readline(SHOWN_LINE):
                 self.screen.write(stream, prefix + line)
                 try:
                     while logging and line:
@@ -181,12 +181,17 @@ class Attempt:
                     self.screen.write(2, f"[launch] the log of rank {rank.rank} ends: {error.strerror}\n".encode())
 
     def watch(self, signals: list[int], grace: float, peers: "Peers", note: Path) -> Outcome:
-        """Until all have ended.
+        """Wait until all processes have ended.
 
-        The first of `signals` is passed on as SIGTERM, which ranks take as a wish to stop together, with a checkpoint;
-        after a second one all are killed. A rank that fails leaves the others `grace` seconds, to say what they saw:
-        they cannot go on without it. peers: the launchers of other hosts. note: a file that a rank leaves which ends
-        because the run was asked to stop: a signal, too (0), of which the others know, or after `grace` seconds hear.
+        The first of `signals` is passed on as SIGTERM: ranks then stop together, with a checkpoint. After a second one
+        all are killed. When a rank fails, the others cannot go on, and have `grace` seconds to say what they saw.
+
+        Args:
+            signals: Those that this process has received; more may come meanwhile.
+            grace: Seconds until the rest is killed.
+            peers: The launchers of other hosts.
+            note: A file that a rank leaves when it ends because the run was asked to stop. That counts as a signal (0).
+                The other ranks usually know of it; after `grace` seconds they are told.
         """
         deadline, tell, told = float("inf"), 0.0, False
         while running := [rank for rank in self.ranks if not rank.ended()]:
@@ -212,7 +217,7 @@ class Attempt:
         return self._outcome(peers.lost(failed=False))
 
     def _asked(self, signals: list[int], note: Path) -> bool:
-        """Whether a rank turns out to have ended because the run was asked to stop: a 0 among the signals."""
+        """Whether a rank has ended because the run was asked to stop; then a 0 is added to the signals."""
         if signals or not any(rank.status == STOPPED for rank in self.order) or not note.exists():
             return False
         signals.append(0)
@@ -224,16 +229,13 @@ class Attempt:
                 self.order.append(rank)
                 self._keep(f"-{rank.process.pid}")
 
-    def _outcome(self, told: bool) -> Outcome:
+    def _outcome(self, elsewhere: bool) -> Outcome:
         statuses = {rank.rank: rank.status for rank in self.ranks if rank.status is not None}
-        failed = [rank for rank in self.order if rank.status and not rank.killed]
-        # JAX aborts, and a watchdog ends with 75, where another rank is lost: the cause is rather that one.
-        worst = sorted(failed, key=lambda rank: (rank.status != 2, rank.status in (STOPPED, -signal.SIGABRT)))
-        killed = frozenset(rank.rank for rank in self.ranks if rank.killed)
-        return Outcome(statuses, worst[0].rank if worst else None, killed, told)
+        cause = first_cause([(rank.rank, rank.status) for rank in self.order if rank.status and not rank.killed])
+        return Outcome(statuses, cause, frozenset(rank.rank for rank in self.ranks if rank.killed), elsewhere)
 
     def close(self) -> None:
-        """End what still runs, and wait for what was printed to be shown."""
+        """End the processes that still run, and wait until their output is shown."""
         for rank in self.ranks:
             rank.send(signal.SIGKILL)
             while not rank.ended():
@@ -250,16 +252,9 @@ class Attempt:
 
 
 class Peers:
-    """The launchers of other hosts, as far as an attempt has to know them; here: there are none."""
+    """The launchers of other hosts, as an attempt sees them. This class is for a job on one host."""
 
     def lost(self, *, failed: bool) -> bool:
-        """Whether ranks of another host have failed. failed: ranks of this host have, and the others are to know."""
+        """Whether ranks of another host have failed. failed: whether ranks of this host have; the others are told
+        then."""
         return False
-
-
-def check_command(command: Sequence[str]) -> None:
-    """Raises `UserError` where there is nothing to run."""
-    if not command:
-        raise UserError("command: none given; allowed: a program and its arguments, after --")
-    if any("\0" in argument for argument in command):
-        raise UserError("command: an argument holds a NUL character; leave it out")

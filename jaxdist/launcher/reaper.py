@@ -1,7 +1,8 @@
-"""End what a dead launcher has left: python -I -S reaper.py, told "+PID" and "-PID" of process groups line by line.
+"""Kill the process groups that a dead launcher has left: python -I -S reaper.py.
 
-The input ends with the launcher, however that ends. Then every group that was not taken back is killed: ranks die with
-their launcher by themselves, but not what they have started.
+Its input has a line "+PID" for each group that begins and "-PID" for each that has ended. The input ends with the
+launcher, however that ends; then every group that is left is killed. Ranks die with their launcher by themselves, but
+the processes that they have started do not.
 """
 
 import contextlib
@@ -10,8 +11,8 @@ import signal
 import sys
 
 
-def main() -> int:
-    """Returns when the launcher is gone."""
+def reap() -> int:
+    """Wait until the launcher is gone, then kill what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -24,4 +25,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reap())

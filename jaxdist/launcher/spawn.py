@@ -1,4 +1,4 @@
-"""Processes of one job started from Python: `spawn(fn, 4)` beside the launcher of `scripts/launch.py`."""
+"""A job started from Python: `spawn(fn, 4)`, in place of the launcher of `scripts/launch.py`."""
 
 import multiprocessing
 import os
@@ -11,15 +11,16 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from jaxdist.launcher.ranks import Place
-from jaxdist.launcher.supervisor import free_port, rank_environ
+from jaxdist.launcher.ranks import HostPlace
+from jaxdist.launcher.supervisor import rank_environ
+from jaxdist.runtime.connection import free_port
 
 GRACE_S = 5.0  # for a process to end after SIGTERM
-MESSAGE = 15_000  # characters of a traceback, its end: they fit into a pipe that nobody reads yet
+MESSAGE = 15_000  # last characters of a traceback: so many fit into a pipe that nobody reads yet
 
 
 class SpawnError(RuntimeError):
-    """A process failed. rank: which. The message holds its traceback, or how it ended."""
+    """The process `rank` has failed. The message holds its traceback, or its exit status."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -29,7 +30,7 @@ class SpawnError(RuntimeError):
 def _run(
     fn: Callable[..., Any], rank: int, args: tuple[Any, ...], environ: Mapping[str, str], report: connection.Connection
 ) -> None:
-    """In a process: call `fn`, and say what went wrong."""
+    """Call `fn` in a new process, and send the traceback if it fails."""
     os.environ.clear()
     os.environ.update(environ)
     try:
@@ -55,7 +56,7 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs}; allowed: 1 or more")
     context = multiprocessing.get_context("spawn")
-    place = Place(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8))
+    place = HostPlace(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8))
     processes: list[BaseProcess] = []
     reports: list[connection.Connection] = []
     try:
@@ -80,7 +81,7 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
 
 
 def _wait(processes: list[BaseProcess], reports: list[connection.Connection]) -> None:
-    """Until all have ended, or one has failed: raises `SpawnError` then."""
+    """Wait until all processes have ended. Raises `SpawnError` for the first that fails."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
         for sentinel in connection.wait(list(running)):

@@ -1,5 +1,7 @@
-"""Layers that own the mesh axis `tensor`: each declares the PartitionSpecs of its parameters and issues the matching
-collectives. Layers take sizes and dtypes from their arrays, so the same code runs on a shard and on the whole."""
+"""Tensor-parallel layers: they declare the PartitionSpecs of their parameters and call the collectives over `tensor`.
+
+Layers read sizes and dtypes from their arrays, so that the same code runs on a shard and on the whole.
+"""
 
 from jaxdist.nn.attention import Attention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
@@ -15,32 +17,8 @@ from jaxdist.nn.param import normal, param, zeros
 from jaxdist.nn.sequence_parallel import whole_sequence
 
 __all__ = [
-    "MLP",
-    "Attention",
-    "Block",
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "ModelDef",
-    "PositionEmbed",
-    "QKVProjection",
-    "RMSNorm",
-    "RowParallelLinear",
-    "VocabEmbed",
-    "VocabHead",
-    "add_bias",
-    "chunked_cross_entropy",
-    "dropout",
-    "dropout_heads",
-    "loss_chunk",
-    "make_norm",
-    "model_def",
-    "normal",
-    "param",
-    "product",
-    "vocab_cross_entropy",
-    "vocab_logits",
-    "whole_sequence",
-    "whole_vocab",
-    "why_not_cudnn",
-    "zeros",
-]
+    "MLP", "Attention", "Block", "ColumnParallelLinear", "LayerNorm", "ModelDef", "PositionEmbed", "QKVProjection",
+    "RMSNorm", "RowParallelLinear", "VocabEmbed", "VocabHead", "add_bias", "chunked_cross_entropy", "dropout",
+    "dropout_heads", "loss_chunk", "make_norm", "model_def", "normal", "param", "product", "vocab_cross_entropy",
+    "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn", "zeros",
+]  # fmt: skip

@@ -1,11 +1,11 @@
 """Causal self-attention with grouped-query heads (Ainslie et al. 2023), heads split over `tensor`.
 
-Legend: B batch, S and T sequence, D model width, K head width, G query heads of one key/value head,
-n key/value heads on this device.
+Legend: B batch, S and T sequence, D model width, K head width, G query heads of one key/value head, n key/value heads
+on this device.
 """
 
 import re
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.dropout import dropout_heads
-from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
-from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
 SITE_PROBABILITIES = 1
 
 
 def rotary(x_BSHK: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021), the halves rotated together as in GPT-NeoX and Llama's released
-    code."""
+    """Rotary position embedding (Su et al. 2021). Elements i and K/2 + i of a head are a pair, as in Llama."""
     half = x_BSHK.shape[-1] // 2
     wide = accumulation_dtype(x_BSHK.dtype)
     frequencies = jnp.asarray(theta ** -(np.arange(half) / half), wide)
@@ -36,14 +35,14 @@ def rotary(x_BSHK: jax.Array, theta: float) -> jax.Array:
 def causal_attention(
     q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array, keys_B: jax.Array, *, dropout: float
 ) -> jax.Array:
-    """softmax(q k / sqrt(K)) v under the causal mask -> [B, S, n, G, K].
+    """Causal attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
 
-    Scores and softmax in at least fp32, products in the input's dtype; the scores are O(S^2) memory.
+    Scores and softmax are in at least fp32, products in the input's dtype. The scores take O(S^2) memory.
     """
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
-    scores = wide_einsum("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
-    # Added, not selected by: the backward pass of a selection would keep a mask as large as the scores.
+    scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
+    # The mask is added: the backward pass of a `where` would keep a mask as large as the scores.
     future = jnp.triu(jnp.full((length, length), jnp.finfo(wide).min, wide), 1)
     weights = jax.nn.softmax(scores + future, axis=-1)
     by_head = weights.reshape(batch, n * groups, length, length)
@@ -52,19 +51,24 @@ def causal_attention(
 
 
 def cudnn_attention(q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array) -> jax.Array:
-    """The same without dropout, by cuDNN's fused kernel: no scores in memory. Softmax in fp32. For what
-    `why_not_cudnn` has nothing against; there is no fallback."""
-    by_head = q_BSnGK.reshape(*q_BSnGK.shape[:2], -1, q_BSnGK.shape[-1])  # heads of a group side by side, as cuDNN's
+    """Causal attention by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
+
+    Only for inputs to which `why_not_cudnn` returns None: there is no fallback.
+    """
+    by_head = q_BSnGK.reshape(*q_BSnGK.shape[:2], -1, q_BSnGK.shape[-1])  # heads of a group are neighbours in cuDNN
     context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, is_causal=True, implementation="cudnn")
     return context.reshape(q_BSnGK.shape)
 
 
 def why_not_cudnn(*, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False) -> str | None:
-    """Why cuDNN's kernel cannot compute this attention, or None.
+    """The reason why cuDNN's kernel cannot compute this attention, or None. The length does not matter.
 
-    capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" where they have none. dtype: of
-    queries, keys and values. Any length will do. Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in
-    jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0 cuDNN's documentation of its attention.
+    capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" if they have none.
+    dtype: the dtype of queries, keys and values.
+    per_op: whether precision.per_op casts operation by operation.
+
+    Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0
+    cuDNN's documentation of its attention.
     """
     if not re.fullmatch(r"\d+\.\d+", capability):
         return "the devices are no NVIDIA GPUs"
@@ -84,29 +88,19 @@ def why_not_cudnn(*, capability: str, dtype: Any, head_width: int, dropout: floa
 
 
 class QKVProjection(nnx.Module):
-    """h [B, S, D] -> q [B, S, n, G, K], k and v [B, S, n, K] in one matrix product.
+    """Projection to queries, keys and values by one matrix product: h [B, S, D] -> [B, S, n, G, K], 2 x [B, S, n, K].
 
-    The kernel is [D, key/value heads, G + 2, K], split over the key/value heads: a device holds whole groups, so query
-    heads never need keys of another device. Names attention.qkv (`memory.remat`). fp8: see `jaxdist.nn.matmul.float8`.
-    sequence: h is this device's positions, q, k and v are of all. collective_matmul: see `ColumnParallelLinear`.
+    The kernel is [D, key/value heads, G + 2, K], split over the key/value heads. A device thus has whole groups, and
+    its query heads need no keys of another device. The result has the name attention.qkv (`memory.remat`).
+
+    matmul: see `MatmulOptions`. With sequence, h is this device's positions, while q, k and v are all positions.
     """
 
     def __init__(
-        self,
-        rngs: nnx.Rngs,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        bias: bool,
-        fp8: bool = False,
-        sequence: bool = False,
-        collective_matmul: bool = False,
+        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, **matmul: Unpack[MatmulOptions]
     ) -> None:
         features = kv_heads, heads // kv_heads + 2, width // heads
-        self.linear = ColumnParallelLinear(
-            rngs, width, features, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
-        )
+        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, **matmul)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
@@ -114,12 +108,13 @@ class QKVProjection(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """QKV projection, optional rotary positions, causal attention, output projection.
+    """Self-attention: QKV projection, optional rotary positions, causal attention, output projection.
 
-    Names attention.context, what the output projection reads, and attention.out, its result (`memory.remat`). fp8: both
-    projections multiply in float8; scores and their product with v do not. kernel: xla, or cudnn without dropout.
-    sequence: input and output are this device's positions, see `jaxdist.nn.sequence_parallel`; heads see all of them.
-    collective_matmul: of both projections, see `jaxdist.nn.matmul.collective`.
+    Names for `memory.remat`: attention.context is the input of the output projection, attention.out its result.
+
+    kernel: "xla", or "cudnn", which has no dropout.
+    matmul: see `MatmulOptions`. Only the two projections multiply in float8. With sequence, input and output are this
+        device's positions; heads see all positions.
     """
 
     def __init__(
@@ -133,25 +128,12 @@ class Attention(nnx.Module):
         rope_theta: float | None,
         dropout: float,
         out_scale: float,
-        fp8: bool = False,
         kernel: str = "xla",
-        sequence: bool = False,
-        collective_matmul: bool = False,
+        **matmul: Unpack[MatmulOptions],
     ) -> None:
         self.kernel = kernel
-        self.qkv = QKVProjection(
-            rngs, width, heads, kv_heads, bias=bias, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul
-        )
-        self.out = RowParallelLinear(
-            rngs,
-            width,
-            width,
-            bias=bias,
-            scale=out_scale,
-            fp8=fp8,
-            sequence=sequence,
-            collective_matmul=collective_matmul,
-        )
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, **matmul)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
         self.rope_theta = rope_theta
         self.dropout = dropout
 

@@ -12,8 +12,10 @@ SITE_ATTENTION, SITE_MLP = 2, 3  # dropout sites of a block; 1 is inside Attenti
 
 
 class Block(nnx.Module):
-    """h + attention(norm(h)), then h + mlp(norm(h)); dropout on both branches. sequence: h is this device's positions;
-    attention and mlp must have been told the same (`jaxdist.nn.sequence_parallel`)."""
+    """A transformer block: h + attention(norm(h)), then h + mlp(norm(h)), with dropout on both branches.
+
+    sequence: h is this device's positions; attention and mlp need the same value (`jaxdist.nn.sequence_parallel`).
+    """
 
     def __init__(
         self,

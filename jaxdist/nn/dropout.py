@@ -1,7 +1,9 @@
-"""Dropout whose mask depends on what is dropped, never on where: the same in every layout.
+"""Dropout with the same mask in every layout: masks depend on samples, layers and heads, never on devices.
 
-Keys come one a sample: fold_in(fold_in(fold_in(seed key, step), global sample), layer); here the site inside the layer
-is folded in, and for activations split by heads the global head. Legend: B batch, h local heads.
+There is one key a sample: fold_in(fold_in(fold_in(seed key, step), global sample), layer). The functions here fold in
+the site inside the layer and, for activations that are split by heads, the global head.
+
+Legend: B batch, h local heads.
 """
 
 import jax
@@ -12,15 +14,16 @@ from jaxdist.nn.sequence_parallel import own_positions, whole_length
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
-    # A product, not a quotient: see `norm._mean`. The factor is chosen, not the result: whether a product by a constant
-    # that is chosen afterwards is fused with a sum depends on whether the compiler sees the constant there.
+    # A product, not a quotient: see `norm._mean`. `where` chooses the factor, not the result: XLA fuses a product by a
+    # constant with a later sum only where it sees the constant, which would depend on the layout.
     return x * jnp.where(keep, jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
 
 
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence: bool = False) -> jax.Array:
-    """x [B, ...], a whole copy on every device of `tensor`: zero with probability `rate`, else x / (1 - rate).
-    sequence: x [B, S / tensor, ...] is this device's positions (`jaxdist.nn.sequence_parallel`); the mask is cut from
-    that of the whole."""
+    """Dropout of x [B, ...], which all devices of `tensor` have: zero with probability `rate`, else x / (1 - rate).
+
+    sequence: x [B, S / tensor, ...] is this device's positions; the mask is the same as for the whole sequence.
+    """
     if not rate:
         return x
     shape = (whole_length(x.shape[1]), *x.shape[2:]) if sequence else x.shape[1:]
@@ -29,7 +32,7 @@ def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence
 
 
 def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
-    """x [B, h, ...], heads split over `tensor`."""
+    """Dropout of x [B, h, ...], whose heads are split over `tensor`."""
     if not rate:
         return x
     local = x.shape[1]

@@ -1,6 +1,6 @@
 """Vocabulary-parallel embedding, output projection and cross-entropy (Shoeybi et al. 2019, section 3).
 
-Legend: B batch, S sequence, D model width, V vocabulary, V_t the part of it on this device.
+Legend: B batch, S sequence, D model width, V vocabulary, V_t this device's part of the vocabulary.
 """
 
 import jax
@@ -9,22 +9,24 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank
-from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal
 from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
 from jaxdist.precision.policy import accumulation_dtype
 
 
 def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Ids counted from this device's first row, clipped into range, and whether they were in range."""
+    """(ids counted from this device's first row and clipped into its range, whether they were in range)."""
     local = ids - rank("tensor") * local_vocab
     here = (local >= 0) & (local < local_vocab)
     return jnp.clip(local, 0, local_vocab - 1), here
 
 
 class VocabEmbed(nnx.Module):
-    """ids [B, S] -> [B, S, D]; the table [V, D] is split by rows over `tensor`. Initial std 0.02 (GPT-2). sequence: of
-    this device's positions, see `sequence`."""
+    """Token embedding: ids [B, S] -> [B, S, D]. Table [V, D], split by rows over `tensor`. Initial std 0.02 (GPT-2).
+
+    sequence: the result is this device's positions, [B, S / tensor, D] (`jaxdist.nn.sequence_parallel`).
+    """
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, width: int, *, sequence: bool = False) -> None:
         self.table = normal(rngs, (vocab, width), 0.02, ("tensor", None))
@@ -33,48 +35,50 @@ class VocabEmbed(nnx.Module):
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         table = self.table[...]
         local, here = _local_ids(ids_BS, table.shape[0])
-        # Looked up wide, so that its backward adds the gradients of a frequent token in at least fp32.
+        # The lookup is in at least fp32, so that the backward pass adds a frequent token's gradients in it.
         rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
         own = jnp.where(here[..., None], rows, jnp.zeros((), table.dtype))
         return sum_to_positions(own) if self.sequence else psum(own, "tensor")
 
 
 class PositionEmbed(nnx.Module):
-    """A learned vector a position, [S, D], a copy on every device of `tensor`. Initial std 0.02 (GPT-2). sequence: of
-    this device's positions, [S / tensor, D], in at least fp32, in which its gradient is then summed over `tensor`."""
+    """Learned position embedding [S, D], with a copy on every device of `tensor`; initial std 0.02 (GPT-2).
+
+    sequence: the result is this device's positions, [S / tensor, D], in at least fp32. Its gradient is then summed over
+        `tensor` in this dtype.
+    """
 
     def __init__(self, rngs: nnx.Rngs, length: int, width: int, *, sequence: bool = False) -> None:
         self.table = normal(rngs, (length, width), 0.02, (None, None))
         self.sequence = sequence
 
     def __call__(self, length: int) -> jax.Array:
-        """length: of the whole sequence."""
+        """The vectors of positions 0 to length - 1. length: that of the whole sequence."""
         rows = self.table[...][:length]
         return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=0) if self.sequence else rows
 
 
 class VocabHead(nnx.Module):
-    """A table [V, D] of its own for the logits, split like the embedding's: the untied head."""
+    """The untied head: a table [V, D] for the logits, split by rows over `tensor` like the embedding."""
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, width: int) -> None:
         self.table = normal(rngs, (vocab, width), width**-0.5, ("tensor", None))
 
 
 def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
-    """Logits of this device's vocabulary [B, S, V_t], summed and kept in at least fp32."""
-    return wide_einsum("BSD,VD->BSV", h_BSD, table_VD)
+    """Logits [B, S, V_t] of this device's part of the vocabulary, accumulated and stored in at least fp32."""
+    return einsum_fp32("BSD,VD->BSV", h_BSD, table_VD)
 
 
 def whole_vocab(logits_BSV: jax.Array) -> jax.Array:
-    """Logits of the whole vocabulary [B, S, V] on every device of `tensor`, from [B, S, V_t]: for sampling, not
-    training."""
+    """Logits [B, S, V_t] -> [B, S, V] on every device of `tensor`. For sampling, not for training."""
     if not active_axes("tensor"):
         return logits_BSV
     return lax.all_gather(logits_BSV, "tensor", axis=logits_BSV.ndim - 1, tiled=True, to="invarying")
 
 
 def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Loss of each token in nats, [B, S], from logits [B, S, V_t]: three reductions of [B, S] over `tensor`."""
+    """Cross-entropy of each token in nats, [B, S], from logits [B, S, V_t]. Three reductions over `tensor`."""
     peak = pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
     total = psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
     local, here = _local_ids(targets_BS, logits_BSV.shape[-1])

@@ -1,12 +1,14 @@
-"""Linear layers split over `tensor`, as in Megatron-LM (Shoeybi et al. 2019, section 3): a column-parallel layer, an
-elementwise function, and a row-parallel layer need one all-reduce forward and one backward for the pair.
+"""Linear layers split over `tensor`, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
-Legend: B batch, S sequence, D model width; a trailing _t marks a dim of which this device holds 1/tensor.
-The backward all-reduce of a column-parallel layer is not written here: its input is typed invariant over `tensor` and
-its weights varying, so the checked `shard_map` transposes that cast to the psum (Megatron's operator f).
+A column-parallel layer, an elementwise function and a row-parallel layer together need one all-reduce forward and one
+backward. The backward all-reduce of a column-parallel layer is not written here. Its input is typed invariant over
+`tensor` and its weights varying; autodiff transposes the cast between the two to the psum (Megatron's operator f).
+
+Legend: B batch, S sequence, D model width; a trailing _t marks a dim of which this device has 1/tensor.
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import jax
 from flax import nnx
@@ -20,16 +22,32 @@ from jaxdist.precision.policy import accumulation_dtype
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """y + bias, in at least fp32: the gradient of a bias is a sum over all positions, or samples (and over `tensor`, if
-    that is what y is split over)."""
+    """y + bias, added in at least fp32 and returned in y's dtype."""
+    # The gradient of a bias is a sum over all positions (and over `tensor`, if y is split over it): in fp32, too.
     wide = accumulation_dtype(y.dtype)
     return (y.astype(wide) + to_varying(bias.astype(wide), varying_axes(y))).astype(y.dtype)
 
 
+class MatmulOptions(TypedDict, total=False):
+    """Options of linear layers, which the layers around them pass on. All are False by default.
+
+    fp8: products are computed in float8 (`jaxdist.nn.matmul.float8`).
+    sequence: a column-parallel layer reads, and a row-parallel layer returns, this device's positions only
+        (`jaxdist.nn.sequence_parallel`).
+    collective_matmul: the collectives of sequence run piece by piece, while pieces are multiplied
+        (`jaxdist.nn.matmul.collective`). Needs sequence, and no fp8.
+    """
+
+    fp8: bool
+    sequence: bool
+    collective_matmul: bool
+
+
 class ColumnParallelLinear(nnx.Module):
-    """x [B, S, in] -> [B, S, *features], one dim of `features` split over `tensor`. Weight std: 1/sqrt(in). fp8: the
-    product is taken in float8, see `jaxdist.nn.matmul.float8`. sequence: x is this device's positions, see `sequence`.
-    collective_matmul: with sequence, and not fp8: gathered piece by piece, see `collective_matmul`."""
+    """Column-parallel layer: x [B, S, in] -> [B, S, *features], of which dim `split` is split over `tensor`.
+
+    The initial std of the weights is 1/sqrt(in). fp8, sequence, collective_matmul: see `MatmulOptions`.
+    """
 
     def __init__(
         self,
@@ -57,12 +75,11 @@ class ColumnParallelLinear(nnx.Module):
 
 
 class RowParallelLinear(nnx.Module):
-    """x [B, S, in_t] -> [B, S, out]: each device multiplies its rows, a psum over `tensor` adds the parts.
+    """Row-parallel layer: x [B, S, in_t] -> [B, S, out]. Each device multiplies its rows, and a psum adds the parts.
 
-    `scale` multiplies the initial std 1/sqrt(in): residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
-    2.3). fp8: the product is taken in float8, see `jaxdist.nn.matmul.float8`. sequence: the result is this device's
-    positions, by a reduce-scatter, see `sequence`. collective_matmul: with sequence, and not fp8: summed piece by
-    piece, see `collective_matmul`.
+    scale: a factor of the initial std 1/sqrt(in). Residual branches use 1/sqrt(2 layers) (GPT-2, Radford et al. 2019,
+        2.3).
+    fp8, sequence, collective_matmul: see `MatmulOptions`. With sequence, a reduce-scatter replaces the psum.
     """
 
     def __init__(
@@ -87,4 +104,4 @@ class RowParallelLinear(nnx.Module):
         else:
             part = product(x, self.kernel[...], fp8=self.fp8)
             y = sum_to_positions(part) if self.sequence else psum(part, "tensor")
-        return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum: once, not once a device
+        return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum, so that it is added once

@@ -1,11 +1,13 @@
-"""Cross-entropy over a vocabulary, a chunk of tokens at a time, so that the logits are never whole.
+"""Chunked cross-entropy over a vocabulary: logits exist for one chunk of tokens at a time.
 
-Logits of all tokens are by far the largest array of a small model with a large vocabulary. Here a loop over chunks
-makes those of one chunk and, where the loss is differentiated, their gradients at once, for a cotangent of 1: the loss
-is a sum, and its gradients are proportional to its own. So no matrix product is computed twice, but in fp16 (three a
-chunk; gradient checkpointing of the loss would take four), and nothing of the vocabulary's size waits for the backward
-pass but the gradient of the table: the fused linear cross-entropy of Hsu et al. 2024, Liger Kernel. Legend: B batch, S
-sequence, N tokens, C tokens of a chunk, D model width, V vocabulary.
+The logits of all tokens are by far the largest array of a small model with a large vocabulary. Here a loop computes
+them chunk by chunk. If the loss is differentiated, the same loop computes the gradients, for a cotangent of 1: the loss
+is a sum, so its gradients are proportional to its cotangent. Each chunk takes three matrix products, where gradient
+checkpointing of the loss would take four (fp16 is the exception, see `_forward`). Of arrays with the vocabulary's size,
+only the gradient of the table waits for the backward pass. This is the fused linear cross-entropy of Hsu et al. 2024,
+Liger Kernel.
+
+Legend: B batch, S sequence, C tokens of a chunk, D model width, V vocabulary.
 """
 
 import functools
@@ -20,18 +22,21 @@ from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
 from jaxdist.nn.embedding import vocab_cross_entropy, vocab_logits
 from jaxdist.precision.policy import accumulation_dtype
 
-# Logits of one microbatch on a device that are not cut up unless told to, and the most of a chunk where they are. With
-# far less, adding each chunk's gradient of the table to their sum would take as long as its products.
+# Logits of a microbatch on a device stay whole up to this size. Larger ones are cut into chunks of at most this size.
+# With far smaller chunks, adding each one's gradient of the table would take as long as its products.
 WHOLE_BYTES = 256 * 2**20
 
 
 def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
-    """Tokens of a chunk; 0: no chunks. asked: `model.loss_chunk`. Null cuts up logits of more than `WHOLE_BYTES`, into
-    chunks of at most as many, a multiple of 128 tokens (what matrix units like), with little to fill up."""
+    """The number of tokens of a chunk; 0: no chunks.
+
+    asked: the value of `model.loss_chunk`. None cuts logits above `WHOLE_BYTES` into chunks of at most that.
+    """
     tokens = h_BSD.shape[0] * h_BSD.shape[1]
     of_a_token = table_VD.shape[0] * accumulation_dtype(h_BSD.dtype).itemsize
     if asked is None:
         most = max(1, WHOLE_BYTES // of_a_token // 128) * 128
+        # Multiples of 128 suit matrix units. Of these, choose the size that leaves the least padding in the last chunk.
         sizes = range(most, most // 2, -128)
         asked = min(sizes, key=lambda size: -tokens % size) if tokens * of_a_token > WHOLE_BYTES else 0
     return asked if asked < tokens else 0
@@ -40,21 +45,24 @@ def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
 def chunked_cross_entropy(
     h_BSD: jax.Array, table_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *, chunk: int
 ) -> jax.Array:
-    """Sum of weight times loss in nats over all tokens: that of `vocab_cross_entropy` of `vocab_logits`.
+    """The sum of weight times cross-entropy in nats over all tokens, as by `vocab_logits` and `vocab_cross_entropy`.
 
-    The last chunk is filled up with tokens of weight 0. Gradients of the table are summed over chunks in at least fp32.
-    No gradient flows to the weights. The table may be split over `tensor`.
+    The last chunk is padded with tokens of weight 0. Gradients of the table are summed over chunks in at least fp32. No
+    gradient flows to the weights. The table may be split over `tensor`.
+
+    chunk: tokens of a chunk.
     """
     tokens, width = math.prod(targets_BS.shape), h_BSD.shape[-1]
     count = -(-tokens // chunk)
     own = {*varying_axes(h_BSD), *varying_axes(targets_BS), *varying_axes(weights_BS)}
-    samples = own | {*varying_axes(table_VD)} - {"tensor"}  # over which the table is split
+    samples = own | {*varying_axes(table_VD)} - {"tensor"}  # the table may be split over tensor
 
     def cut(x: jax.Array, *dims: int) -> jax.Array:
         flat = x.reshape(tokens, *dims)
         return jnp.pad(flat, ((0, count * chunk - tokens), *((0, 0) for _ in dims))).reshape(count, 1, chunk, *dims)
 
-    # Their gradients are summed over what a cast adds here, outside: below, cotangents of devices may differ.
+    # Autodiff sums the gradients over the axes that these casts add. It must do so out here: inside, devices may have
+    # different cotangents.
     h_BSD, table_VD = to_varying(h_BSD, samples), to_varying(table_VD, samples)
     return _sum_of_chunks(cut(h_BSD, width), table_VD, cut(targets_BS), cut(weights_BS))
 
@@ -65,7 +73,7 @@ def _of_chunk(h_1CD: jax.Array, table_VD: jax.Array, targets_1C: jax.Array, weig
 
 @jax.custom_vjp
 def _sum_of_chunks(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """All but the table have a leading dim of chunks."""
+    """The sum of the loss over chunks. All arguments but the table have a leading dim of chunks."""
     of_chunk = functools.partial(_of_chunk, table_VD=table_VD)
 
     def add(total: jax.Array, own: Any) -> tuple[jax.Array, None]:
@@ -79,7 +87,7 @@ def _sum_of_chunks(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weight
 def _with_gradients(
     grad: jax.Array, h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(the sum, (gradient of h, gradient of the table)). grad: cotangent of the sum."""
+    """(the sum, (gradient of h, gradient of the table)). grad: the cotangent of the sum."""
 
     def add(totals: Any, own: Any) -> tuple[Any, jax.Array]:
         (total, total_VD), (h, targets, weights) = totals, own
@@ -94,7 +102,9 @@ def _with_gradients(
 
 def _forward(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
     given = h, table_VD, targets, weights
-    if any(each.dtype == jnp.float16 for each in (h, table_VD)):  # only a loss scale lifts small gradients into it
+    if any(
+        each.dtype == jnp.float16 for each in (h, table_VD)
+    ):  # in fp16, gradients for a cotangent of 1 underflow: wait for the loss scale
         return _sum_of_chunks(*given), (given, None)
     one = zeros_varying_like(jax.eval_shape(_sum_of_chunks, *given)) + 1
     loss, grads = _with_gradients(one, *given)

@@ -1,33 +1,34 @@
 """The feed-forward half of a transformer block: column-parallel, nonlinearity, row-parallel."""
 
 import math
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU with tanh (Hendrycks and Gimpel 2016, section 2), as `jax.nn.gelu`, with the constants multiplied out.
-
-    Products of two constants and a value invite the compiler to multiply the constants first, which it does in some
-    layouts and not in others: other bits (`parallel.grad_sync.deterministic`).
-    """
+    """GELU by tanh (Hendrycks and Gimpel 2016, section 2), as `jax.nn.gelu`."""
+    # Of two constants and a value, the compiler multiplies the constants first in some layouts and not in others, which
+    # gives other bits (`parallel.grad_sync.deterministic`). So the constants are multiplied here.
     linear, cubic = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
     return x * (0.5 * (1 + jnp.tanh(x * (linear + cubic * (x * x)))))
 
 
 class MLP(nnx.Module):
-    """kind "gelu": down(gelu(up(x))), tanh approximation as GPT-2. kind "swiglu": down(silu(gate(x)) * up(x)) (Shazeer
-    2020), gate and up in one kernel [D, 2, hidden] so that one product makes both.
+    """Feed-forward layer.
 
-    Names mlp.hidden, what the first product gives, mlp.activation, what `down` reads, and mlp.out (`memory.remat`).
-    fp8: both products are taken in float8, see `jaxdist.nn.matmul.float8`. sequence: input and output are this device's
-    positions, see `jaxdist.nn.sequence_parallel`. collective_matmul: of both products, see
-    `jaxdist.nn.matmul.collective`.
+    Names for `memory.remat`: mlp.hidden is the result of the first product, mlp.activation the input of `down`, mlp.out
+    the result.
+
+    kind: "gelu" is down(gelu(up(x))), with tanh as in GPT-2. "swiglu" is down(silu(gate(x)) * up(x)) (Shazeer 2020):
+        gate and up are one kernel [D, 2, hidden], so that one product computes both.
+    out_scale: see `scale` of `RowParallelLinear`.
+    matmul: see `MatmulOptions`.
     """
 
     def __init__(
@@ -39,31 +40,12 @@ class MLP(nnx.Module):
         kind: str,
         bias: bool,
         out_scale: float,
-        fp8: bool = False,
-        sequence: bool = False,
-        collective_matmul: bool = False,
+        **matmul: Unpack[MatmulOptions],
     ) -> None:
         gated = kind == "swiglu"
-        self.up = ColumnParallelLinear(
-            rngs,
-            width,
-            (2, hidden) if gated else (hidden,),
-            split=1 if gated else 0,
-            bias=bias,
-            fp8=fp8,
-            sequence=sequence,
-            collective_matmul=collective_matmul,
-        )
-        self.down = RowParallelLinear(
-            rngs,
-            hidden,
-            width,
-            bias=bias,
-            scale=out_scale,
-            fp8=fp8,
-            sequence=sequence,
-            collective_matmul=collective_matmul,
-        )
+        features = (2, hidden) if gated else (hidden,)
+        self.up = ColumnParallelLinear(rngs, width, features, split=1 if gated else 0, bias=bias, **matmul)
+        self.down = RowParallelLinear(rngs, hidden, width, bias=bias, scale=out_scale, **matmul)
         self.gated = gated
 
     def __call__(self, x: jax.Array) -> jax.Array:

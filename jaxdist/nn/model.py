@@ -1,4 +1,4 @@
-"""From an `nnx.Module` to pure functions on trees: from `ModelDef` on, everything is plain JAX."""
+"""Model definitions: `model_def` turns an `nnx.Module` into pure functions on trees. The rest is plain JAX."""
 
 import math
 from collections.abc import Callable
@@ -15,11 +15,13 @@ from jaxdist.specs import STACKED, PyTree, map_specs
 Batch = dict[str, jax.Array]
 
 
-class Stack(Protocol):
-    """What `model_def` takes apart: an nnx.Module with these three parts.
+class ModelParts(Protocol):
+    """The input of `model_def`: an nnx.Module with these three parts.
 
-    embed(batch, keys_B) -> h; blocks: nnx.List of uniform modules block(h, keys_B) -> h;
-    head(h, batch, embed | None) -> (loss sum, weight sum), and head.logits(h, embed | None) over the whole vocabulary.
+    embed: a module, embed(batch, keys_B) -> h.
+    blocks: an nnx.List of uniform modules, block(h, keys_B) -> h.
+    head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
+        logits over the whole vocabulary.
     """
 
     embed: Any
@@ -30,17 +32,28 @@ class Stack(Protocol):
 class ModelDef(NamedTuple):
     """A model as pure functions. Parameters are {"embed", "blocks" (every leaf stacked, [layers, ...]), "head"}.
 
-    init: key -> parameters, global shapes. specs: PartitionSpecs of the layers; blocks have a leading "pipe".
-    shapes: ShapeDtypeStructs. embed: (params, batch, keys_B) -> h. block: (params of one, h, keys_B) -> h.
-    head: (params, embed params if tied else None, h, batch) -> (loss sum, weight sum).
-    logits: (params, embed params if tied else None, h) -> logits over the whole vocabulary, for sampling.
-    layers: number of blocks. tied: whether the head reads the embed unit. chunks: of a pipeline's stage. stages: where
-    they have not all the same number of blocks, those of each virtual stage; leaves of blocks then have as many rows
-    for each as for the largest, and rows that hold no block are zeros. See `jaxdist.parallel.pipeline.stages`. fp8:
-    whether linear layers multiply in float8; the precision of a step must say the same. scan_blocks: blocks of one
-    round of the loop over blocks; 0: all, no loop. columns: whether `embed` works column by column: given some
-    columns (the last dim) of its parameters it gives those of h. collective_matmul: whether linear layers send by
-    `ppermute`, which no condition may hold.
+    For example, the loss of a model of one block, where keys_B is one dropout key a sample:
+
+        h = model.embed(params["embed"], batch, keys_B)
+        h = model.block(jax.tree.map(lambda leaf: leaf[0], params["blocks"]), h, keys_B)
+        loss_sum, weight_sum = model.head(params["head"], params["embed"] if model.tied else None, h, batch)
+
+    init: key -> parameters, in global shapes.
+    specs: the PartitionSpecs of the layers; those of blocks have a leading "pipe".
+    shapes: ShapeDtypeStructs of the parameters.
+    embed: (params of embed, batch, keys_B) -> h.
+    block: (params of one block, h, keys_B) -> h.
+    head: (params of head, params of embed if tied else None, h, batch) -> (loss sum, weight sum).
+    logits: (params of head, params of embed if tied else None, h) -> logits over the whole vocabulary, for sampling.
+    layers: the number of blocks.
+    tied: whether the head reads the parameters of embed.
+    chunks: the number of virtual stages of a pipeline stage.
+    stages: the number of blocks of each virtual stage, if these differ; else (). In the leaves of blocks each stage has
+        as many rows as the largest; rows without a block are zeros. See `jaxdist.parallel.pipeline.stages`.
+    fp8: whether linear layers multiply in float8. The precision of a step must have the same value.
+    scan_blocks: blocks in one round of the loop over blocks; 0: no loop.
+    columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.
+    collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -61,12 +74,12 @@ class ModelDef(NamedTuple):
 
     @property
     def empty_rows(self) -> int:
-        """Of every leaf of blocks: rows that hold no block."""
+        """The number of rows without a block in each leaf of blocks."""
         return len(self.stages) * max(self.stages, default=0) - sum(self.stages)
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, without those rows."""
+        """The number of parameters, without the empty rows."""
 
         def count(tree: PyTree) -> int:
             return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
@@ -79,6 +92,10 @@ def _pure(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
+def _any_layer(module: nnx.Module, option: str) -> bool:
+    return any(getattr(node, option, False) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
+
+
 def model_def(
     build: Callable[[nnx.Rngs], Any],
     *,
@@ -87,10 +104,13 @@ def model_def(
     scan_blocks: int = 1,
     columns: bool = False,
 ) -> ModelDef:
-    """Take apart the module that `build(rngs)` makes (see `Stack`). Nothing is allocated: it is traced abstractly.
-    scan_blocks, columns: see `ModelDef`.
+    """The `ModelDef` of an nnx.Module. Nothing is allocated: the module is traced abstractly.
 
-    Raises `ValueError` when the blocks are not uniform: they are stacked and scanned over.
+    build: rngs -> the module, which has the parts of `ModelParts`.
+    param_dtype: the dtype of all parameters.
+    tied, scan_blocks, columns: see `ModelDef`.
+
+    Raises `ValueError` if the blocks are not uniform: they are stacked and scanned over.
     """
 
     def init(key: jax.Array) -> PyTree:
@@ -107,10 +127,6 @@ def model_def(
     if any(other[0] != block_def for other in split):
         raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
-
-    def any_layer(option: str) -> bool:
-        nodes = (node for _, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Module))
-        return any(getattr(node, option, False) for node in nodes)
 
     def head_of(params: PyTree, embed: PyTree | None) -> tuple[Any, Any]:
         return nnx.merge(head_def, params), None if embed is None else nnx.merge(embed_def, embed)
@@ -134,7 +150,7 @@ def model_def(
         layers=len(split),
         tied=tied,
         columns=columns,
-        fp8=any_layer("fp8"),
-        collective_matmul=any_layer("collective_matmul"),
+        fp8=_any_layer(skeleton, "fp8"),
+        collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
     )

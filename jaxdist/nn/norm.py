@@ -1,5 +1,4 @@
-"""Normalisation over the model width, which no axis splits. Statistics in at least fp32, result in the input's
-dtype."""
+"""Normalisation over the model width, which no axis splits. Statistics are in at least fp32, results in x's dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,20 @@ from jaxdist.precision.policy import accumulation_dtype
 
 
 def _wide(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    """In the dtype of x, varying over the same axes: gradients are summed over `tensor` (see `sequence`) once they are
-    as small as the parameter."""
+    """The parameter in the dtype of x, typed varying over the axes of x."""
+    # The cast stands here so that a gradient is summed over `tensor` when it has shrunk to the parameter's size.
     return to_varying(parameter.astype(x.dtype), varying_axes(x))
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """Over the last dim. A product, not `jnp.mean`'s quotient: the compiler turns quotients by constants into products
-    in some layouts and not in others, which rounds differently (`parallel.grad_sync.deterministic`)."""
+    """The mean over the last dim."""
+    # Not `jnp.mean`, which divides: the compiler turns a quotient by a constant into a product in some layouts only,
+    # which rounds differently (`parallel.grad_sync.deterministic`).
     return x.sum(axis=-1, keepdims=True) * (1 / x.shape[-1])
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale (Zhang and Sennrich 2019)."""
+    """Root mean square norm: x / rms(x) * scale (Zhang and Sennrich 2019)."""
 
     def __init__(self, width: int, *, eps: float) -> None:
         self.scale = param(jnp.ones(width))
@@ -37,7 +37,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / std * scale + bias (Ba et al. 2016)."""
+    """Layer norm: (x - mean) / std * scale + bias (Ba et al. 2016)."""
 
     def __init__(self, width: int, *, eps: float, bias: bool = True) -> None:
         self.scale = param(jnp.ones(width))
@@ -53,5 +53,5 @@ class LayerNorm(nnx.Module):
 
 
 def make_norm(kind: str, width: int, *, eps: float, bias: bool) -> LayerNorm | RMSNorm:
-    """kind: "layernorm" or "rmsnorm"."""
+    """A norm of this kind, "layernorm" or "rmsnorm"."""
     return RMSNorm(width, eps=eps) if kind == "rmsnorm" else LayerNorm(width, eps=eps, bias=bias)

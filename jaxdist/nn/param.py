@@ -1,4 +1,4 @@
-"""The one place that knows how a layer's PartitionSpec rides on a Flax NNX parameter."""
+"""Parameters of layers: `nnx.Param` with the layer's PartitionSpec as metadata. No other module reads this metadata."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,10 @@ from jaxdist.specs import PyTree
 
 
 def param(value: jax.Array, spec: Sequence[str | None] = ()) -> nnx.Param:
-    """An `nnx.Param` that carries its layer's spec: one entry a dim, None = not split by the layer."""
+    """An `nnx.Param` with the layer's spec.
+
+    spec: one mesh axis for each dim, or None for a dim that the layer does not split; () if it splits none.
+    """
     entries = tuple(spec) or (None,) * value.ndim
     assert len(entries) == value.ndim, (entries, value.shape)
     return nnx.Param(value, spec=P(*entries))
@@ -23,12 +26,12 @@ def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, spec: Sequence[str 
 
 
 def zeros(shape: Sequence[int], spec: Sequence[str | None]) -> nnx.Param:
-    """A parameter of zeros: biases."""
+    """A parameter of zeros, as for biases."""
     return param(jnp.zeros(tuple(shape)), spec)
 
 
 def specs_of(state: nnx.State) -> PyTree:
-    """PartitionSpec tree of an NNX state whose parameters were made with `param`, as nested dicts."""
+    """The PartitionSpecs of an NNX state, as nested dicts. Its parameters come from `param`."""
 
     def spec(variable: nnx.Variable) -> P:
         return variable.get_metadata().get("spec") or P(*(None,) * variable.get_value().ndim)

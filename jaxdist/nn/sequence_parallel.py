@@ -1,52 +1,44 @@
-"""Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198): between a row-parallel layer and the next
-column-parallel one, where all devices of `tensor` would compute the same, each has the positions of its rank.
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198): a device works on its own positions only.
 
-The all-reduce at the end of a pair becomes a reduce-scatter over positions, and a pair begins with an all-gather: the
-bytes of an all-reduce together. Autodiff transposes one to the other. Activations are [B, S / tensor, D] and typed
-varying over `tensor`, so that gradients of parameters which all devices have (norms, biases) are summed over it: see
-`to_varying` in `norm` and `linear`. Without `tensor` in the mesh nothing happens.
+This holds between a row-parallel layer and the next column-parallel one, where all devices of `tensor` would compute
+the same. The all-reduce after a row-parallel layer becomes a reduce-scatter over positions, and an all-gather stands
+before the column-parallel layer: together they send the bytes of the all-reduce. Autodiff transposes one to the other.
+
+Activations are [B, S / tensor, D] and typed varying over `tensor`. Parameters of which all devices have a copy (norms,
+biases) are cast with `to_varying`, so that their gradients are summed over `tensor`. If `tensor` is 1, nothing happens.
 """
 
 import jax
 from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying
-from jaxdist.errors import UserError
+from jaxdist.nn.matmul.collective import check_positions
 
 
 def whole_sequence(x_BSD: jax.Array) -> jax.Array:
-    """[B, S / tensor, ...] -> [B, S, ...] on every device, typed varying."""
+    """An all-gather of positions: [B, S / tensor, ...] -> [B, S, ...] on every device, typed varying."""
     if not active_axes("tensor"):
         return x_BSD
     return lax.all_gather(x_BSD, "tensor", axis=1, tiled=True)
 
 
 def sum_to_positions(x_BSD: jax.Array) -> jax.Array:
-    """The sum over `tensor` of summands [B, S, ...]; each device gets its positions, [B, S / tensor, ...]."""
+    """A reduce-scatter of positions: [B, S, ...] -> the sum over `tensor` at this device's, [B, S / tensor, ...]."""
     if not active_axes("tensor"):
         return x_BSD
-    check_length(x_BSD.shape[1])
+    check_positions(x_BSD.shape[1])
     return lax.psum_scatter(to_varying(x_BSD, ("tensor",)), "tensor", scatter_dimension=1, tiled=True)
 
 
 def own_positions(x: jax.Array, *, dim: int) -> jax.Array:
-    """This device's positions of what all devices have whole."""
+    """This device's positions of an array that all devices have. dim: the dim of positions."""
     if not active_axes("tensor"):
         return x
-    check_length(x.shape[dim])
+    check_positions(x.shape[dim])
     own = x.shape[dim] // lax.axis_size("tensor")
     return lax.dynamic_slice_in_dim(to_varying(x, ("tensor",)), rank("tensor") * own, own, axis=dim)
 
 
 def whole_length(own: int) -> int:
-    """Positions of the sequence, from those of a device."""
+    """The length of the sequence. own: the number of this device's positions."""
     return own * lax.axis_size("tensor") if active_axes("tensor") else own
-
-
-def check_length(length: int) -> None:
-    """Raise `UserError` unless all devices of `tensor` get equally many positions."""
-    if length % (count := lax.axis_size("tensor")):
-        raise UserError(
-            f"sequence_parallel: {length} positions are not divisible by tensor={count}; allowed: a"
-            " sequence length that is, or sequence_parallel=False"
-        )

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -143,7 +142,7 @@ def environment(
         "versions": versions(),
         "git": _git(),
         "platform": platform.platform(),
-        "hostname": socket.gethostname(),
+        "hostname": platform.node(),
         "cpu_count": os.cpu_count(),
         "process_count": process_count,
         "devices": dict(Counter(devices)),

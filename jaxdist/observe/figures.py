@@ -5,6 +5,7 @@ variable, so that one picture serves a light and a dark page. Text is drawn as o
 measured, whatever fonts the reader has.
 """
 
+import functools
 import io
 import math
 import re
@@ -22,6 +23,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from jaxdist.observe.metrics import Curve, decimate, smooth
+from jaxdist.specs import format_bytes
 
 INK, MUTED, GRID, TRAIN, EVAL, BASELINE, WHOLE = (f"#0a0b0{i}" for i in range(1, 8))
 _VARIABLES = {
@@ -42,6 +44,7 @@ _STYLE: Any = {
     "path.simplify_threshold": 0.4, "text.parse_math": False,
 }  # fmt: skip
 _MAX_UNITS = 16
+short_bytes = functools.partial(format_bytes, digits=".4g")
 # Pastels with dark text on them, for light and dark pages alike: one per coordinate of the outermost axis.
 _CELLS = ("#a9c9f0", "#f3c99a", "#aadcb6", "#e9b3c6", "#cdbdf0", "#e6dd92", "#9fdbdd", "#d2c2b2")
 _CELL_INK = "#14181f"
@@ -341,15 +344,6 @@ def _draw_strips(figure: Figure, active: Mapping[str, int]) -> None:
         frame.axes.text(2.85 + len(labels), y + 0.45, note, **text)
 
 
-def format_bytes(count: float) -> str:
-    """A number of bytes in B, KiB, MiB, GiB or TiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
-
-
 def _largest_units(units: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """The largest units in the order of the model; what is left of a long model as one."""
     if len(units) <= _MAX_UNITS:
@@ -376,7 +370,7 @@ def layout_figure(units: Mapping[str, tuple[int, int]]) -> str:
         style: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
         for row, part, whole in zip(rows, parts, wholes, strict=True):
             share = f"{part / whole:.1%}" if whole else "-"
-            axes.annotate(f"{format_bytes(part)} of {format_bytes(whole)}  ({share})", (whole / scale, row), **style)
+            axes.annotate(f"{short_bytes(part)} of {short_bytes(whole)}  ({share})", (whole / scale, row), **style)
         axes.set_yticks(list(rows), [name if len(name) <= 30 else name[:29] + "…" for name in shown])
         axes.set(xlim=(0, largest / scale * 1.42), ylim=(len(shown) - 0.4, -0.6), xlabel=f"parameters ({unit})")
         axes.tick_params(axis="y", length=0)

@@ -254,7 +254,7 @@ def _layout_section(layout: Sequence[LayoutRow]) -> str:
         part, whole = units.get(unit, (0, 0))
         units[unit] = (part + row.bytes_per_device, whole + row.bytes_total)
     part, whole = sum(row.bytes_per_device for row in layout), sum(row.bytes_total for row in layout)
-    held = f"Parameters: one device holds {figures.format_bytes(part)} of {figures.format_bytes(whole)}."
+    held = f"Parameters: one device holds {figures.short_bytes(part)} of {figures.short_bytes(whole)}."
     rows = [
         (
             row.path,
@@ -262,8 +262,8 @@ def _layout_section(layout: Sequence[LayoutRow]) -> str:
             row.dtype,
             row.spec,
             row.shards,
-            figures.format_bytes(row.bytes_per_device),
-            figures.format_bytes(row.bytes_total),
+            figures.short_bytes(row.bytes_per_device),
+            figures.short_bytes(row.bytes_total),
         )
         for row in layout
     ]

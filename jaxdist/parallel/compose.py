@@ -1,20 +1,26 @@
 """The one place where a strategy and its wrappers are put together."""
 
 from jaxdist import registry
-from jaxdist.errors import UserError
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
-from jaxdist.parallel.wrappers.keep_fp32 import widening
-from jaxdist.parallel.wrappers.shard_over_pipe import spreading
+from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.strategy import Strategy
+from jaxdist.parallel.wrappers.freeze import freezing
+from jaxdist.parallel.wrappers.keep_fp32 import keeping_fp32
+from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
+from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
 
 
-def get_strategy(name: str, options: StrategyOptions) -> Strategy:
-    """The `Strategy` made by `parallel/strategies/<name>.py`, or by a dotted path, `widening` what stays in fp32,
-    `spreading` over pipelines. Raises `UserError` for options that exclude each other."""
-    if options.prefetch not in (0, 1):
-        raise UserError(f"prefetch={options.prefetch}: allowed: 0, 1")
-    if options.prefetch and not options.reshard_after_forward:
-        raise UserError("prefetch=1: gathers again for the backward pass; leave out reshard_after_forward=False")
-    if options.prefetch and options.sync.deterministic:
-        raise UserError("prefetch=1: changes the order of work; leave it out with deterministic")
-    make = registry.load("jaxdist.parallel.strategies", name, key="parallel.strategy")
-    return spreading(widening(make, options), options)
+def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
+    """The strategy of a step, for training and evaluation alike. Raises `UserError` for an unknown name.
+
+    From the inside out:
+    1. the strategy: `parallel/strategies/<name>.py`, or a dotted path
+    2. `keep_fp32`: some parameters reach layers in fp32
+    3. `shard_over_pipe`: embedding and head are sharded over the stages of a pipeline
+    4. `reduce_in_backward`: sums of gradients travel during the backward pass
+    5. `freeze`: some parameters have no gradient, so that nothing above sees one of theirs
+
+    once: whether the parameters are those of a model with blocks, and a step has one backward pass; 4 needs both.
+    """
+    make = registry.load("jaxdist.parallel.strategies", options.strategy, key="parallel.strategy")
+    strategy = sharding_over_pipe(keeping_fp32(make, options), options)
+    return freezing(reducing_in_backward(strategy, options, once=once), options.freeze)

@@ -1,7 +1,7 @@
 """How gradients are summed over devices: by which algorithm, in what order, in what format."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,19 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import (
-    Link,
     active_axes,
     all_reduce,
     all_reduce_with_feedback,
     broadcast,
-    check_wire,
     get_algorithm,
     in_buckets,
-    make_link,
     psum,
     reduce_scatter,
     to_varying,
 )
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.rules.fields import check_section
+from jaxdist.config.rules.grad_sync import GRAD_SYNC, check_shards
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.optim import check_order
@@ -40,56 +40,11 @@ from jaxdist.specs import (
 )
 
 
-class GradSync(NamedTuple):
-    """algorithm: of `jaxdist.collectives`. bucket_mb: gradients are fused into flat buffers of at most this many MB; a
-    larger leaf goes alone. wire_dtype: None, "bfloat16", or "int8" with error feedback (the state carries the residual;
-    for all-reduces: reduce-scatters over fsdp, of zero1 to zero3, then send what they sum).
-    link: what algorithms "auto" and "two_level" reckon with: "auto", a name, or a rate such as "200mbit".
-
-    deterministic: the same bits on any number of devices. Gradients are computed for one virtual shard after the other,
-    of which the global batch has `virtual_shards`, and summed in a fixed order. That and the number of batch shards
-    must be powers of two.
-    """
-
-    algorithm: str = "native"
-    bucket_mb: float = 25.0
-    wire_dtype: str | None = None
-    link: str = "auto"
-    deterministic: bool = False
-    virtual_shards: int = 8
-
-    @property
-    def reduction(self) -> dict[str, Any]:
-        """Arguments of `all_reduce` and `reduce_scatter`."""
-        if self.deterministic:
-            return {"algorithm": "ordered"}
-        wire = self.wire_dtype if self.wire_dtype != "int8" else None
-        return {"algorithm": self.algorithm, "wire_dtype": wire, "link": link_of(self.link)}
-
-
-def link_of(name: str) -> Link | None:
-    """The link called `name`; None for "auto", which leaves it to the algorithm."""
-    return None if name == "auto" else make_link(name)
-
-
 def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
     """Raise `UserError` for what does not go together."""
-    if sync.bucket_mb <= 0:
-        raise UserError(f"grad_sync.bucket_mb={sync.bucket_mb}: must be above 0")
-    if sync.deterministic and jnp.dtype(reduce_dtype).itemsize < 4:
-        raise UserError(
-            f"grad_sync: deterministic sums in at least float32, not in {jnp.dtype(reduce_dtype)}; leave "
-            "reduce_dtype out"
-        )
-    get_algorithm(sync.algorithm)  # an unknown name is an error now, not when a group first needs it
-    link_of(sync.link)
-    if sync.deterministic and (sync.algorithm not in ("native", "ordered") or sync.wire_dtype is not None):
-        raise UserError(
-            f"grad_sync: deterministic sums by 'ordered' in the gradients' own format; got {sync.algorithm!r} and "
-            f"wire_dtype {sync.wire_dtype}; leave both out"
-        )
-    if sync.wire_dtype is not None:
-        check_wire(sync.wire_dtype, sync.algorithm)
+    check_section(sync, GRAD_SYNC)
+    get_algorithm(sync.chosen)  # a module without it is an error now, not when a group first needs it
+    sync.check(reduce_dtype=jnp.dtype(reduce_dtype).name)
 
 
 def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: str, microbatches: int) -> tuple[str, int]:
@@ -97,20 +52,8 @@ def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: str, microbatches: in
     pairwise, whatever number of microbatches is asked for."""
     if not sync.deterministic:
         return schedule, microbatches
-    shards, virtual = batch_shards(mesh), sync.virtual_shards
-    if other := [axis for axis in BATCH_LIKE if axis not in ("data", "fsdp") and mesh.shape[axis] > 1]:
-        raise UserError(f"mesh.{other[0]}: deterministic sums over data and fsdp only; set {other[0]} to 1")
-    for name, count in (("virtual_shards", virtual), ("data * fsdp", shards)):
-        if count < 1 or count & (count - 1):
-            raise UserError(f"grad_sync: deterministic needs powers of two, got {name} = {count}; allowed: 1, 2, 4, 8")
-    if virtual % (shards * microbatches):
-        raise UserError(
-            f"grad_sync.virtual_shards={virtual}: not divisible by {shards} batch shards x {microbatches} microbatches;"
-            " allowed: a multiple of their product, the same in all runs that are to agree"
-        )
-    if schedule not in ("accumulate", "pairwise"):
-        raise UserError(f"grad_sync: deterministic runs the schedule 'pairwise', got {schedule!r}; leave it out")
-    return "pairwise", virtual // shards
+    check_shards(sync.virtual_shards, mesh.shape, microbatches=microbatches, schedule=schedule)
+    return "pairwise", sync.virtual_shards // batch_shards(mesh)
 
 
 def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync) -> tuple[PyTree, PyTree]:
@@ -204,7 +147,7 @@ def finish(
             return (all_reduce(flat, axes, **sync.reduction),)
 
         def total_and_lost(flat: jax.Array, before: jax.Array, axes: tuple[str, ...] = axes) -> Any:
-            return all_reduce_with_feedback(flat, before, axes, algorithm=sync.algorithm)
+            return all_reduce_with_feedback(flat, before, axes, algorithm=sync.chosen)
 
         columns = [[to_varying(leaves[i].astype(reduce_dtype), axes) for i in members]]
         if sync.wire_dtype == "int8":

@@ -1,27 +1,26 @@
-"""How a batch is cut into microbatches, what sizes allow it, and the random keys of its rows."""
+"""Microbatches: parts of a batch, the sizes that can be cut into them, and the dropout keys of rows."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import rank
+from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, AnyMesh, batch_shards
+from jaxdist.mesh import BATCH_AXES, AnyMesh
 from jaxdist.specs import PyTree
 
 
-def check_batch(batch: PyTree, mesh: AnyMesh, microbatches: int) -> None:
-    """Raise `UserError` unless every leaf's dim 0 is one and the same multiple of what the batch is split into."""
-    parts = batch_shards(mesh) * microbatches
-    for leaf in jax.tree.leaves(batch):
-        if not leaf.ndim or leaf.shape[0] != jax.tree.leaves(batch)[0].shape[0] or leaf.shape[0] % parts:
-            raise UserError(
-                f"batch: a leaf has shape {leaf.shape}; dim 0 of all leaves must be the same multiple of the "
-                f"parts it is cut into, {parts} (data * fsdp * expert * microbatches; deterministic: virtual_shards)"
-            )
+def check_batch_shape(batch: PyTree, mesh: AnyMesh, microbatches: int) -> None:
+    """Raise `UserError` unless all leaves have the same number of rows, and the parts of the batch divide it."""
+    leaves = jax.tree.leaves(batch)
+    for leaf in leaves:
+        if not leaf.ndim or leaf.shape[0] != leaves[0].shape[0]:
+            raise UserError(f"batch: a leaf has shape {leaf.shape}; allowed: the same dim 0 in all leaves, of rows")
+    check_rows(leaves[0].shape[0], {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": microbatches})
 
 
 def check_global(batch: PyTree) -> None:
-    """Raise `UserError` when one of several processes hands in arrays of its own: rows would be lost without a word."""
+    """Raise `UserError` if one of several processes passes arrays of its own, whose rows would be lost silently."""
     if jax.process_count() > 1 and any(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(batch)):
         raise UserError(
             "batch: holds arrays of one process; make global ones with "
@@ -35,6 +34,6 @@ def split_microbatches(batch: PyTree, count: int) -> PyTree:
 
 
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
-    """A dropout key for each of this device's rows, [rows]: fold (seed, step, row of the global batch)."""
+    """Dropout keys [rows] of this device's rows. Each folds seed, step and the row's number in the global batch."""
     key, first = jax.random.fold_in(jax.random.key(seed), step), rank(BATCH_AXES) * rows
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))

@@ -1,14 +1,18 @@
-"""The types of a schedule and of what it runs."""
+"""The type of a schedule, which is the order of a step's microbatches, and of the program that it runs.
+
+Not meant are the schedule of a learning rate (`optim`) and the order of instructions that XLA calls a schedule.
+
+diff, captured: the two trees that `Strategy.begin` makes of the parameters. diff is differentiated: gradients are taken
+with respect to it. captured is what the loss reads besides, without gradients.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxdist.collectives import active_axes
-from jaxdist.errors import UserError
-from jaxdist.parallel.blocks.layers import Blocks
-from jaxdist.parallel.blocks.sqrt_remat import Segments
+from jaxdist.parallel.blocks.layers import ScannedBlocks
+from jaxdist.parallel.blocks.sqrt_remat import SegmentedBlocks
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
 
@@ -16,17 +20,20 @@ Seed = float | jax.Array
 
 
 class Stages(NamedTuple):
-    """The model cut into stages, for pipelines.
+    """A model cut into the stages of a pipeline.
 
-    embed: (diff, held, microbatch) -> h. head: (diff, held, h, microbatch) -> (sum, weight). Both are given whole
-    trees, and take their units. blocks: runs the blocks of a stage, or of a chunk, forward and backward. head_units:
-    what of diff the head reads. chunks: of the blocks of a stage. counts: as `ModelDef.stages`. conditions: whether a
-    stage leaves out what is not its work, instead of computing and discarding it.
+    embed: (diff of the embedding, captured of the embedding, microbatch) -> h.
+    head: (diff, captured, h, microbatch) -> (loss sum, weight sum). It is given whole trees.
+    blocks: runs the blocks of a stage, or of one chunk of a stage, forward and backward.
+    head_units: the units of diff that the head reads.
+    chunks: the number of chunks that the blocks of a stage are cut into.
+    counts: blocks of each virtual stage, as `ModelDef.stages`.
+    conditions: whether a stage skips the work of other stages; otherwise it computes that too, and discards it.
     """
 
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
-    blocks: Blocks | Segments
+    blocks: ScannedBlocks | SegmentedBlocks
     head_units: tuple[str, ...]
     chunks: int
     counts: tuple[int, ...]
@@ -34,10 +41,19 @@ class Stages(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a schedule may call. Gathers, remat, the scan over blocks and dropout keys are already inside.
+    """The functions that a schedule may call. They gather parameters, rematerialise, and loop over blocks themselves.
 
-    loss: (diff, held, microbatch) -> (sum, weight), stage after stage; zeros but on the first. hidden: (diff, held,
-    microbatch) -> what the head reads, on the first stage. stages: the parts. The last two are None for a foreign loss.
+    loss: (diff, captured, microbatch) -> (loss sum, weight sum), through all stages; zeros but on the first one.
+    hidden: (diff, captured, microbatch) -> the input of the head, on the first stage. None for a user's own loss.
+    stages: the parts of the loss, for pipelines. None where these cannot run it.
+
+    The program of linear regression, where every parameter is in diff:
+
+        def loss(diff, captured, batch):
+            error = batch["x"] @ diff["w"] - batch["y"]
+            return (error**2).sum(), jnp.float32(error.size)
+
+        Program(loss)
     """
 
     loss: Callable[..., tuple[jax.Array, jax.Array]]
@@ -48,35 +64,27 @@ class Program(NamedTuple):
 class Schedule(Protocol):
     """Run all microbatches, inside the manual region.
 
-    microbatches: leaves [M, b, ...]. seed: the power of two that the loss is multiplied by before differentiation,
-    static; or an array, with the loss scale in it; the caller multiplies gradients by 1 / (seed * global weight)
-    afterwards, which is exact for ragged batches because only a power of two has touched them. reduce_dtype: of the
-    accumulated gradients, used at no less than fp32. Returns this device's (loss sum, weight sum, gradients with
-    respect to diff times seed).
+    microbatches: leaves [M, b, ...].
+    seed: a factor of the loss before differentiation. It is a static power of two, or an array that contains the loss
+        scale too. The caller multiplies gradients by 1 / (seed * global weight). That is exact for ragged batches,
+        because until then only powers of two have multiplied them.
+    reduce_dtype: the dtype of accumulated gradients, if it is at least fp32; otherwise they are fp32.
+
+    Returns (loss sum, weight sum, gradients with respect to diff times seed), each of this device.
+
+    A schedule for one microbatch:
+
+        def single(program, diff, captured, microbatches, *, seed, reduce_dtype):
+            microbatch = jax.tree.map(lambda leaf: leaf[0], microbatches)
+            return run_microbatch(program, diff, captured, microbatch, seed=seed, reduce_dtype=reduce_dtype)
     """
 
     def __call__(
-        self, program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
+        self, program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
     ) -> tuple[jax.Array, jax.Array, PyTree]: ...
 
 
 def seeded_loss(loss: jax.Array, seed: Seed) -> jax.Array:
-    """What is differentiated: loss * seed, in at least fp32."""
+    """The scalar that a schedule differentiates: loss * seed, in at least fp32."""
     wide = loss.astype(accumulation_dtype(loss.dtype))
     return wide * (seed if isinstance(seed, float) else seed.astype(wide.dtype))
-
-
-def run_microbatch(
-    program: Program, diff: PyTree, held: PyTree, microbatch: PyTree, *, seed: Seed, reduce_dtype: Any
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """(loss sum, weight sum, gradients times seed) of one microbatch, on a mesh with one stage."""
-    if active_axes("pipe"):
-        raise UserError("mesh.pipe: this schedule runs the model as one stage; take schedule='one_f_one_b', or pipe=1")
-
-    def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        loss, weight = program.loss(diff, held, microbatch)
-        return seeded_loss(loss, seed), (loss, weight)
-
-    wide = accumulation_dtype(reduce_dtype)
-    grads, (loss, weight) = jax.grad(seeded, has_aux=True)(diff)
-    return loss, weight, jax.tree.map(lambda grad: grad.astype(wide), grads)

@@ -1,7 +1,7 @@
 """The type of a strategy, and the pieces that strategies are made of.
 
-All pieces work on one leaf or one tree and are driven by PartitionSpecs: a leaf whose spec names `fsdp` rests as a
-shard. Casts and gathers are `custom_vjp`s with an explicit reduce dtype: a plain cast followed by an all-gather would
+Every piece works on one parameter or one tree, and reads PartitionSpecs: a spec that names `fsdp` is that of a shard.
+Casts and gathers are `custom_vjp`s with an explicit reduce dtype. A plain cast followed by an all-gather would
 transpose to a reduce-scatter in the compute dtype, and sum gradients in bf16.
 """
 
@@ -15,28 +15,37 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_varying, varying_axes
-from jaxdist.errors import UserError
+from jaxdist.config.rules.grad_sync import refuse_in_conditions
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
-from jaxdist.parallel.grad_sync import GradSync, finish, reduce_late
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import PyTree, dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
 
 class Strategy(NamedTuple):
-    """How parameters rest, meet the computation, and come back as gradients.
+    """How parameters are stored, reach the computation, and come back as gradients.
 
-    place: (shapes, layer specs, mesh) -> specs at rest, for parameters, gradients and optimizer state alike.
-    begin: (params at rest, specs, stacked) -> (diff, held), once a step; diff is what the schedule differentiates, held
-    is not. stacked: the key of a model's stacked blocks, or None.
-    gather: (diff unit, held unit, unit specs) -> usable unit, inside remat; its backward may reduce, and rounds to
-    `Precision.reduce`, in which prefetched gradients rest.
-    reduce: (grads with respect to diff, residual, specs) -> (grads at rest, residual), once a step. The residual is
-    what lossy sums carry from step to step (see `sync`), or ().
-    drops: whether what `gather` returns is too large to be kept for the backward pass, which gathers it again. It then
-    takes trained parameters from diff, which holds shards, and can be given parts of these.
-    leafwise: whether `reduce` sums each leaf by itself, in its own shape, so that it can be given some of the leaves.
-    reduce_block: (gradient of one block's diff, specs of the stack) -> the same, with the sums that `reduce` then
-    leaves out; None: no sums in the backward pass but those of `gather`. See `overlap`.
+    place: (shapes, layer specs, mesh) -> specs of parameters, gradients and optimizer state.
+    begin: (stored parameters, specs, stacked) -> (diff, captured), once a step. The schedule differentiates diff, and
+    not captured. stacked: the key of a model's stacked blocks, or None.
+    gather: (diff of a unit, captured of a unit, unit specs) -> the unit as layers use it. Runs inside remat; its
+    backward pass may reduce-scatter, and rounds to `Precision.reduce`, the dtype of prefetched gradients.
+    reduce: (gradients with respect to diff, residual, specs) -> (gradients like the stored parameters, residual), once
+    a step. The residual is what lossy sums carry from step to step (`grad_sync`), or ().
+    drops: whether gathered units are too large to be kept for the backward pass, which gathers them again. Trained
+    parameters are then shards in diff, and `gather` can be given parts of these.
+    leafwise: whether `reduce` sums each leaf by itself, in its own shape, and can be given some of the leaves.
+    reduce_block: (gradients of one block's diff, specs of the stack) -> the same, summed; `reduce` then leaves those
+    sums out. None: the backward pass has no sums but those of `gather`. See `wrappers.reduce_in_backward`.
+
+    Example, plain data parallelism without casts:
+
+        Strategy(
+            place=lambda shapes, specs, mesh: specs,
+            begin=lambda params, specs, stacked: (to_varying(params, BATCH_LIKE), capture_nothing(params)),
+            gather=lambda diff, captured, specs: diff,
+            reduce=options.finish,
+        )
     """
 
     place: Callable[[PyTree, PyTree, AnyMesh], PyTree]
@@ -53,77 +62,53 @@ def regathers(strategy: Strategy, specs: PyTree) -> bool:
     return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
-class StrategyOptions(NamedTuple):
-    """What every strategy is made from. min_shard_bytes: parameters smaller than this, counted for one block, stay
-    whole. reshard_after_forward: zero3 gathers again for the backward pass instead of keeping what it gathered.
-    prefetch: 1 communicates for one block while another computes, see `prefetch`. pipeline_cond: whether a pipeline's
-    stage leaves out what is not its work, by conditions; or computes and discards it: no collective is in a condition.
-    """
-
-    precision: Precision
-    sync: GradSync = GradSync()
-    min_shard_bytes: int = 0
-    reshard_after_forward: bool = True
-    prefetch: int = 0
-    pipeline_cond: bool = True
-
-    @property
-    def finish(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-        """The sums that are left at the end of a step, as `Strategy.reduce` wants them."""
-        return functools.partial(finish, sync=self.sync, reduce_dtype=self.precision.reduce)
-
-    def finish_whole(self, grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        """`finish` for gradients that are whole where parameters rest as shards: they are reduce-scattered first."""
-        shards = reduce_late(grads, specs, sync=self.sync, reduce_dtype=self.precision.reduce)
-        return self.finish(shards, residual, specs)
-
-
 def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """Every parameter rests as its layer declares it: a copy on every device of `data` and `fsdp`."""
+    """Specs of parameters that are whole on every device of `data` and `fsdp`: those of the layers."""
     return specs
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Add `fsdp` to one dim of every parameter that is large enough and divisible; the others stay whole. A model's
-    embedding rests as columns, which `ends` looks up without gathering them."""
+    """Specs with `fsdp` on one dim of every parameter that is large enough and divisible; the others stay whole."""
     split = functools.partial(split_over, axis="fsdp", mesh=mesh, min_bytes=min_shard_bytes)
     if not is_model(specs):
         return map_specs(split, specs, shapes)
+    # Columns of the embedding can be looked up without being gathered.
     return {
         name: map_specs(functools.partial(split, columns=name == "embed"), specs[name], shapes[name]) for name in specs
     }
 
 
-def hold_nothing(tree: PyTree) -> PyTree:
-    """The held tree of a strategy that holds nothing: an empty tuple for every leaf."""
+def capture_nothing(tree: PyTree) -> PyTree:
+    """The captured tree of a strategy that captures nothing: an empty tuple for every leaf."""
     return jax.tree.map(lambda _: (), tree)
 
 
-def begin_at_rest(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
-    """diff is the resting parameters, cast to varying over every batch-like axis; nothing is held.
+def begin_varying(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+    """A `Strategy.begin`: diff is the stored parameters, typed varying over every batch-like axis; captured is nothing.
 
     Without the cast `jax.grad` would already have summed the gradients over these axes (see `collectives.varying`).
     """
-    return to_varying(params, BATCH_LIKE), hold_nothing(params)
+    return to_varying(params, BATCH_LIKE), capture_nothing(params)
 
 
 class Frozen(NamedTuple):
-    """In place of a leaf of diff: a parameter without a gradient."""
+    """A parameter without a gradient, in place of a leaf of diff."""
 
     value: jax.Array
 
 
 def value_of(leaf: jax.Array | Frozen) -> jax.Array:
-    """What a leaf of diff holds, apart from its gradient: see `connect`."""
+    """The value of a leaf of diff, without its gradient, which `connect` adds."""
     return leaf.value if isinstance(leaf, Frozen) else lax.stop_gradient(leaf)
 
 
 def connect(value: jax.Array, leaf: jax.Array | Frozen, dim: int | None, options: StrategyOptions) -> jax.Array:
-    """`value`, whose gradient goes to `leaf` of diff, in the parameters' dtype by way of the reduce dtype:
-    reduce-scattered over fsdp along `dim`, or whole (None). A frozen leaf gets none.
+    """The value, whose gradient goes to a leaf of diff, in the parameters' dtype by way of the reduce dtype.
 
-    What is done to a parameter (cast, gather) stays outside: inside a custom_vjp a remat policy would not see the
-    all_gather, and keep what it should drop (see `remat`).
+    dim: the gradient is reduce-scattered over `fsdp` along it; None: it stays whole. A frozen leaf gets none.
+
+    Cast and gather of a parameter stay outside: inside a custom_vjp a remat policy would not see the all_gather, and
+    would keep what it should drop (`blocks.remat`).
     """
     return value if isinstance(leaf, Frozen) else _connect(value, leaf, dim, options)
 
@@ -140,13 +125,9 @@ def _connect_forward(
 
 
 def _check_conditions(options: StrategyOptions) -> None:
-    """Raise `UserError` where gradients would be summed by ppermutes in conditions that not all stages take: each waits
-    for all devices of the mesh, for ever."""
+    # A ppermute waits for all devices of the mesh: in a condition that not all stages take, for ever.
     if options.pipeline_cond and options.sync.algorithm != "native" and active_axes("pipe"):
-        raise UserError(
-            f"grad_sync.algorithm={options.sync.algorithm!r}: this strategy sums over fsdp inside a pipeline's stages, "
-            "by 'native' only; take that, or strategy zero1 or ddp, or pipeline_cond=False"
-        )
+        refuse_in_conditions(options.sync.algorithm)
 
 
 def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
@@ -160,26 +141,21 @@ def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: 
 _connect.defvjp(_connect_forward, _connect_backward)
 
 
-def gather(x: jax.Array, dim: int, precision: Precision) -> jax.Array:
-    """A shard over fsdp -> the whole parameter in the dtype that layers receive."""
-    return all_gather(x.astype(precision.received), "fsdp", dim=dim)
-
-
 def cast_leaf(leaf: jax.Array | Frozen, options: StrategyOptions) -> jax.Array:
     """A whole parameter in the dtype that layers receive."""
     return connect(value_of(leaf).astype(options.precision.received), leaf, None, options)
 
 
 def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: str | None) -> PyTree:
-    """Whole copies, in the dtype that layers receive, of parameters that rest as shards over fsdp; () for others.
+    """Whole copies of shards over `fsdp`, in the dtype that layers receive; () for other parameters.
 
-    Stacked blocks one after the other: a gather of their stack would need a second copy of it in transit.
+    Stacked blocks are gathered one after the other: a gather of the stack would need a second copy of it in transit.
     """
 
     def unit(specs: PyTree, params: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array | tuple[()]:
             dim = dim_of(spec, "fsdp")
-            return () if dim is None else gather(leaf, dim, precision)
+            return () if dim is None else all_gather(leaf.astype(precision.received), "fsdp", dim=dim)
 
         return map_named(one, specs, params)
 
@@ -194,9 +170,8 @@ def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: st
     return whole
 
 
-def make_taps(params: PyTree, specs: PyTree) -> PyTree:
-    """Zeros in the shape of the whole parameter in place of each shard over fsdp: what gradients are taken by where
-    they stay whole. Other parameters as they are."""
+def zero_probes(params: PyTree, specs: PyTree) -> PyTree:
+    """Zeros of the whole shape in place of each shard over `fsdp`. Gradients with respect to them are whole, too."""
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
         dim = dim_of(spec, "fsdp")

@@ -1,60 +1,60 @@
 """A user's own loss, under every data-parallel strategy.
 
-Ordinary code (say, a `lax.scan` from `jnp.zeros`) does not type-check under `check_vma=True`, so a foreign loss runs in
-a second unchecked region. What the check would have caught there is excluded by construction instead: a foreign loss
-may contain no collective and may not ask where it runs, so all reductions are the strategy's, explicit and outside
-autodiff.
+Ordinary code, such as a `lax.scan` from `jnp.zeros`, does not type-check under `check_vma=True`. A user loss therefore
+runs in a second region, which is not checked. It may contain no collective and may not ask on which device it runs:
+all reductions are the strategy's, explicit and outside autodiff, and the check has nothing to find.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
-from jaxdist.config.rules.remat import Remat, check_remat
+from jaxdist.config.rules.remat import Remat
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import named_axes
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.blocks.remat import available, rematerialise
+from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import in_precision, make_program
 from jaxdist.parallel.schedule import Program
-from jaxdist.parallel.strategy import Strategy, StrategyOptions, regathers
+from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, spec_leaves
 
-ForeignLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
+UserLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def unchecked_region(
     function: Callable[..., Any], *, mesh: AnyMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.shard_map` without the check, for programs made by `foreign_program` only."""
+    """`jax.shard_map` without the check, for programs made by `user_program` only."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def refuse_collectives(jaxpr: Any) -> None:
     """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if axes := named_axes(equation):
+    for site in every_equation(jaxpr):
+        if axes := named_axes(site.equation):
+            name = site.equation.primitive.name
             raise UserError(
-                f"loss_fn: contains {equation.primitive.name} over {', '.join(axes)}; a loss may use no collective and "
-                "no axis_index: return this shard's (sum, weight), jaxdist adds them up"
+                f"loss_fn: contains {name} over {', '.join(axes)}; a loss may use no collective and no axis_index: "
+                "return this shard's (sum, weight), jaxdist adds them up"
             )
-        for inner in jaxprs_in_params(equation.params):
-            refuse_collectives(inner)
 
 
-def foreign_program(
-    loss_fn: ForeignLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: Remat = "none"
+def user_program(
+    loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: Remat = "none"
 ) -> Program:
-    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight). The whole tree is one unit: under zero3 the
-    state is sharded, but the computation gathers all parameters at once. weight is what the sum is divided by, over the
-    whole global batch; no gradient flows through it. params come in the dtype that the policy gives layers: cast
-    inputs to it in the loss.
+    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight).
+
+    The whole tree is one unit: under zero3 the state is sharded, but a step gathers all parameters at once.
+    weight: the sum of losses is divided by the sum of weights, over the global batch. No gradient flows through it.
+    params: in the dtype that the policy gives layers; the loss casts its inputs to it.
     """
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
     if idle:
@@ -63,7 +63,7 @@ def foreign_program(
             "to 1, or build the model from jaxdist.nn layers"
         )
     named = [spec for spec in spec_leaves(specs) if "tensor" in spec]
-    assert not named, "foreign parameters are split over fsdp only"
+    assert not named, "parameters of a user loss are split over fsdp only"
 
     def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         result: Any = loss_fn(params, batch, keys)
@@ -73,8 +73,8 @@ def foreign_program(
         wide = accumulation_dtype(total.dtype)
         return total.astype(wide), jax.lax.stop_gradient(jnp.asarray(result[1]).astype(wide))
 
-    def loss(diff: PyTree, held: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        params = strategy.gather(diff, held, specs)
+    def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        params = strategy.gather(diff, captured, specs)
         # The gradient too: a custom_vjp may hide a collective in its backward.
         total_of = lambda params: run(params, batch["batch"], batch["keys"])[0]  # noqa: E731
         refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
@@ -84,16 +84,10 @@ def foreign_program(
 
 
 def program_and_region(
-    model: ModelDef | ForeignLoss,
-    strategy: Strategy,
-    specs: PyTree,
-    mesh: AnyMesh,
-    options: StrategyOptions,
-    *,
-    remat: str | Sequence[str],
+    model: ModelDef | UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StepOptions
 ) -> tuple[Program, Callable[..., Any]]:
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
-    mode = check_remat(remat)
+    mode = options.remat
     if isinstance(model, ModelDef):
         program = make_program(
             in_precision(model, options.precision),
@@ -122,4 +116,4 @@ def program_and_region(
             " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself"
         )
     loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
-    return foreign_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region
+    return user_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region

@@ -7,7 +7,7 @@ from typing import Any
 from jaxdist.errors import UserError
 from jaxdist.plan.traced.ledger import Collective, Ledger
 
-KEYS = ("op", "axes", "dtype", "phase", "purpose")
+KEY_FIELDS = ("op", "axes", "dtype", "phase", "purpose")
 
 
 def _key(each: Collective) -> tuple[str, ...]:
@@ -15,21 +15,21 @@ def _key(each: Collective) -> tuple[str, ...]:
 
 
 def budget_of(ledger: Ledger) -> dict[str, Any]:
-    """What the file holds: input bytes a step by op, axes, dtype, phase and purpose. No line numbers: they move."""
+    """The content of a budget file: input bytes a step by op, axes, dtype, phase and purpose; no lines, which move."""
     totals: dict[tuple[str, ...], int] = {}
     for each in ledger.collectives:
         totals[_key(each)] = totals.get(_key(each), 0) + each.bytes_per_call * each.calls
     return {
         "mesh": ledger.mesh,
-        "collectives": [dict(zip(KEYS, key, strict=True)) | {"bytes": n} for key, n in sorted(totals.items())],
+        "collectives": [dict(zip(KEY_FIELDS, key, strict=True)) | {"bytes": n} for key, n in sorted(totals.items())],
     }
 
 
 def read_budget(path: Path) -> dict[tuple[str, ...], int]:
-    """Bytes by op, axes, dtype, phase and purpose. Raises `UserError` for what is no budget."""
+    """{(op, axes, dtype, phase, purpose): bytes} of a file. Raises `UserError` if it is not a budget."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["collectives"]
-        return {tuple(entry[key] for key in KEYS): int(entry["bytes"]) for entry in entries}
+        return {tuple(entry[key] for key in KEY_FIELDS): int(entry["bytes"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--budget {path}: not a budget ({type(error).__name__}: {error}); write one with --write-budget"
@@ -37,7 +37,7 @@ def read_budget(path: Path) -> dict[tuple[str, ...], int]:
 
 
 def over_budget(ledger: Ledger, budget: dict[tuple[str, ...], int]) -> list[str]:
-    """A line for every collective that the budget does not have or whose bytes have grown, with its source."""
+    """A line for every collective that is not in the budget or has more bytes than there, with its source."""
     now: dict[tuple[str, ...], tuple[int, Collective]] = {}
     for each in ledger.collectives:
         before = now[_key(each)][0] if _key(each) in now else 0

@@ -1,4 +1,4 @@
-"""What a configuration will do, from abstract values alone: collectives, memory of a device, where parameters rest."""
+"""Explanation of a configuration without running it: its collectives, the memory of a device, its sharding."""
 
 import math
 from dataclasses import asdict
@@ -13,12 +13,10 @@ from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.pipeline.table import table_of
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
-from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, held
-from jaxdist.plan.remedies import Table
-from jaxdist.plan.remedies import to_json as remedies_to_json
-from jaxdist.plan.traced.activations import KINDS, ON_HOST, Kept, kept_activations
+from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, resident_bytes
+from jaxdist.plan.remedies import Table, remedies_to_json
+from jaxdist.plan.traced.activations import ON_HOST, SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.sharding import Row, sharding_rows
 from jaxdist.specs import STACKED, PyTree, map_specs
@@ -26,24 +24,31 @@ from jaxdist.state import TrainState, specs_of_arrays
 
 
 class Explanation(NamedTuple):
-    """memory: bytes of a device, by what holds them. activations: what autodiff keeps of one microbatch (None: a
-    pipeline, whose buffers are not told apart). empty_rows: of every leaf of blocks, rows that hold no block, see
-    `jaxdist.parallel.pipeline.stages`; all figures count them. added: the compiler's own collectives, compiled: the
-    others beside the ledger, by op (None: not compiled)."""
+    """The facts of a configuration.
+
+    memory: {purpose: bytes of a device}
+    activations: arrays that one microbatch saves; None for a pipeline, whose buffers are not told apart
+    empty_rows: rows of each stacked parameter that hold no block (see `jaxdist.parallel.pipeline.stages`); all figures
+        count them
+    added: collectives that the compiler adds; None if nothing was compiled
+    compiled: {op: the ledger beside the compiled program}; None if nothing was compiled
+    """
 
     mesh: dict[str, int]
     ledger: Ledger
     parameters: list[Row]
     memory: dict[str, int]
-    activations: list[Kept] | None
+    activations: list[SavedArray] | None
     empty_rows: int
     added: list[Compiled] | None
     compiled: dict[str, Comparison] | None
 
 
 def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8) -> Explanation:
-    """Trace the step of a configuration. compiled: also compile it, for as many simulated CPU devices as its mesh has
-    (the process must have them): temporary memory, what the compiler adds, and what it makes of the ledger."""
+    """Trace the step of a configuration.
+
+    compiled: also compile it, for as many simulated CPU devices as its mesh has, which this process must have
+    """
     sizes = asdict(config.mesh)
     mesh: AnyMesh = make_mesh(**sizes) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
@@ -51,11 +56,11 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
     pipeline = table_of(config.parallel.schedule) is not None
-    kept = None if pipeline else kept_activations(parts.step, parts.target, batch)
+    kept = None if pipeline else saved_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
     if kept is not None:
         offloaded = [ON_HOST] if any(each.kind == ON_HOST for each in kept) else []
-        for kind in (*KINDS, *offloaded):
+        for kind in (*SAVED_KINDS, *offloaded):
             size = sum(each.bytes_per_device for each in kept if each.kind == kind)
             memory[f"{kind}, kept for backward"] = size
     added, compared = None, None
@@ -72,23 +77,24 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
 
 def memory_at_rest(target: TrainState) -> dict[str, int]:
     """Exact bytes of the state on one device, but for the count of steps."""
-    state = {"parameters": held(target.params), "optimizer state": held(target.opt_state)}
-    if host := held(target.opt_state, on_host=True):
+    state = {"parameters": resident_bytes(target.params), "optimizer state": resident_bytes(target.opt_state)}
+    if host := resident_bytes(target.opt_state, on_host=True):
         state["host memory, optimizer state"] = host
-    return state | ({"residual of int8": held(target.residual)} if jax.tree.leaves(target.residual) else {})
+    return state | ({"residual of int8": resident_bytes(target.residual)} if jax.tree.leaves(target.residual) else {})
 
 
 def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, int]:
-    """Bytes on one device of what a strategy makes of the parameters for a step: gradients, in the shape of what is
-    differentiated, at least fp32, but those of prefetched blocks as they rest; copies that are gathered once. (What
-    rides along, the head's tables, is counted as fp32 here.)"""
-    options = StrategyOptions(parts.precision, parts.layout["grad_sync"])
-    strategy, specs = get_strategy(parts.layout["strategy"], options), specs_of_arrays(parts.target.params)
+    """Bytes on one device of the gradients, and of the copies of parameters that are gathered once a step.
+
+    Gradients have the shape of the differentiated parameters and at least fp32; those of prefetched blocks have the
+    reduce dtype. (Tables of the head, gathered in slices beside the blocks, are counted as fp32.)
+    """
+    strategy, specs = get_strategy(parts.options), specs_of_arrays(parts.target.params)
     sizes: dict[str, int] = {}
 
     reduced = dict[str, int]()
     if prefetches_on(config, mesh) and config.parallel.microbatches == 1:
-        reduced = {STACKED: jax.numpy.dtype(parts.precision.reduce).itemsize}
+        reduced = {STACKED: jax.numpy.dtype(parts.options.precision.reduce).itemsize}
 
     def nbytes(leaf: jax.Array) -> int:
         return math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -102,7 +108,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         trained = leave_out(diff, config.optimizer.freeze)
         sizes["gradients"] = sum(gradient(unit, leaf) for unit in trained for leaf in jax.tree.leaves(trained[unit]))
 
-        def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # what is used as it rests is no copy
+        def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # a shard that is used as it is is no copy
             used = next(iter(jax.tree.leaves(copy)), leaf)
             return () if used.shape == rest.shape else used
 
@@ -114,7 +120,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     return sizes
 
 
-def to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
+def explanation_to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
     """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types;
     with a table of remedies, "remedies" as well."""
     parameters = [

@@ -1,4 +1,4 @@
-"""When memory is short: what each change of a configuration would save, and what it would cost, by compiling it."""
+"""Remedies for too little memory: changes of a configuration, with what each saves and costs, by compiling them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,19 @@ from jaxdist.config.entries import StrategyFacts
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.walk import equations
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger
 
 
-class Cost(NamedTuple):
-    """Of one step, on one device. flops: matrix products of the forward and backward
-    pass, as traced. wire_bytes: what it sends, by the ledger."""
+class StepCost(NamedTuple):
+    """The cost of a step on one device.
+
+    flops: of the matrix products of the forward and backward pass, as traced
+    wire_bytes: what it sends, by the ledger
+    """
 
     memory: Footprint
     flops: float
@@ -29,27 +33,32 @@ class Cost(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change. overrides: as to be typed. cost: of the step with it. refused: why there is none."""
+    """A change of a configuration.
+
+    overrides: the arguments of the command line
+    cost: of the step with the change; None if it was refused
+    refused: why
+    """
 
     name: str
     overrides: tuple[str, ...]
-    cost: Cost | None
+    cost: StepCost | None
     refused: str = ""
 
 
 class Table(NamedTuple):
-    """now: the configuration as it is. remedies: the one that saves most first, those that are refused last."""
+    """The cost of a step as it is, and its remedies: the one that saves most first, the refused ones last."""
 
-    now: Cost
+    now: StepCost
     remedies: list[Remedy]
 
     def saved(self, remedy: Remedy) -> int:
-        """Bytes of a device's memory, less than nothing where it takes more."""
+        """Bytes of a device's memory that a remedy saves; negative if it takes more."""
         assert remedy.cost is not None, f"{remedy.name} was refused"
         return self.now.memory.peak - remedy.cost.memory.peak
 
 
-Overrides = Mapping[str, Any]  # values by dotted keys; none: nothing to change
+Overrides = Mapping[str, Any]  # {dotted key: value}; empty if the change does not apply
 
 
 def _accumulate(config: Config) -> Overrides:
@@ -124,21 +133,20 @@ def typed(key: str, value: Any) -> str:
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def cost_of(config: Config) -> Cost:
+def cost_of(config: Config) -> StepCost:
     """Compile the step of a configuration for the devices that this process has."""
     mesh = make_mesh(**asdict(config.mesh))
     parts, batch = assemble(config, mesh), batch_of(config, mesh)
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:
         raise UserError(f"remedies: the compiler of {mesh.devices.flat[0].platform} does not say what memory it takes")
-    return Cost(memory, _flops(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
+    return StepCost(memory, _flops(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
 
 
 def _flops(parts: Parts, batch: Any) -> float:
-    """Of the manual region, where shapes are those of a device; the optimizer works on whole arrays, which the compiler
-    splits."""
+    """FLOPs of the manual region, whose shapes are those of one device. (The optimizer sees whole arrays.)"""
     jaxpr = parts.step.jitted(parts.target).trace(parts.target, batch).jaxpr
-    return sum(flops_of(each.params["jaxpr"]) for each in jaxpr.eqns if each.primitive.name == "shard_map")
+    return sum(flops_of(each.params["jaxpr"]) for each in equations(jaxpr) if each.primitive.name == "shard_map")
 
 
 def _check_available(config: Config, other: Config) -> None:
@@ -149,8 +157,10 @@ def _check_available(config: Config, other: Config) -> None:
 
 
 def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
-    """Compile the step as it is and with each change that is one: for the devices of this process, of which there must
-    be as many as the mesh has. progress: is told what is being compiled."""
+    """Compile the step as it is and with each change, for the devices of this process: as many as the mesh has.
+
+    progress: called with a line of text before each compilation
+    """
     wanted: list[tuple[str, tuple[str, ...], Config]] = []
     found: list[Remedy] = []
     for name, change in REMEDIES:
@@ -175,11 +185,11 @@ def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
     return Table(now, sorted(found, key=lambda each: each.cost.memory.peak if each.cost else float("inf")))
 
 
-def to_json(table: Table) -> dict[str, Any]:
+def remedies_to_json(table: Table) -> dict[str, Any]:
     """{"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}; a cost is {"peak", "arguments",
     "outputs", "aliased", "temporary", "host", "flops", "wire_bytes"}, in bytes and FLOPs of a device."""
 
-    def cost(each: Cost) -> dict[str, Any]:
+    def cost(each: StepCost) -> dict[str, Any]:
         sizes = {"peak": each.memory.peak, **each.memory._asdict()}
         return sizes | {"flops": each.flops, "wire_bytes": each.wire_bytes}
 

@@ -1,12 +1,12 @@
-"""Mixed precision operation by operation, for any JAX function: what Apex calls O1 and PyTorch `torch.amp.autocast`.
+"""Autocast: mixed precision operation by operation for any JAX function, as Apex's O1 and PyTorch's `torch.amp`.
 
-The function is traced to a jaxpr, in the dtypes that it was written for, and evaluated equation by equation. What an
-equation's operands are cast to goes by its primitive; docs/precision.md has the lists beside those of
+The function is traced to a jaxpr, in the dtypes that it was written for, and evaluated equation by equation. Its
+primitive decides what an equation's operands are cast to; docs/precision.md has the lists beside those of
 torch/aten/src/ATen/autocast_mode.h and apex/amp/lists:
 
-- matrix products and convolutions (`HALF`): to the half type, in which the result is too;
-- functions that leave its range or lose digits in it, and reductions (`FP32`): to fp32;
-- elementwise functions, and what moves values (`WIDEST`): to the widest type among the operands. Constants written in
+- matrix products and convolutions (`HALF`): to the half type, which the result has too;
+- reductions, and functions that leave the half type's range or lose digits in it (`FP32`): to fp32;
+- elementwise functions and moves of values (`WIDEST`): to the widest type among the operands. Constants written in
   the code take the type of the others, unless the half type cannot hold them;
 - everything else (custom_vjp, whose rule stays; sums over mesh axes; kernels): to the types that it was traced with.
 
@@ -21,124 +21,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import apply, evaluate, where_written
+from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, is_jaxpr, opened, primitives
 
-HALF = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-FP32 = frozenset(
-    {
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atanh",
-        "cosh",
-        "sinh",
-        "tan",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "pow",
-        "integer_pow",
-        "square",
-        "rsqrt",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "lgamma",
-        "digamma",
-        "reduce_sum",
-        "reduce_prod",
-        "reduce_max",
-        "reduce_min",
-        "reduce_window_sum",
-        "cumsum",
-        "cumprod",
-        "cumlogsumexp",
-        "logsumexp",
-    }
+HALF = primitives("dot_general ragged_dot_general conv_general_dilated")
+FP32 = primitives(
+    """
+    acos acosh asin asinh atanh cosh sinh tan exp exp2 expm1 log log1p pow integer_pow square rsqrt erf erfc erf_inv
+    lgamma digamma reduce_sum reduce_prod reduce_max reduce_min reduce_window_sum cumsum cumprod cumlogsumexp
+    logsumexp
+    """
 )
-WIDEST = frozenset(
-    {
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "rem",
-        "neg",
-        "abs",
-        "sign",
-        "max",
-        "min",
-        "clamp",
-        "sqrt",
-        "cbrt",
-        "sin",
-        "cos",
-        "atan",
-        "atan2",
-        "tanh",
-        "logistic",
-        "floor",
-        "ceil",
-        "round",
-        "is_finite",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "argmax",
-        "argmin",
-        "cummax",
-        "cummin",
-        "reduce_window_max",
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "pad",
-        "copy",
-        "copy_p",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "concatenate",
-        "select_n",
-        "split",
-        "stop_gradient",
-        "optimization_barrier",
-        "name",
-        "convert_element_type",
-        "reduce_precision",
-        "pvary",
-        "pcast",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "ppermute",
-    }
+WIDEST = primitives(
+    """
+    add add_any sub mul div rem neg abs sign max min clamp sqrt cbrt sin cos atan atan2 tanh logistic floor ceil
+    round is_finite eq ne lt le gt ge argmax argmin cummax cummin reduce_window_max broadcast_in_dim reshape
+    transpose squeeze expand_dims rev pad copy copy_p slice dynamic_slice dynamic_update_slice gather concatenate
+    select_n split stop_gradient optimization_barrier name convert_element_type reduce_precision pvary pcast
+    all_gather all_gather_invariant all_to_all ppermute
+    """
 )
-CALLS = ("jit", "closed_call")
+IN_PLACE = ("jit", "closed_call")
 LOOPS = ("scan", "while", "cond")
-REMAT = ("checkpoint", "remat2")
+REMAT_CALLS = ("checkpoint", "remat2")
 
 
 def autocast(function: Callable[..., Any], half: Any = "float16") -> Callable[..., Any]:
-    """The function with its operations in `half` ("float16" or "bfloat16") or fp32, each by its kind: see the module.
+    """The function, with each operation in `half` ("float16" or "bfloat16") or fp32 by its kind, see above.
 
-    It takes pytrees of arrays and returns what `function` returns, in the same dtypes. It can be differentiated, be
-    called under `jax.jit`, `jax.checkpoint` and `jax.shard_map`, and call itself any of them. Parameters stay what they
-    are: their gradients have their dtype. Raises `UserError` for another half type.
+    It takes pytrees of arrays and returns the results of `function`, in the same dtypes. It can be differentiated, can
+    be called under `jax.jit`, `jax.checkpoint` and `jax.shard_map`, and can call any of them. Gradients have the dtypes
+    of the parameters. Raises `UserError` for another half type.
     """
     if half not in ("float16", "bfloat16") and half not in (jnp.float16, jnp.bfloat16):
         raise UserError(f"autocast: half={half!r} is not known; allowed: float16, bfloat16")
@@ -166,32 +81,32 @@ def _to(x: Any, dtype: Any) -> Any:
 
 
 def _typed(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values in the dtypes of the jaxpr's variables. What is no float has its own already."""
+    """The values in the dtypes of the jaxpr's variables. Only floats can differ from these."""
     return [_to(x, atom.aval.dtype) if _is_float(x) else x for atom, x in zip(atoms, values, strict=True)]
 
 
 class _Autocast:
-    """One evaluation. constants: values that were made of constants in the code only, by id."""
+    """One evaluation of a function under autocast."""
 
     def __init__(self, half: Any) -> None:
-        self._half, self._constants = half, dict[int, Any]()
+        self._half = half
+        self._constants = dict[int, Any]()  # {id: value}, of values computed from constants in the code alone
         self._ways = {
             **dict.fromkeys(HALF, self._in_half),
             **dict.fromkeys(FP32, self._in_fp32),
             **dict.fromkeys(WIDEST, self._in_widest),
-            **dict.fromkeys(REMAT, self._checkpoint),
+            **dict.fromkeys(REMAT_CALLS, self._checkpoint),
             **dict.fromkeys(LOOPS, self._inside),
             "custom_jvp_call": self._custom_jvp,
         }
 
     def run(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, closed or not, in the dtypes that come out."""
-        inner, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-        return evaluate(inner, constants, values, self._bind, calls=CALLS)
+        return evaluate(jaxpr, getattr(jaxpr, "consts", ()), values, self._bind, calls=IN_PLACE)
 
     def as_traced(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """The same, in the dtypes that it was traced with."""
-        return _typed(getattr(jaxpr, "jaxpr", jaxpr).outvars, self.run(jaxpr, values))
+        return _typed(opened(jaxpr).outvars, self.run(jaxpr, values))
 
     def _bind(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         with where_written(equation):
@@ -231,17 +146,17 @@ class _Autocast:
         return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)  # float16 and bfloat16 too
 
     def _weak(self, x: Any) -> bool:
-        """Whether x has no type of its own: a constant in the code, which the half type can hold, or made of such."""
+        """Whether x has no type of its own: a constant that the half type can hold, or computed from such."""
         if isinstance(x, jax.Array) or np.ndim(x):
             return id(x) in self._constants
         size, limits = abs(float(x)), jnp.finfo(self._half)
         return size == 0 or not np.isfinite(size) or float(limits.tiny) <= size <= float(limits.max)
 
     def _custom_jvp(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
-        """As traced, for its rule; the result of an elementwise one (relu) is as wide as what it was given."""
+        """As traced, which keeps its rule. An elementwise function (relu) gives a result as wide as its operands."""
         results = self._in_traced(equation, operands)
         floats = [x for x in operands if _is_float(x) and not self._weak(x)]
-        if not floats or not _names(equation) <= WIDEST | {*CALLS, "custom_jvp_call"}:
+        if not floats or not _names(equation) <= WIDEST | {*IN_PLACE, "custom_jvp_call"}:
             return results
         widest = self._widest(floats)
         return [_to(x, widest) if _is_float(x) else x for x in results]
@@ -254,23 +169,19 @@ class _Autocast:
         return list(jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*operands))
 
     def _inside(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
-        """A loop or a condition: what is in it is cast, what goes in and comes out is as traced."""
+        """A loop or a condition: operations in it are cast; its operands and results have the traced dtypes."""
         params = {name: self._rewritten(value) for name, value in equation.params.items()}
         return apply(equation.replace(params=params), _typed(equation.invars, operands))
 
     def _rewritten(self, value: Any) -> Any:
         """A parameter of an equation; a jaxpr, or a tuple of them, with its operations cast."""
-        if isinstance(value, tuple) and all(hasattr(each, "eqns") for each in value):
+        if isinstance(value, tuple) and all(map(is_jaxpr, value)):
             return tuple(map(self._rewritten, value))
-        if not hasattr(value, "eqns"):
+        if not is_jaxpr(value):
             return value
         return jax.make_jaxpr(lambda *values: self.as_traced(value, values))(*value.in_avals)
 
 
 def _names(equation: Any) -> set[str]:
-    """The primitives inside an equation."""
-    found: set[str] = set()
-    for inner in jaxprs_in_params(equation.params):
-        for each in getattr(inner, "jaxpr", inner).eqns:
-            found |= {each.primitive.name} | _names(each)
-    return found
+    """Names of the primitives inside an equation."""
+    return {site.equation.primitive.name for inner in inner_jaxprs(equation) for site in every_equation(inner)}

@@ -13,17 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.config.precision import LossScale
 from jaxdist.specs import PyTree
-
-
-class ScaleRule(NamedTuple):
-    """How the loss scale moves, by GradScaler's names. initial: init_scale. After an overflow the scale is multiplied
-    by backoff_factor, after growth_interval good steps in a row by growth_factor; with 1 and 1 it is fixed."""
-
-    initial: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
 
 
 class Guard(NamedTuple):
@@ -43,9 +34,9 @@ def fresh_guard() -> Guard:
     return Guard(jnp.zeros((), jnp.float32), none, none, none)
 
 
-def scale_of(guard: Guard, rule: ScaleRule | None) -> jax.Array | float:
+def scale_of(guard: Guard, rule: LossScale | None) -> jax.Array | float:
     """What the loss of the next step is multiplied by; 1.0, not an array, without a rule."""
-    return 1.0 if rule is None else jnp.where(guard.scale > 0, guard.scale, jnp.float32(rule.initial))
+    return 1.0 if rule is None else jnp.where(guard.scale > 0, guard.scale, jnp.float32(rule.init_scale))
 
 
 def times(tree: PyTree, factor: jax.Array | float) -> PyTree:
@@ -83,19 +74,19 @@ def released(guard: Any) -> Any:
     return guard and guard._replace(in_a_row=jax.device_put(np.int32(0), guard.in_a_row.sharding))
 
 
-def next_guard(guard: Guard, finite: jax.Array, rule: ScaleRule | None) -> Guard:
+def next_guard(guard: Guard, finite: jax.Array, rule: LossScale | None) -> Guard:
     """The guard after a step."""
     skipped, in_a_row = guard.skipped + (~finite).astype(jnp.int32), jnp.where(finite, 0, guard.in_a_row + 1)
     if rule is None:
         return guard._replace(skipped=skipped, in_a_row=in_a_row)
     scale, good_steps = scale_of(guard, rule), jnp.where(finite, guard.good_steps + 1, 0)
-    grows = good_steps == rule.growth_interval
-    grown = jnp.where(jnp.isfinite(scale * rule.growth_factor), scale * rule.growth_factor, scale)
-    scale = jnp.where(finite, jnp.where(grows, grown, scale), scale * rule.backoff_factor)
+    grows, (growth, backoff) = good_steps == rule.growth_interval, rule.factors
+    grown = jnp.where(jnp.isfinite(scale * growth), scale * growth, scale)
+    scale = jnp.where(finite, jnp.where(grows, grown, scale), scale * backoff)
     return Guard(scale, jnp.where(grows, 0, good_steps), skipped, in_a_row)
 
 
-def guard_metrics(guard: Guard, rule: ScaleRule | None) -> dict[str, jax.Array]:
+def guard_metrics(guard: Guard, rule: LossScale | None) -> dict[str, jax.Array]:
     """What a step says of it: "skipped" so far, "skipped_in_a_row", and "loss_scale" of the next step."""
     counts = {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
     return counts if rule is None else counts | {"loss_scale": guard.scale}

@@ -30,8 +30,10 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def erf_inv(x: jax.Array) -> jax.Array:
-    """The inverse error function, computed in fp32: `jax.lax.erf_inv` but for the last bits. That of jax 0.12 on CPUs
-    rounds otherwise where the last dim is below 8."""
+    """The inverse error function, computed in fp32: equal to `jax.lax.erf_inv` but for the last bits.
+
+    On CPUs, that of jax 0.12 rounds differently if the last dim is below 8.
+    """
     wide = x.astype(jnp.float32)
     w = -jnp.log(rounded((1 - wide) * (1 + wide)))
     near = w < 5
@@ -43,8 +45,10 @@ def erf_inv(x: jax.Array) -> jax.Array:
 
 
 def products_rounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in which every product is rounded before anything is added to it, so that its results are the same
-    bits for shards of any shape. Loops and conditions in it stay as they are."""
+    """The function, with every product rounded before anything is added to it.
+
+    Its results are then the same bits for shards of any shape. Loops and conditions in it stay as they are.
+    """
 
     def rounding(equation: Any, operands: Sequence[Any]) -> list[Any]:
         name = equation.primitive.name

@@ -1,4 +1,4 @@
-"""Starting a process of a job (platform, processes, devices), watching its ranks, and stopping it."""
+"""A process of a job: how it starts (platform, processes, devices), is watched, and stops."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The persistent compilation cache (`devices.compilation_cache`): where it is, and who may write there.
+"""The persistent compilation cache (`devices.compilation_cache`): its folder, and who may write there.
 
 An entry is machine code that this process will run, so a folder that others can write to is refused.
 """
@@ -15,8 +15,8 @@ import jax
 
 from jaxdist.errors import UserError
 
-KEY = "devices.compilation_cache"
-HIT = "/jax/compilation_cache/cache_hits"
+CACHE_KEY = "devices.compilation_cache"
+HIT = "/jax/compilation_cache/cache_hits"  # jax's name of the event
 # jax 0.10.2: programs with collectives inside conditions (pipelines, a guarded Muon) crash or hang when loaded.
 CPU_SINCE = (0, 11)
 
@@ -31,23 +31,25 @@ def default_folder(environ: Mapping[str, str]) -> Path:
 def check_private(folder: Path) -> None:
     """Raise `UserError` if somebody else could put an entry into this folder, or another folder in its place."""
     folder = folder.resolve()
-    mend = f"allowed: a folder of your own; chmod go-w {folder}, or {KEY}=false"
+    mend = f"allowed: a folder of your own; chmod go-w {folder}, or {CACHE_KEY}=false"
     found = folder.stat()
     if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UserError(f"{KEY}: {str(folder)!r} can be written to by others, and what lies there is run; {mend}")
+        raise UserError(f"{CACHE_KEY}: {str(folder)!r} can be written to by others, and what lies there is run; {mend}")
     for parent in folder.parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UserError(f"{KEY}: {str(folder)!r} lies in {str(parent)!r}, where others could replace it; {mend}")
+            raise UserError(
+                f"{CACHE_KEY}: {str(folder)!r} lies in {str(parent)!r}, where others could replace it; {mend}"
+            )
 
 
 def why_off(value: str | bool, backend: str) -> str | None:
     """Why there is no cache on this backend, or None. value: true, false or a folder."""
     if value is False:
-        return f"{KEY}=false"
+        return f"{CACHE_KEY}=false"
     if value is True and jax.process_count() > 1:
-        # Only process 0 writes. Where the others cannot read it, they compile alone, and XLA:GPU's autotuning, which is
-        # divided among processes, waits for a share that never comes.
+        # Only process 0 writes. If the others cannot read its folder, they compile while it does not, and XLA:GPU's
+        # autotuning, which is divided among the processes, waits for a share that never comes.
         return "several processes need a folder that all can read, so one that is given"
     if backend != "cpu":
         return None
@@ -57,9 +59,9 @@ def why_off(value: str | bool, backend: str) -> str | None:
 
 
 def set_up(value: str | bool, backend: str) -> None:
-    """Turn the cache on for what compiles from now on. JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE in
-    the environment win: then nothing is done. Raises `UserError` for a given folder that cannot be made or is not
-    private; the default one is left alone then, with a warning.
+    """Turn the cache on for programs that compile from now on. Does nothing where JAX_COMPILATION_CACHE_DIR or
+    JAX_ENABLE_COMPILATION_CACHE is in the environment. A given folder that cannot be made or is not private is a
+    `UserError`; the default folder is then not used, with a warning.
     """
     given = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & set(os.environ)
     if given or why_off(value, backend):
@@ -73,7 +75,7 @@ def set_up(value: str | bool, backend: str) -> None:
 
 
 def _made(value: str | bool) -> Path:
-    """The folder, made if it was not there. Raises `UserError`."""
+    """Make the folder if it is not there. Raises `UserError`."""
     try:
         folder = default_folder(os.environ) if value is True else Path(str(value)).expanduser()
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,18 +85,18 @@ def _made(value: str | bool) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         named = str(getattr(error, "filename", None) or value)
         raise UserError(
-            f"{KEY}: {named!r}: {getattr(error, 'strerror', None) or error}; allowed: a folder that can be"
+            f"{CACHE_KEY}: {named!r}: {getattr(error, 'strerror', None) or error}; allowed: a folder that can be"
             " written to, or false"
         ) from error
 
 
 def folder_in_use() -> str | None:
-    """Where JAX keeps compiled programs, or None."""
+    """The folder where JAX keeps compiled programs, or None."""
     return jax.config.values["jax_compilation_cache_dir"] if jax.config.values["jax_enable_compilation_cache"] else None
 
 
 class CacheHits:
-    """Counts the programs that came from the cache while it is open. With no cache the count stays 0."""
+    """A context that counts the programs which come from the cache. Without a cache the count stays 0."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -111,7 +113,7 @@ class CacheHits:
 
 
 def cache_row(value: str | bool, backend: str, hits: int) -> str | None:
-    """What a run says about its cache, or nothing where it has none and none was asked for by a folder."""
+    """A line about the cache for the header of a run; None where there is no cache and no folder was given."""
     folder, why = folder_in_use(), why_off(value, backend)
     if folder is not None:
         return f"{folder}, {hits} programs from it so far" if hits else f"{folder}, nothing from it so far"

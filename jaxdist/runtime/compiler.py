@@ -1,8 +1,9 @@
-"""Settings of the compiler (`devices.xla`): what each is for and who says so, and how they reach XLA.
+"""Settings of the compiler (`devices.xla`): the presets with the reason and source of each value, and how they reach
+XLA.
 
 XLA reads `XLA_FLAGS` once, when JAX starts its devices, and aborts the process on a flag that it does not know. So the
-flags are tried first, in a process of their own that starts no devices (a third of a second). GPU flags are known to
-jaxlib itself, without a GPU plugin, so this works on every machine. docs/compiler.md has the same table.
+flags are tried first, in a process of their own that starts no devices (a third of a second). Jaxlib itself knows GPU
+flags, without a GPU plugin, so this works on every machine. docs/compiler.md has the same table, and advice on others.
 """
 
 import os
@@ -15,36 +16,29 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.config.rules.prefetch import prefetches
-from jaxdist.config.rules.xla_flags import KEY, flag_name, names_given
+from jaxdist.config.checks import prefetches
+from jaxdist.config.rules.xla_flags import FLAGS_KEY, flag_name, names_given
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.runtime.cache import folder_in_use
 
-PROBE = "import jaxlib.xla_client as xc; xc.CompileOptions().executable_build_options.debug_options"
-PROBE_S = 60.0
+FLAG_PROBE = "import jaxlib.xla_client as xc; xc.CompileOptions().executable_build_options.debug_options"
+FLAG_PROBE_S = 60.0
 
 
 class Setting(NamedTuple):
-    """One setting. name: an option of jax, or a flag of XLA ("--xla_..."). value: what is set or advised. versions:
-    first jax that has it, and first that has it no more."""
+    """A setting of the compiler."""
 
-    name: str
+    name: str  # an option of jax, or a flag of XLA ("--xla_...")
     value: str
-    reason: str
-    source: str
-    versions: tuple[tuple[int, int], tuple[int, int]] = ((0, 10), (99, 0))
-
-    @property
-    def here(self) -> bool:
-        """Whether the jax that is installed has it."""
-        return self.versions[0] <= jax.__version_info__[:2] < self.versions[1]
+    reason: str  # why it is set
+    source: str  # who says so
 
 
-# What `preset: fast` sets. "gpu" only for a step that does not prefetch: the prefetching recipe arranges its own
-# overlap, and hid less of its communication at O1 than at the default level. Async collectives, command buffers and
-# cuBLASLt are on by themselves; the latency-hiding scheduler is too, from Hopper on or at O1. Nothing for the CPU:
-# nothing was measured to help there.
+# The settings of `preset: fast`. Those of "gpu" are only for a step that does not prefetch: a step that prefetches
+# arranges its own overlap, and hid less of its communication at O1 than at the default level. Async collectives,
+# command buffers and cuBLASLt are on by default; so is the latency-hiding scheduler, from Hopper on or at O1. Nothing
+# was measured to help on CPUs.
 PRESETS: Mapping[str, tuple[Setting, ...]] = {
     "gpu": (
         # Source: XLA docs/effort_levels.md for what it does. Figures: docs/plan.md, jax 0.12.0.1.
@@ -59,8 +53,8 @@ PRESETS: Mapping[str, tuple[Setting, ...]] = {
     "cpu": (),
 }
 
-# Set on GPUs with `parallel.grad_sync.deterministic`, whatever the preset: kernels are not chosen by how fast they
-# happened to be, and a scatter (an embedding's gradient) adds in a fixed order.
+# Set on GPUs with `parallel.grad_sync.deterministic`, whatever the preset: XLA then does not choose kernels by how fast
+# they happened to be, and a scatter (an embedding's gradient) adds in a fixed order.
 DETERMINISTIC = (
     Setting(
         "--xla_gpu_deterministic_ops",
@@ -70,55 +64,30 @@ DETERMINISTIC = (
     ),
 )
 
-# What depends on model and mesh: not set by a preset, worth trying in `devices.xla.flags`.
-ADVICE = (
-    Setting(
-        "--xla_gpu_experimental_parallel_collective_overlap_limit",
-        "2",
-        "so many collectives may be under way at once; with parallel.prefetch=1 the step sets it",
-        "option dump of XLA; figures in docs/plan.md",
-    ),
-    Setting(
-        "--xla_gpu_pipeline_all_gather",
-        "on",
-        "a part of O1: 1 synchronous collective instead of 3, +11 % temporary memory",
-        "measured",
-        ((0, 11), (99, 0)),
-    ),
-    Setting(
-        "--xla_gpu_enable_pipelined_all_gather",
-        "true",
-        "the same by its older name, which 0.11 and later still know",
-        "option dump of XLA",
-    ),
-    Setting(
-        "--xla_gpu_enable_while_loop_double_buffering",
-        "true",
-        "a part of O1: with the former 17 asynchronous pairs"
-        " instead of 10, but 2 synchronous; with parallel.prefetch=1 the step sets it",
-        "measured on schedules",
-    ),
-)
-
 
 def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list[str]:
-    """The flags to add to XLA_FLAGS, whose value is `given`. A flag of the environment wins over one of `flags`, and
-    that over one of the preset."""
-    wanted = {each.name: f"{each.name}={each.value}" for each in preset if each.name.startswith("--") and each.here}
+    """The flags to add to XLA_FLAGS, which has the value `given`. A flag of the environment wins over one of `flags`,
+    and that over one of the preset."""
+    wanted = {each.name: f"{each.name}={each.value}" for each in preset if each.name.startswith("--")}
     wanted |= {flag_name(flag): flag for flag in flags}
     known = names_given(given)
     return [flag for name, flag in wanted.items() if name not in known]
 
 
-def refused(flags: Sequence[str]) -> str | None:
+def why_refused(flags: Sequence[str]) -> str | None:
     """Why XLA would abort on these flags, or None."""
     environ = {**os.environ, "XLA_FLAGS": " ".join(flags)}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, timeout=PROBE_S, check=False
+            [sys.executable, "-c", FLAG_PROBE],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=FLAG_PROBE_S,
+            check=False,
         )
     except (subprocess.TimeoutExpired, OSError):
-        return None  # nobody knows: XLA itself will judge
+        return None  # not known: XLA itself will accept or refuse them
     if done.returncode == 0:
         return None
     found = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)|(Couldn't interpret value .*)", done.stderr)
@@ -129,27 +98,31 @@ def refused(flags: Sequence[str]) -> str | None:
 
 def check_known(flags: Sequence[str], given: str) -> None:
     """Raise `UserError` naming the flag on which XLA would abort. given: the value of XLA_FLAGS."""
-    if refused([given, *flags]) is None or refused([]) is not None:  # or the trial itself fails
+    if why_refused([given, *flags]) is None or why_refused([]) is not None:  # or the trial itself fails
         return
     jaxlib = f"jaxlib {version('jaxlib')}"
     for flag in flags:
-        if refused([flag]) is not None:
+        if why_refused([flag]) is not None:
             raise UserError(
-                f"{KEY}: {jaxlib} does not know {flag}, or not this value, and would"
+                f"{FLAGS_KEY}: {jaxlib} does not know {flag}, or not this value, and would"
                 " abort; allowed: flags of this version (docs/compiler.md); remove it"
             )
     raise UserError(
         f"XLA_FLAGS: {given!r} in the environment: {jaxlib} would abort on it"
-        f" ({refused([given])}); remove what it does not know"
+        f" ({why_refused([given])}); remove what it does not know"
     )
 
 
 def set_flags(config: Config, backend: str, *, started: bool) -> None:
-    """Add what `devices.xla` asks for to XLA_FLAGS. Must run before JAX starts its devices.
+    """Add the flags of `devices.xla` to XLA_FLAGS. Must run before JAX starts its devices.
 
-    backend: gpu or cpu, as far as it is known by then. started: JAX has its devices already, as in a notebook; then the
-    preset is left out, and flags that were asked for, or that deterministic sums need, are a `UserError`, as are those
-    that XLA would abort on.
+    Raises `UserError` for flags that XLA would abort on, and, once JAX has started, for flags that the configuration
+    names or that deterministic sums need; the preset is left out then.
+
+    Args:
+        config: The configuration.
+        backend: "gpu" or "cpu", as far as it is known by then.
+        started: Whether JAX has its devices already, as in a notebook.
     """
     xla, given = config.devices.xla, os.environ.get("XLA_FLAGS", "")
     fixed = DETERMINISTIC if backend == "gpu" and config.parallel.grad_sync.deterministic else ()
@@ -161,7 +134,7 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
         )
     if started and xla.flags and flags:
         raise UserError(
-            f"{KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
+            f"{FLAGS_KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
             " or put them into XLA_FLAGS before JAX starts"
         )
     if flags and not started:
@@ -180,12 +153,12 @@ def set_options(config: Config, backend: str) -> None:
         return
     for each in PRESETS[backend]:
         untouched = each.name.upper() not in os.environ and str(jax.config.values[each.name]) == "UNKNOWN"
-        if not each.name.startswith("--") and each.here and untouched:
+        if not each.name.startswith("--") and untouched:
             jax.config.update(each.name, each.value)
 
 
 def settings() -> dict[str, Any]:
-    """What the compiler runs with, for env.json."""
+    """The settings that the compiler runs with, for env.json."""
     return {
         "xla_flags": os.environ.get("XLA_FLAGS", "").split(),
         "optimization_level": str(jax.config.values["jax_optimization_level"]),

@@ -1,4 +1,4 @@
-"""Where a run and its logs lie: names that stay inside their folder. Read before JAX is imported."""
+"""The folders of a run and of its logs, by names that cannot lead out of them. Imported before JAX is."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jaxdist.errors import UserError
 
-RUN_DIR = "JAXDIST_RUN_DIR"  # of a launcher, so that a restarted run finds what it has done
-STOP_NOTE = "JAXDIST_STOP_NOTE"  # of a launcher: a file that is there when a run was asked to stop
+RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
+STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
 NAME_LENGTH = 64
 
 
@@ -22,7 +22,7 @@ def safe_name(text: str) -> str:
 
 
 def new_run_directory(config_path: str) -> Path:
-    """A new folder under runs/, called after the configuration and the time."""
+    """A new folder under runs/, named after the configuration and the time."""
     return Path("runs") / f"{safe_name(Path(config_path).stem)}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -58,8 +58,8 @@ def latest_step(run: Path) -> int:
 
 
 def make_log_folder(folder: Path, option: str) -> Path:
-    """Make the folder of the logs. Raises `UserError` if that is not possible, or it is a link: that could lead the
-    logs anywhere."""
+    """Make the folder of the logs. Raises `UserError` if that is not possible, or if the folder is a link, which could
+    lead anywhere."""
     shown = repr(str(folder))
     if "\0" in str(folder):
         raise UserError(f"{option}: {shown} is no path; give a folder")
@@ -82,8 +82,8 @@ def open_log(path: Path, option: str) -> int:
 
 
 def leave_stop_note(environ: Mapping[str, str]) -> None:
-    """Let the launcher, where there is one, know that this process ends because the run was asked to stop: status 75
-    alone is also that of a run which lost a process, and which a launcher starts again."""
+    """Tell the launcher, where there is one, that this process ends because the run was asked to stop. Status 75 alone
+    does not say so: a run that has lost a process has it, too, and the launcher starts that again."""
     path = environ.get(STOP_NOTE)
     if not path:
         return

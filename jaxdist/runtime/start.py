@@ -17,24 +17,24 @@ from jaxdist.errors import UserError
 from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
-from jaxdist.runtime.join.environment import describe_job
-from jaxdist.runtime.join.join import HEARTBEAT_S, join
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import HEARTBEAT_S, join_job
 from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
 
 
 def heartbeat_s(watchdog_s: float | None) -> int:
-    """Seconds without a sign of life after which JAX holds a process for dead and ends the others without a name:
-    later than the watch, where there is one."""
+    """Seconds of silence after which JAX takes a process for dead and ends the others, naming nobody. It is more than
+    the limit of the watchdog, where there is one."""
     return HEARTBEAT_S if watchdog_s == 0 else int(watchdog_s or LEAST_LIMIT_S) + 60
 
 
 @contextlib.contextmanager
 def fail_alone() -> Iterator[None]:
-    """Around the work of one process of a job: an exception is reported as usual, then the process ends at once.
+    """A context for the work of one process of a job: an exception is reported as usual, then the process ends at once.
 
-    A normal exit waits for the other processes to exit too, and they wait for this one, in a collective: minutes of
-    silence. Ended at once, a launcher sees it, and so does JAX in the other processes. Status as in scripts: 2 for a
-    `UserError`, else 1. A single process is left to itself.
+    A normal exit would wait for the other processes to exit, too, and they wait for this one in a collective: minutes
+    of silence. When the process ends at once, a launcher sees it, and so does JAX in the other processes. The status is
+    2 for a `UserError`, else 1. A process without a job raises the exception.
     """
     try:
         yield
@@ -51,7 +51,8 @@ def fail_alone() -> Iterator[None]:
 
 
 def has_devices() -> bool:
-    """Whether JAX has started its devices: it then refuses another number of simulated ones."""
+    """Whether JAX has started its devices. To see it, try another number of simulated devices, which JAX then
+    refuses."""
     count = jax.config.values["jax_num_cpu_devices"]
     try:
         jax.config.update("jax_num_cpu_devices", 2 if count == 1 else 1)
@@ -62,7 +63,7 @@ def has_devices() -> bool:
 
 
 def expected_backend(devices: DevicesConfig) -> str:
-    """gpu or cpu: what JAX will take, as far as that can be told without asking it."""
+    """The backend that JAX will choose, "gpu" or "cpu", as far as that is known before it starts."""
     plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS)
     only_cpu = devices.platform == "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu"
     return "gpu" if plugin and not only_cpu else "cpu"
@@ -70,7 +71,7 @@ def expected_backend(devices: DevicesConfig) -> str:
 
 def choose_platform(devices: DevicesConfig) -> None:
     """Set the platform and the number of simulated CPU devices. When JAX has its devices already, as in a notebook,
-    they stay what they are, and the mesh is judged by them."""
+    they stay, and the mesh must fit them."""
     with contextlib.suppress(RuntimeError):  # JAX refuses to change their number then
         jax.config.update("jax_num_cpu_devices", devices.simulated)
     if devices.platform == "cpu":
@@ -80,7 +81,7 @@ def choose_platform(devices: DevicesConfig) -> None:
 
 
 def _count(devices: DevicesConfig) -> int:
-    """The number of devices of the job: JAX starts here."""
+    """The number of devices of the job. JAX starts here."""
     try:
         return jax.device_count()
     except RuntimeError as error:
@@ -91,23 +92,26 @@ def _count(devices: DevicesConfig) -> int:
 
 
 def unwatched(config: Config) -> AbstractContextManager[None]:
-    """Nothing around it."""
+    """A context that does nothing."""
     return contextlib.nullcontext()
 
 
 def start(config: Config, watched: Callable[[Config], AbstractContextManager[None]] = unwatched) -> Config:
-    """Bring up JAX and its compiler for this configuration and return it with the mesh that the devices allow.
-    watched: a context in which to do what follows on joining.
+    """Start JAX and its compiler for a configuration, which is returned with the mesh that the devices allow.
 
-    Raises `UserError` when the mesh does not fit the devices that are there, or they cannot multiply as the precision
-    asks; `MissingPeers` when processes of the job do not come.
+    Raises `UserError` when the mesh does not fit the devices, or they cannot multiply in the precision; `MissingPeers`
+    when processes of the job do not come.
+
+    Args:
+        config: The configuration.
+        watched: Makes the context in which everything after joining the job is done.
     """
     enable_x64(config.precision.policy)
     set_flags(config, expected_backend(config.devices), started=has_devices())
     choose_platform(config.devices)
-    job = describe_job(os.environ)
+    job = find_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
-        join(job, heartbeat_s(config.train.watchdog_s))
+        join_job(job, heartbeat_s(config.train.watchdog_s))
     with fail_alone(), watched(config):
         config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
         set_options(config, jax.default_backend())

@@ -1,7 +1,7 @@
 """The header on the console: what runs."""
 
 import json
-import socket
+import platform
 from collections.abc import Sequence
 
 import jax
@@ -9,14 +9,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxdist.build import attention_of, grad_sync_of, prefetches_on
+from jaxdist.build import prefetches_on
 from jaxdist.config.entries import ModelFacts
-from jaxdist.config.schema import GradSyncConfig
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.grad_sync import order_of_work
-from jaxdist.plan.compiled.memory import held
+from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.runtime.cache import cache_row
-from jaxdist.runtime.join.roll_call import ranks
+from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.trainer.run import Run
 
 
@@ -25,7 +25,7 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else word + ("es" if word.endswith(("s", "h")) else "s")
 
 
-def describe_sync(sync: GradSyncConfig) -> str:
+def describe_sync(sync: GradSync) -> str:
     """Such as "ring" or "ring (int8)" or "ordered (8 virtual shards)"."""
     if sync.deterministic:
         return f"ordered ({sync.virtual_shards} virtual shards)"
@@ -39,7 +39,7 @@ def counted(number: int | None) -> str:
 
 def process_hosts() -> list[str]:
     """The host name of every process. Every process must call it."""
-    own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64, b"\0"), np.uint8)
+    own = np.frombuffer(platform.node().encode()[:64].ljust(64, b"\0"), np.uint8)
     names = np.asarray(multihost_utils.process_allgather(own))
     return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]
 
@@ -47,7 +47,7 @@ def process_hosts() -> list[str]:
 def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
     """Ranks, hosts, devices and how the mesh lies on them: "4 ranks on 2 hosts (0-1 on a; 2-3 on b), 2 devices each;
     mesh: fsdp between hosts; data between processes of a host"."""
-    places = [f"{ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
+    places = [f"{name_ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
     shown = "; ".join(places[:4]) + (f"; and {len(places) - 4} more" if len(places) > 4 else "")
     process = np.vectorize(lambda device: device.process_index)(mesh.devices)
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
@@ -81,11 +81,10 @@ def describe(run: Run) -> dict[str, str]:
     """The header on the console: what runs."""
     config, info = run.config, run.source.info
     parallel = config.parallel
-    sync = grad_sync_of(parallel.grad_sync)
-    schedule, microbatches = order_of_work(sync, run.mesh, parallel.schedule, parallel.microbatches)
+    schedule, microbatches = order_of_work(parallel.grad_sync, run.mesh, parallel.schedule, parallel.microbatches)
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
     kind = "simulated CPU" if on_cpu(run.mesh) else run.mesh.devices.flat[0].device_kind
-    near, far = held(run.target) / 2**20, held(run.target, on_host=True) / 2**20
+    near, far = resident_bytes(run.target) / 2**20, resident_bytes(run.target, on_host=True) / 2**20
     rows = {
         "run": str(run.folder),
         "model": f"{config.model.describe()}, {run.model.parameters:,} parameters",
@@ -100,7 +99,7 @@ def describe(run: Run) -> dict[str, str]:
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
     if ModelFacts.of(config.model.name).kernels:
-        kernel, why = attention_of(config, run.precision, run.mesh)
+        kernel, why = run.attention
         rows["attention"] = kernel + (f", because {why}" if why else "")
     if config.memory.offload.optimizer and (on_cpu(run.mesh) or not has_host_memory(run.mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"

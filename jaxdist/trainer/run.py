@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist.build import assemble, attention_of, make_model
+from jaxdist.build import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.entries import ModelFacts, SourceFacts, bound
+from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.load import to_yaml
-from jaxdist.config.schema import Config, ParallelConfig
+from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, bigram_bits, load_source, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
@@ -27,10 +27,10 @@ from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import in_precision
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.loss_scale import released
-from jaxdist.precision.policy import Precision
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.watch.watchdog import Watch
@@ -53,7 +53,8 @@ class Run:
     folder: Path
     mesh: Mesh
     source: Source
-    precision: Precision
+    options: StepOptions
+    attention: tuple[str, str | None]
     model: ModelDef
     target: TrainState
     step: TrainStep
@@ -82,10 +83,10 @@ class Run:
 def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     """What forward-only programs (`jaxdist.trainer.forward`) are made of: the model without dropout, in the
     run's layout."""
-    strategy = get_strategy(bound(ParallelConfig, run.config.parallel, "strategy"), StrategyOptions(run.precision))
-    attention, _ = attention_of(run.config, run.precision, run.mesh)
-    model = make_model(run.config, run.precision, stages=run.mesh.shape["pipe"], training=False, attention=attention)
-    return in_precision(model, run.precision), run.mesh, specs_of_arrays(run.target.params), strategy
+    strategy = get_strategy(run.options)
+    precision, stages = run.options.precision, run.mesh.shape["pipe"]
+    model = make_model(run.config, precision, stages=stages, training=False, attention=run.attention[0])
+    return in_precision(model, precision), run.mesh, specs_of_arrays(run.target.params), strategy
 
 
 class Beginning(NamedTuple):
@@ -205,8 +206,8 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Run:
     console = stack.enter_context(
         Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)
     )
-    diagnosis = functools.partial(make_diagnosis, parts.model, numbers=parts.order.tolist(), **parts.options)
-    fresh = functools.partial(init_state, parts.model, parts.optimizer, mesh, **parts.layout, seed=config.train.seed)
+    diagnosis = functools.partial(make_diagnosis, parts.model, numbers=parts.order.tolist(), options=parts.options)
+    fresh = functools.partial(init_state, parts.model, parts.optimizer, mesh, parts.options)
     begun = restore_or_init(
         config,
         folder,
@@ -235,7 +236,8 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Run:
         folder,
         mesh,
         source,
-        parts.precision,
+        parts.options,
+        parts.attention,
         parts.model,
         parts.target,
         parts.step,
@@ -243,7 +245,7 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Run:
         first_step,
         begun.meta.get("batches_passed", 0),
         {},
-        parts.max_skips,
+        parts.options.max_skips,
         diagnosis,
         checkpoints,
         console,

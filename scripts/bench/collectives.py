@@ -36,17 +36,18 @@ from matplotlib.figure import Figure
 from jaxdist import collectives, registry
 from jaxdist.collectives import Cost, Link, make_link, to_varying
 from jaxdist.collectives.algorithms.auto import choose
-from jaxdist.collectives.compression import BLOCK, SCALE
+from jaxdist.collectives.compression import SCALE_BLOCK, SCALE_BYTES
 from jaxdist.collectives.cost import LINKS, NOTHING
 from jaxdist.collectives.group import Group, default_link
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
-from jaxdist.lab.network import exit_status, parse_links, run
+from jaxdist.lab.network import parse_links
+from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.mesh import make_mesh
 from jaxdist.observe import measured_on
 from jaxdist.plan.traced.rounds import rounds_of
-from jaxdist.runtime.join.environment import describe_job
-from jaxdist.runtime.join.join import join
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.start import choose_platform, fail_alone
 from jaxdist.specs import without_idle
 
@@ -156,11 +157,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> Setup:
     """Devices, mesh, and what is known of the links."""
-    job, virtual, chosen = describe_job(os.environ), INTERFACE in os.environ, options.mesh or options.devices
+    job, virtual, chosen = find_job(os.environ), INTERFACE in os.environ, options.mesh or options.devices
     simulated = options.devices_per_host if virtual else math.prod(options.shape) if job is None else 1
     choose_platform(DevicesConfig(platform="cpu" if virtual else options.platform, simulated=simulated))
     if job is not None and not jax.distributed.is_initialized():
-        join(job)
+        join_job(job)
     total, hosts = jax.device_count(), jax.process_count()
     shape = options.shape if chosen or hosts == 1 else (hosts, total // hosts) if total > hosts else (total,)
     if hosts > 1 and math.prod(shape) != total:
@@ -175,7 +176,7 @@ def start(options: argparse.Namespace) -> Setup:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         link = make_link(name) if name else default_link()
     group = replace(Group.of(*([size for size in shape if size > 1] or [1])), link=link)
-    sizes = {None: jnp.dtype(options.dtype).itemsize, "bfloat16": 2, "int8": (BLOCK + SCALE) / BLOCK}
+    sizes = {None: jnp.dtype(options.dtype).itemsize, "bfloat16": 2, "int8": (SCALE_BLOCK + SCALE_BYTES) / SCALE_BLOCK}
     itemsize, rows = sizes[options.wire_dtype], without_idle(PartitionSpec(AXES), mesh)
     return Setup(options, mesh, rows, hosts, mesh.size // hosts, group, link, itemsize, bits)
 
@@ -389,7 +390,7 @@ def main(arguments: list[str]) -> int:
         if options.virtual_hosts is not None and INTERFACE not in os.environ:
             command = [sys.executable, str(Path(__file__).resolve()), *arguments]
             links = {key: getattr(options, key) for key in ("rate", "burst", "congestion")}
-            results = run(command, hosts=options.virtual_hosts, output="first", **links)
+            results = run_on_hosts(command, hosts=options.virtual_hosts, output="first", **links)
             for result in (result for result in results[1:] if result.status and not result.killed):
                 print(f"host {result.host}: exit {result.status}\n{result.stderr}", end="", file=sys.stderr)
             return exit_status(results)

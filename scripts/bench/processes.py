@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.errors import UserError
-from jaxdist.lab.network import exit_status, missing, run
+from jaxdist.lab.network import unavailable
+from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def train(job: str, folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     arguments = command(count, folder, overrides)
     if hosts:
-        results = run(["timeout", str(SECONDS), *arguments], hosts=count, environ=environ)
+        results = run_on_hosts(["timeout", str(SECONDS), *arguments], hosts=count, environ=environ)
         failed = [result.stderr for result in results if result.status] if exit_status(results) else []
     else:
         failed = together(arguments, count, environ)
@@ -112,7 +113,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
         options = [f"train.steps={arguments.steps}", *LAYOUTS[layout]]
         alone = train("1", scratch / f"{layout}-1", options)
         for job in arguments.jobs:
-            if job.endswith("hosts") and (reason := missing()):
+            if job.endswith("hosts") and (reason := unavailable()):
                 print(f"{layout} {job}: LEFT OUT: {reason}", file=sys.stderr)
                 continue
             found = compared(train(job, scratch / f"{layout}-{job}", options), alone)

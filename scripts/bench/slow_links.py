@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
-from jaxdist.config.schema import Config, GradSyncConfig
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.lab.network import exit_status, missing, run
+from jaxdist.lab.network import unavailable
+from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on
 
 CONFIG = "configs/quickstart.yaml"
@@ -84,13 +86,13 @@ def train(hosts: int, rate: str, folder: Path, config: list[str], *, together: b
         alone = "unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID; d=$1; shift; "
         alone += 'exec "$@" --run-dir "$d/alone$HOST_INDEX"'
         command = ["sh", "-c", alone, "sh", str(folder), sys.executable, SCRIPT, "--config", CONFIG, *config]
-    results = run(command, hosts=hosts, rate=rate)
+    results = run_on_hosts(command, hosts=hosts, rate=rate)
     if exit_status(results):
         failed = next(result for result in results if result.status)
         raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr.strip()[-500:]}")
 
 
-def predicted_seconds(size: int, hosts: int, sync: GradSyncConfig, rate: str) -> float:
+def predicted_seconds(size: int, hosts: int, sync: GradSync, rate: str) -> float:
     """Of the all-reduce of `size` fp32 gradients, by the cost model: bucket by bucket."""
     from jaxdist.collectives import Group, get_algorithm, make_link
     from jaxdist.collectives.compression import encoded_bytes
@@ -181,7 +183,7 @@ def main() -> int:
     try:
         if arguments.hosts < 2 or arguments.ratio <= 0 or arguments.steps < 1:
             raise UserError("-n must be at least 2, --ratio above 0, --steps at least 1")
-        if reason := missing():
+        if reason := unavailable():
             raise UserError(reason)
         result = measure(arguments)
     except UserError as error:

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from jaxdist import registry
 from jaxdist.config.entries import options_of
-from jaxdist.config.fields import is_list, show
-from jaxdist.config.reader import Key, all_keys, keys
+from jaxdist.config.rules.fields import Key, all_keys, is_list, keys, show
 from jaxdist.config.schema import Config
 
 HEAD = """# Configuration reference

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import collectives, registry
-from jaxdist.plan.report.draw_rounds import draw
+from jaxdist.plan.report.draw_rounds import draw_rounds
 from jaxdist.plan.traced.rounds import rounds_of
 
 DEVICES = 4
@@ -31,7 +31,7 @@ def picture(operation: str, algorithm: str) -> str:
     )
     inner = 2 if algorithm == "two_level" else None
     title = f"{operation} by {algorithm}, {DEVICES} devices with N bytes each"
-    return draw(rounds, DEVICES, whole=SIZE * 4, title=title, inner=inner)
+    return draw_rounds(rounds, DEVICES, whole=SIZE * 4, title=title, inner=inner)
 
 
 def main(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxdist import registry
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
-from jaxdist.plan.report.timeline import draw
+from jaxdist.plan.report.timeline import draw_timeline
 
 STAGES, MICROBATCHES = 4, 8
 CHUNKS = {"interleaved": 2}  # others cannot cut their stages
@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
         table = table_of(name)
         if table is not None:
             path = folder / f"pipeline_{name}.svg"
-            draw(table(STAGES, MICROBATCHES, CHUNKS.get(name, 1)), path, name=name)
+            draw_timeline(table(STAGES, MICROBATCHES, CHUNKS.get(name, 1)), path, name=name)
             print(path)
 
 

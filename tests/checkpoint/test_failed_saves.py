@@ -194,7 +194,7 @@ with module.Checkpoints(folder, keep=2) as checkpoints:
         print(error)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
     )
     assert run.stdout == "checkpoint of step 1 was not saved: Not a directory\n", run.stderr
 

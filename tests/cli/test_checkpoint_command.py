@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_huggingface import NEEDS, bits, config_of, random_params, restored, save_run
+from saved_runs import NEEDS, bits, config_of, random_params, restored, save_run
 
 from jaxdist.build import assemble
 from jaxdist.checkpoint import Checkpoints

@@ -13,9 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.cli.doctor import addresses_shared, check_port, differing, environment_of
+from jaxdist.cli.doctor import addresses_shared, differing, environment_of
 from jaxdist.cli.link_bandwidth import ALL_PAIRS, SlowLink, bandwidths, pairs, slow_links
-from jaxdist.lab.network import exit_status, missing, run
+from jaxdist.lab.network import unavailable
+from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
+from jaxdist.runtime.connection import port_problem
 
 SCRIPT = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "doctor.py")]
 TOKENS = {"NCCL_TOKEN": "hunter2", "JAX_API_KEY": "hunter2"}
@@ -102,7 +104,7 @@ def test_environment_without_secrets() -> None:
 def test_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert check_port(port) == f"port {port}: Address already in use"
+        assert port_problem(port) == f"port {port}: Address already in use"
 
 
 def test_one_process(tmp_path: Path) -> None:
@@ -141,10 +143,10 @@ def test_a_job_that_does_not_come_together() -> None:
 @pytest.mark.parametrize(("rate", "slow"), [("100mbit", []), ("100mbit,100mbit,20mbit", [2])])
 def test_three_hosts(rate: str, slow: list[int]) -> None:
     """The host with the slow link is named; on an even network none is."""
-    if reason := missing():
+    if reason := unavailable():
         pytest.skip(reason)
     command = ["timeout", "100", *SCRIPT, "--platform", "cpu", "--mib", "2", "--json"]
-    results = run(command, hosts=3, rate=rate, environ=child.environment() | TOKENS)
+    results = run_on_hosts(command, hosts=3, rate=rate, environ=child.environment() | TOKENS)
     assert exit_status(results) == (1 if slow else 0), results
     found = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
     assert [link["ends"] for link in found["slow_links"]] == [[end] for end in slow]

@@ -11,9 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
 
 from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, make_link, reduce_scatter
-from jaxdist.collectives.compression import BLOCK, LOSSY, decode, encode, encoded_bytes
+from jaxdist.collectives.compression import SCALE_BLOCK, decode, encode, encoded_bytes
+from jaxdist.config.entries import AlgorithmFacts
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
+
+LOSSY = AlgorithmFacts.with_fact(int8=True)
 
 BF16, FP32 = 2.0**-8, 2.0**-24  # unit roundoffs
 ROW = 8 * 170 + 3  # no device count and no block divides it
@@ -97,15 +100,15 @@ def test_only_narrow_values_travel(wire_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [
-        (np.float32, {"wire_dtype": "bfloat16", "algorithm": "native"}, "native sums in the dtype that it sends"),
-        (np.float32, {"wire_dtype": "int8", "algorithm": "native"}, "native sums in the dtype that it sends"),
+        (np.float32, {"wire_dtype": "bfloat16", "algorithm": "native"}, "native sums in the type that it sends"),
+        (np.float32, {"wire_dtype": "int8", "algorithm": "native"}, "native sums in the type that it sends"),
         (np.float32, {"wire_dtype": "int4", "algorithm": "ring"}, "'int4' is not known; allowed: bfloat16, int8"),
         (np.float32, {"wire_dtype": "float16", "algorithm": "ring"}, "'float16' is not known"),
         (np.int32, {"wire_dtype": "bfloat16", "algorithm": "ring"}, "for floats, not for int32"),
         (np.int32, {"wire_dtype": "int8", "algorithm": "ring"}, "for floats, not for int32"),
         (np.float32, {"wire_dtype": "int8", "algorithm": "ring", "op": "max"}, "not with op='max'"),
         *[
-            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed: ring, balanced_fusion")
+            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed algorithms: ring, balanced_fusion")
             for name in BY_HAND
             if name not in LOSSY
         ],
@@ -113,7 +116,7 @@ def test_only_narrow_values_travel(wire_dtype: str) -> None:
 )
 def test_wrong_wire_formats_are_named_in_one_line(dtype: Any, options: dict[str, str], message: str) -> None:
     for function in (all_reduce, reduce_scatter):
-        with pytest.raises(UserError, match=f"wire_dtype=.*{message}") as error:
+        with pytest.raises(UserError, match=f"wire_dtype.*{message}") as error:
             on_every_device(lambda x, f=function: f(x, "data", **options), np.zeros((2, 4), dtype), data=2)
         assert "\n" not in str(error.value)
 
@@ -122,12 +125,12 @@ def in_blocks(x: np.ndarray, n: int) -> np.ndarray:
     """The largest magnitude in each element's block: parts of a row are cut into blocks, each with a scale."""
     parts = np.pad(np.abs(x), (0, -x.size % n)).reshape(n, -1)
     length = parts.shape[1]
-    blocks = np.pad(parts, ((0, 0), (0, -length % BLOCK))).reshape(n, -1, BLOCK)
+    blocks = np.pad(parts, ((0, 0), (0, -length % SCALE_BLOCK))).reshape(n, -1, SCALE_BLOCK)
     largest = np.broadcast_to(blocks.max(2, keepdims=True), blocks.shape)
     return largest.reshape(n, -1)[:, :length].ravel()[: x.size]
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("size", [0, 1, SCALE_BLOCK, 3 * SCALE_BLOCK + 7])
 def test_int8_blocks_are_within_half_a_level(size: int) -> None:
     x = normal((size,)) * np.linspace(1e-6, 1e6, size, dtype=np.float32)
     code = encode(jnp.asarray(x))
@@ -139,7 +142,7 @@ def test_int8_blocks_are_within_half_a_level(size: int) -> None:
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("n", [2, 5, 8])
-@pytest.mark.parametrize("size", [1, ROW, 8 * 3 * BLOCK])
+@pytest.mark.parametrize("size", [1, ROW, 8 * 3 * SCALE_BLOCK])
 def test_int8_is_within_half_a_level_of_each_block_and_trip(name: str, n: int, size: int) -> None:
     """A level is 1/127 of the largest value of the block. A part of the sum is encoded n times on its way, each time no
     larger than the sum of magnitudes."""
@@ -171,11 +174,11 @@ def test_int8_reduce_scatter(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_block_with_a_value_that_is_not_finite_is_nan(name: str, bad: float) -> None:
-    n, x = 4, normal((4, 4 * 2 * BLOCK))
-    x[1, BLOCK + 5] = bad
+    n, x = 4, normal((4, 4 * 2 * SCALE_BLOCK))
+    x[1, SCALE_BLOCK + 5] = bad
     result = on_every_device(lambda x: all_reduce(x, "data", algorithm=name, wire_dtype="int8"), x, data=n)
     assert len({np.isnan(row).tobytes() for row in result}) == 1
-    blocks = np.isnan(result[0]).reshape(-1, BLOCK)
+    blocks = np.isnan(result[0]).reshape(-1, SCALE_BLOCK)
     assert blocks[1].all()
     assert not np.delete(blocks, 1, axis=0).any()
 

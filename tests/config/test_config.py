@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.fields import check_value, nearest
 from jaxdist.config.load import load_config, to_yaml
-from jaxdist.config.reader import all_keys, parse_yaml
+from jaxdist.config.precision import PrecisionConfig
+from jaxdist.config.reader import parse_yaml
 from jaxdist.config.resolve import known_devices, resolve_mesh
+from jaxdist.config.rules.fields import all_keys, check_value, nearest
 from jaxdist.config.rules.pipeline import uneven
-from jaxdist.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
+from jaxdist.config.schema import Config, MeshConfig, ModelConfig
 from jaxdist.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -275,7 +276,7 @@ def test_resolve_mesh_always_fits(sizes: tuple[int, ...], rest: str | None, devi
 
 
 def test_rest_needs_known_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxdist.config.checks.GPU_PLUGINS", ("json",))  # a module that is installed
+    monkeypatch.setattr("jaxdist.config.resolve.GPU_PLUGINS", ("json",))  # a module that is installed
     config = load(tmp_path, "mesh: {data: -1, fsdp: 2}\ndata: {global_batch: 6}\n")
     assert config.mesh.data == -1 and known_devices(config.devices) is None
     check_layout(replace(config, mesh=resolve_mesh(config.mesh, 6, "exact")))

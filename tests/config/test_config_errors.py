@@ -528,7 +528,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     "each",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if i % 4 else []) for i, each in enumerate(CASES)],
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if i % 16 else []) for i, each in enumerate(CASES)],
 )
 def test_command(each: Case, ended: dict[str, Ended]) -> None:
     result = ended[each.name]
@@ -550,7 +550,7 @@ def test_process_count(name: str, value: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_gpu_without_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxdist.config.checks.GPU_PLUGINS", ())
+    monkeypatch.setattr("jaxdist.config.resolve.GPU_PLUGINS", ())
     with pytest.raises(UserError, match=r"devices\.platform: 'gpu'.*pip install 'jaxdist\[cuda12\]'"):
         load_config(place(case("", OK), tmp_path), ["devices.platform=gpu"])
 

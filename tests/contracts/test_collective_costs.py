@@ -14,7 +14,7 @@ from jaxdist import collectives, registry
 from jaxdist.collectives import Cost, Link, get_algorithm, make_link
 from jaxdist.collectives.algorithms import balanced_fusion, master_worker, ring, tree
 from jaxdist.collectives.algorithms.auto import choose
-from jaxdist.collectives.compression import BLOCK, encoded_bytes
+from jaxdist.collectives.compression import SCALE_BLOCK, encoded_bytes
 from jaxdist.collectives.cost import NOTHING
 from jaxdist.collectives.group import Group
 from jaxdist.plan.traced.rounds import Round, counted, has_swap, received, rounds_of, sent
@@ -279,11 +279,11 @@ def test_int8_on_the_wire_is_a_byte_and_the_scales(name: str, n: int) -> None:
         of_parts = n * encoded_bytes(-(-size // n))  # as if the encoded parts were the array
         got = counted(messages(name, "all_reduce", size, n, wire_dtype="int8"), n)
         assert got == stated(name, "all_reduce", of_parts, 1, n)
-    size = 3 * n * BLOCK
+    size = 3 * n * SCALE_BLOCK
     plain = counted(messages(name, "all_reduce", size, n, dtype=jnp.int8), n)
     for operation, part in (("all_reduce", 1.0), ("reduce_scatter", 0.5)):
         got = counted(messages(name, operation, size, n, wire_dtype="int8"), n)
-        assert got.busiest == part * plain.busiest * (BLOCK + 4) / BLOCK
+        assert got.busiest == part * plain.busiest * (SCALE_BLOCK + 4) / SCALE_BLOCK
     with_feedback = rounds_of(
         lambda x, lost: collectives.all_reduce_with_feedback(x, lost, "data", algorithm=name),
         *[jax.ShapeDtypeStruct((size,), jnp.float32)] * 2,

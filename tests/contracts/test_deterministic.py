@@ -18,11 +18,11 @@ import pytest
 from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step, state_target
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, with_rounded_products
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.precision.policy import make_precision
 from jaxdist.precision.reproducible import erf_inv, products_rounded, rounded
 
@@ -251,13 +251,18 @@ def test_clip_by_ordered_norm_is_optax_clip() -> None:
 @pytest.mark.parametrize(
     ("sync", "mesh", "microbatches", "message"),
     [
-        (GradSync("ring", deterministic=True), {"data": 2}, 1, "'ordered'"),
-        (GradSync(deterministic=True), {"data": 3}, 1, "powers of two"),
-        (GradSync(deterministic=True, virtual_shards=6), {"data": 2}, 1, "powers of two"),
-        (GradSync(deterministic=True, virtual_shards=0), {"data": 1}, 1, "powers of two"),
+        (GradSync("ring", deterministic=True), {"data": 2}, 1, "sums by algorithm ordered"),
+        (GradSync(deterministic=True), {"data": 3}, 1, "mesh: data x fsdp: 3 is no power of two"),
+        (GradSync(deterministic=True, virtual_shards=6), {"data": 2}, 1, "virtual_shards: 6 is no power of two"),
+        (GradSync(deterministic=True, virtual_shards=0), {"data": 1}, 1, "virtual_shards: 0 is out of range"),
         (GradSync(deterministic=True), {"data": 2, "expert": 2}, 1, "mesh.expert"),
         (GradSync(bucket_mb=0), {"data": 2}, 1, "bucket_mb"),
-        (GradSync(deterministic=True, virtual_shards=4), {"data": 4}, 2, "virtual_shards=4.*not divisible"),
+        (
+            GradSync(deterministic=True, virtual_shards=4),
+            {"data": 4},
+            2,
+            "virtual_shards: 4 does not divide by 4 batch shards x 2",
+        ),
         (GradSync("ring", wire_dtype="fp8"), {"data": 2}, 1, "'fp8' is not known"),
         (GradSync(wire_dtype="int8"), {"data": 2}, 1, "native"),
         (GradSync("tree", wire_dtype="int8"), {"data": 2}, 1, "ring, balanced_fusion"),

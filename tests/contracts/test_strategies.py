@@ -16,14 +16,15 @@ from jaxprs import ancestors, collectives, scans_with
 from levels import levels
 
 from jaxdist import registry
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.parallel.strategy import StrategyOptions, place_sharded
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import place_sharded
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, bytes_per_device, spec_axes
 from jaxdist.step import make_train_step
@@ -154,8 +155,8 @@ def test_what_a_prefetching_round_waits_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch": 2}, "prefetch=2: allowed: 0, 1"),
-        ({"prefetch": 1, "reshard_after_forward": False}, "leave out reshard_after_forward"),
+        ({"prefetch": 2}, "parallel.prefetch: 2 is out of range; allowed: 0, 1"),
+        ({"prefetch": 1, "reshard_after_forward": False}, "set parallel.reshard_after_forward to true"),
         ({"prefetch": 1, "grad_sync": GradSync(deterministic=True)}, "deterministic"),
     ],
 )
@@ -259,7 +260,7 @@ def test_layer_specs_that_do_not_divide_are_named() -> None:
 
 def test_unknown_strategy_lists_the_folder() -> None:
     with pytest.raises(UserError, match="'zero33' is not known; allowed: ddp, zero1, .*did you mean 'zero3'"):
-        get_strategy("zero33", StrategyOptions(POLICIES["fp32"]))
+        get_strategy(StrategyOptions(POLICIES["fp32"], strategy="zero33"))
 
 
 def test_optimizer_state_rests_like_its_parameter() -> None:

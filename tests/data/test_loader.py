@@ -205,7 +205,7 @@ def test_determinism_and_seed() -> None:
 def test_loader_errors() -> None:
     with pytest.raises(UserError, match=r"data\.seq_len=7: a window is 8 tokens, the text has 7"):
         loader(7)
-    with pytest.raises(UserError, match=r"data\.global_batch=6 .* 4 devices .*use a multiple of 4"):
+    with pytest.raises(UserError, match=r"data\.global_batch: 6 does not divide by 4 \(data 2 x fsdp 2 .*work: 4, 8"):
         loader(global_batch=6, sharding=sharding(data=2, fsdp=2))
     with pytest.raises(UserError, match="shuffle=False"):
         loader(batches=3)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import child
 import pytest
+from jobs import wait_until
 
 from jaxdist.errors import UserError
-from jaxdist.lab.network import HostResult, Link, exit_status, missing, parse_links, run
-from jaxdist.runtime.join.environment import Job, describe_job
+from jaxdist.lab.network import ShapedLink, parse_links, unavailable
+from jaxdist.lab.virtual_hosts import HostResult, exit_status, run_on_hosts
+from jaxdist.runtime.join.environment import Job, find_job
 
 pytestmark = pytest.mark.xdist_group("network")  # one after another: they measure time
 
@@ -25,7 +27,7 @@ ENVIRON = child.environment()  # conftest.py gives the tests themselves eight de
 
 @pytest.fixture(scope="module")
 def network() -> None:
-    if reason := missing():
+    if reason := unavailable():
         pytest.skip(reason)
 
 
@@ -78,13 +80,6 @@ def sleepers() -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 SEND = """
 import json, os, socket, time
 from pathlib import Path
@@ -113,7 +108,7 @@ if os.environ["HOST_INDEX"] == "1":
 @pytest.mark.parametrize("rate", ["50mbit", "none,50mbit,none", "50mbit,none,none", "1gbit,50mbit,1gbit"])
 def test_rate_of_a_link(network: None, rate: str) -> None:
     """Of both, of the sender's, of the receiver's; and the slowest link rules."""
-    results = run([sys.executable, "-c", SEND], hosts=3, rate=rate, burst="16kb", environ=ENVIRON)
+    results = run_on_hosts([sys.executable, "-c", SEND], hosts=3, rate=rate, burst="16kb", environ=ENVIRON)
     assert exit_status(results) == 0, results
     at0, at1 = (json.loads(result.stdout) for result in results[:2])
     assert at0["received"] == 2_000_000
@@ -126,7 +121,7 @@ def test_rate_of_a_link(network: None, rate: str) -> None:
 
 
 def test_unshaped_is_faster(network: None) -> None:
-    results = run([sys.executable, "-c", SEND], hosts=2, environ=ENVIRON)
+    results = run_on_hosts([sys.executable, "-c", SEND], hosts=2, environ=ENVIRON)
     assert json.loads(results[0].stdout)["mbit"] > 500
 
 
@@ -142,7 +137,9 @@ print(json.dumps({
 
 
 def test_what_a_host_is(network: None) -> None:
-    results = run([sys.executable, "-c", ABOUT], hosts=3, rate="1gbit,none,20mbit", environ=ENVIRON | {"OWN": "1"})
+    results = run_on_hosts(
+        [sys.executable, "-c", ABOUT], hosts=3, rate="1gbit,none,20mbit", environ=ENVIRON | {"OWN": "1"}
+    )
     assert exit_status(results) == 0, results
     for index, result in enumerate(results):
         about = json.loads(result.stdout)
@@ -153,7 +150,7 @@ def test_what_a_host_is(network: None) -> None:
         assert about["interfaces"] == [environ["VIRTUAL_HOSTS_INTERFACE"], "lo"]
         assert environ["VIRTUAL_HOSTS_RATE"] == ["1gbit", "none", "20mbit"][index]
         assert (environ["HOST_INDEX"], environ["HOST_COUNT"], environ["OWN"]) == (str(index), "3", "1")
-        assert describe_job(environ) == Job("10.88.0.1:9999", 3, index)
+        assert find_job(environ) == Job("10.88.0.1:9999", 3, index)
     assert namespaces(os.getpid()) == []
 
 
@@ -174,10 +171,10 @@ print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstri
 
 def test_congestion_control(network: None) -> None:
     """Of the connecting and of the accepting side; reno is in every kernel."""
-    results = run([sys.executable, "-c", CONGESTION], hosts=2, congestion="reno", environ=ENVIRON)
+    results = run_on_hosts([sys.executable, "-c", CONGESTION], hosts=2, congestion="reno", environ=ENVIRON)
     assert [result.stdout for result in results] == ["reno\n", "reno\n"]
     with pytest.raises(UserError, match="^congestion: 'nonsense'.*this kernel has .*reno"):
-        run(["true"], hosts=2, congestion="nonsense")
+        run_on_hosts(["true"], hosts=2, congestion="nonsense")
     assert namespaces(os.getpid()) == []
 
 
@@ -185,10 +182,10 @@ PSUM = """
 import os
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.runtime.job import describe_job
-from jaxdist.runtime.join import join
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import join_job
 jax.config.update("jax_platforms", "cpu")
-join(describe_job(os.environ))
+join_job(find_job(os.environ))
 mesh = jax.make_mesh((3,), ("data",))
 here = np.full((1, 250_000), 10.0 ** jax.process_index(), np.float32)
 x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), here)
@@ -199,7 +196,7 @@ print("sum", np.unique(total.addressable_data(0)).tolist())
 
 def test_psum_over_three_hosts(network: None) -> None:
     """An all-reduce of 1 MB sends 2 (P - 1) / P = 4/3 MB from every host."""
-    results = run(["timeout", "60", sys.executable, "-c", PSUM], hosts=3, rate="200mbit", environ=ENVIRON)
+    results = run_on_hosts(["timeout", "60", sys.executable, "-c", PSUM], hosts=3, rate="200mbit", environ=ENVIRON)
     assert exit_status(results) == 0, results
     for result in results:
         assert result.stdout.splitlines()[-1] == "sum [111.0]"
@@ -210,7 +207,7 @@ FAIL = f'if [ $HOST_INDEX = 1 ]; then echo broken >&2; exit 5; fi; setsid {SLEEP
 
 
 def test_failing_host_ends_the_others(network: None) -> None:
-    results = run(["sh", "-c", FAIL], hosts=3, grace=0.5)
+    results = run_on_hosts(["sh", "-c", FAIL], hosts=3, grace=0.5)
     assert [(result.status, result.killed) for result in results] == [(137, True), (5, False), (137, True)]
     assert exit_status(results) == 5
     assert results[1].stderr == "broken\n"
@@ -221,11 +218,11 @@ def test_failing_host_ends_the_others(network: None) -> None:
 
 def test_status_is_that_of_the_first_failure(network: None) -> None:
     command = "case $HOST_INDEX in 0) sleep 0.6; exit 3;; 1) sleep 0.2; kill -ABRT $$;; 2) exit 0;; esac"
-    results = run(["sh", "-c", command], hosts=3, grace=5)
+    results = run_on_hosts(["sh", "-c", command], hosts=3, grace=5)
     assert [(result.status, result.killed) for result in results] == [(3, False), (134, False), (0, False)]
     assert exit_status(results) == 134
     assert exit_status([HostResult(0, 0, False, 1, 0, 0, "", "")]) == 0
-    assert run(["no-such-program"], hosts=1)[0].status == 127
+    assert run_on_hosts(["no-such-program"], hosts=1)[0].status == 127
 
 
 # Host 1 ends in the middle of a line, before host 0 speaks.
@@ -316,10 +313,10 @@ def test_deaf_hosts_are_killed(start: Start, grace: str, signals: int) -> None:
 
 def test_signals_take_effect_after_a_call(network: None) -> None:
     call = (
-        "import os, threading, signal; from jaxdist.lab.network import run\n"
+        "import os, threading, signal; from jaxdist.lab.virtual_hosts import run_on_hosts\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        f"try:\n    run({SLEEP.split()}, hosts=1)\n"
+        f"try:\n    run_on_hosts({SLEEP.split()}, hosts=1)\n"
         "except KeyboardInterrupt:\n    print('interrupted', os.getpid())"
     )
     done = subprocess.run([sys.executable, "-c", call], env=ENVIRON, capture_output=True, text=True, timeout=20)
@@ -345,7 +342,7 @@ def test_after_sigkill(start: Start, way: str) -> None:
         assert (status, err) == (0, "")
         assert out.startswith("removed ")  # 3, unless another run has removed some
     else:
-        assert exit_status(run(["true"], hosts=1)) == 0
+        assert exit_status(run_on_hosts(["true"], hosts=1)) == 0
     assert namespaces(dead.pid) == []
     assert len(namespaces(alive.pid)) == 3
     assert len(sleepers()) == 2
@@ -353,14 +350,14 @@ def test_after_sigkill(start: Start, way: str) -> None:
 
 
 def test_imports_no_jax() -> None:
-    code = "import sys, jaxdist.lab.network; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxdist.lab.virtual_hosts; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRON).returncode == 0
 
 
 def test_links() -> None:
     two = parse_links("1.5mbit,none", "16kb", "cubic", 2)
-    assert two == [Link(1_500_000, "1.5mbit", 16384, "cubic"), Link(None, "none", 16384, "cubic")]
-    assert parse_links("2gbit", "1mb", "bbr", 3) == [Link(2_000_000_000, "2gbit", 1 << 20, "bbr")] * 3
+    assert two == [ShapedLink(1_500_000, "1.5mbit", 16384, "cubic"), ShapedLink(None, "none", 16384, "cubic")]
+    assert parse_links("2gbit", "1mb", "bbr", 3) == [ShapedLink(2_000_000_000, "2gbit", 1 << 20, "bbr")] * 3
     assert [parse_links(text, "4096b", "bbr", 1)[0].rate for text in ("64000bit", "64kbit")] == [64_000] * 2
 
 
@@ -409,14 +406,14 @@ def test_without_root_linux_or_tbf(network: None, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 1000)
         with pytest.raises(UserError, match="need root.*sudo"):
-            run(["true"], hosts=2)
+            run_on_hosts(["true"], hosts=2)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         with pytest.raises(UserError, match="need Linux.*darwin"):
-            run(["true"], hosts=2)
+            run_on_hosts(["true"], hosts=2)
     (tmp_path / "tc").write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2; exit 2\n")
     (tmp_path / "tc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(UserError, match="modprobe sch_tbf.*qdisc kind is unknown"):
-        run(["true"], hosts=2)
+        run_on_hosts(["true"], hosts=2)
     assert namespaces(os.getpid()) == []

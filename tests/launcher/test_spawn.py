@@ -32,12 +32,12 @@ def add_up(rank: int, folder: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import multihost_utils
 
-    from jaxdist.runtime.join.environment import describe_job
-    from jaxdist.runtime.join.join import join
+    from jaxdist.runtime.join.environment import find_job
+    from jaxdist.runtime.join.join import join_job
 
-    job = describe_job(os.environ)
+    job = find_job(os.environ)
     assert job is not None
-    join(job)
+    join_job(job)
     total = multihost_utils.process_allgather(jax.numpy.array(10 ** jax.process_index())).sum()
     Path(folder, str(rank)).write_text(str(total))
 

@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import child
 import pytest
+from jobs import wait_until
 
 from jaxdist.errors import UserError
 from jaxdist.launcher import hosts as agents
+from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import Outcome, share_of_cpus
-from jaxdist.launcher.supervisor import make_plan
+from jaxdist.runtime.connection import Connection, open_connection
 from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
 from jaxdist.trainer.train import run_directory
 
@@ -58,12 +61,19 @@ class Launcher:
 
     def until(self, path: str, text: str = "", seconds: float = 30) -> str:
         """Wait until a file in the folder holds a text, and give what it holds."""
-        deadline, file = time.monotonic() + seconds, self.folder / path
-        while not (file.exists() and text in file.read_text() and file.read_text()):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                pytest.fail(f"{text!r} is not in {path}: {self.process.poll()}\n{self.out()}\n{self.err()}")
-            time.sleep(0.02)
-        return file.read_text()
+        file = self.folder / path
+
+        def seen() -> str:
+            said = file.read_text() if file.exists() else ""
+            return said if text in said else ""
+
+        return wait_until(
+            seen,
+            f"{text!r} in {path}",
+            seconds,
+            over=lambda: self.process.poll() is not None,
+            logs=lambda: f"{self.process.poll()}\n{self.out()}\n{self.err()}",
+        )
 
 
 @pytest.fixture
@@ -283,14 +293,15 @@ def test_a_note_that_cannot_be_left(tmp_path: Path, capsys: pytest.CaptureFixtur
 TAKEN = """
 import os, socket, sys
 from jaxdist.errors import UserError
-from jaxdist.runtime import join, job, rollcall
-described = job.describe_job(os.environ)
+from jaxdist.runtime.connection import split_address
+from jaxdist.runtime.join import environment, join, roll_call
+described = environment.find_job(os.environ)
 taken = None
 if os.environ["JAXDIST_ATTEMPT"] == "1":
-    taken = socket.create_server(job.split_address(described.coordinator))
+    taken = socket.create_server(split_address(described.coordinator))
 try:
-    join._gather(described._replace(processes=1), 1, 5.0)
-except rollcall.MissingPeers as error:
+    join._lead(described._replace(processes=1), 1, 5.0)
+except roll_call.MissingPeers as error:
     sys.exit(print(f"error: {error}") or 75)
 except UserError as error:
     sys.exit(print(f"error: {error}") or 2)
@@ -515,45 +526,49 @@ def test_a_lost_host_is_done_without_and_taken_in_again(hosts: Callable[..., Lau
 def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not close its connection: the next attempt does without it, and another launcher takes its place. Where
     it lives, the same launcher may take it back at once."""
-    monkeypatch.setattr(hosts, "SETTLE_S", 0.1)
+    monkeypatch.setattr(agents, "SETTLE_S", 0.1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = probe.getsockname()
-    first = agents.First(where, nnodes=2, min_nodes=1, seconds=0.6, grace=0.1)
+    first = agents.FirstHost(where, nnodes=2, min_nodes=1, seconds=0.6, grace=0.1)
     failed, begun = Outcome({0: 1}, 0, frozenset()), time.monotonic()
 
-    def host(launcher: str) -> agents.Line:
-        line = agents.Line(socket.create_connection(where))
-        line.send(status="hello", node=1, nnodes=2, procs=1, launcher=launcher)
-        return line
+    def host(launcher: str, **changes: Any) -> Connection:
+        connection = open_connection(*where, 1.0)
+        hello = {"jaxdist": 1, "status": "hello", "node": 1, "nnodes": 2, "procs": 1, "launcher": launcher}
+        connection.send(hello | changes)
+        return connection
 
     silent = host("a")
     assert first.meet(1, 1, []).nodes == 2
-    assert first.settle(failed, []).told
+    assert first.settle(failed, []).elsewhere
     assert first.meet(1, 2, []).nodes == 1
     replacement = host("b")
     assert first.meet(1, 3, []).nodes == 2
     twin, again = host("c"), host("b")  # one that is given the same --node-rank; the same one, on a new connection
     assert first.meet(1, 4, []).nodes == 2 and first.ready()[1].launcher == "b"
-    assert [said["status"] for said in twin.messages()] == ["refused"]
-    assert [said["status"] for said in again.messages()] == ["start"]
+    assert [said["status"] for said in twin.receive()] == ["refused"]
+    assert [said["status"] for said in again.receive()] == ["start"]
+    newer = host("d", jaxdist=2)
+    assert first.ready()[1].launcher == "b"
+    assert "another version of jaxdist" in newer.receive(1.0)[0]["text"]
     assert time.monotonic() - begun < 10
-    for each in (first, silent, replacement, twin, again):
+    for each in (first, silent, replacement, twin, again, newer):
         each.close()
 
 
 def test_a_line_to_a_host_that_is_silent_ends() -> None:
     """After half a minute: the kernel asks, on both sides."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        line = agents.Line(socket.create_connection(server.getsockname()))
-        get = line.connection.getsockopt
+        connection = open_connection(*server.getsockname(), 1.0, agents.LOST_S)
+        get = connection.stream.getsockopt
         assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, every, count, limit = (
             get(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         )
         assert idle + every * count <= 30 and limit == 30_000
-        line.close()
+        connection.close()
 
 
 def test_hosts_of_different_jobs(hosts: Callable[..., Launcher]) -> None:

@@ -12,8 +12,10 @@ import optax
 import oracle
 import pytest
 
-from jaxdist.build import assemble, attention_of, cuda_capability, precision_of
-from jaxdist.config.schema import Config, DevicesConfig, GradSyncConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from jaxdist.build import assemble, attention_of, cuda_capability
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.precision import PrecisionConfig
+from jaxdist.config.schema import Config, DevicesConfig, ModelConfig, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
@@ -21,6 +23,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.nn import why_not_cudnn
 from jaxdist.nn.attention import causal_attention, cudnn_attention
 from jaxdist.plan.traced.flops import flops_of
+from jaxdist.precision.policy import precision_of
 from jaxdist.step import make_train_step
 
 CUDNN = ModelConfig(layers=2, width=32, heads=4, vocab=32, attention="cudnn")
@@ -89,7 +92,7 @@ def test_what_auto_takes(
 
 def test_the_same_bits_are_not_computed_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     on("9.0", monkeypatch)
-    policy, parallel = PrecisionConfig("bf16"), ParallelConfig(grad_sync=GradSyncConfig(deterministic=True))
+    policy, parallel = PrecisionConfig("bf16"), ParallelConfig(grad_sync=GradSync(deterministic=True))
     config = Config(model=ModelConfig(attention="auto"), precision=policy, parallel=parallel)
     kernel, why = attention_of(config, precision_of(policy), make_mesh())
     assert kernel == "xla" and (why or "").startswith("parallel.grad_sync.deterministic=true, and cuDNN's backward")

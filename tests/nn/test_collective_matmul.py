@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from layouts import Case, check_wide
 from levels import levels
-from test_layouts import Case, check_wide
 
 from jaxdist.build import make_model
 from jaxdist.collectives import to_varying

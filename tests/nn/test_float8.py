@@ -12,19 +12,21 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from batches import random_tokens
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations, floats
 from levels import levels
-from test_policy import equations, floats
 
 from jaxdist.build import make_model
-from jaxdist.config.schema import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.precision import PrecisionConfig
+from jaxdist.config.schema import Config, DataConfig, MemoryConfig, ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef, product
 from jaxdist.nn.matmul.float8 import E4M3, E5M2, fits, float8_product, quantise
-from jaxdist.parallel.grad_sync import GradSync
 from jaxdist.plan.explain import explain
 from jaxdist.precision.policy import has_float8, make_precision
 from jaxdist.runtime.start import start
@@ -150,11 +152,6 @@ def test_shards_have_scales_of_their_own_and_gradients_are_summed(split: str) ->
     np.testing.assert_array_equal(dk, jnp.full((32, 32), 16.0))
 
 
-def batch(rows: int = 8) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(0).integers(0, 32, (rows, 9)).astype(np.int32)
-    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((rows, 8), np.float32)}
-
-
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_linear_layers_multiply_in_float8_and_nothing_else_does(config: ModelConfig) -> None:
     """Four layers of a block, each once forward and twice backward; scores, mixing and head, each the same, do not.
@@ -162,7 +159,11 @@ def test_linear_layers_multiply_in_float8_and_nothing_else_does(config: ModelCon
     mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
     model = gpt(config, max_length=8, fp8=True)
     target = state_target(model, tx, mesh, strategy="zero3")
-    traced = make_train_step(model, tx, mesh, strategy="zero3", precision="fp8").jitted(target).trace(target, batch())
+    traced = (
+        make_train_step(model, tx, mesh, strategy="zero3", precision="fp8")
+        .jitted(target)
+        .trace(target, random_tokens())
+    )
     found: Counter[str] = Counter()
     for _, equation in equations(traced.jaxpr):
         if equation.primitive.name == "dot_general":
@@ -210,7 +211,7 @@ def first_step(strategy: str, schedule: str, remat: str, axes: tuple[tuple[str, 
         return_grads=True,
         microbatches=2 if mesh.shape["pipe"] > 1 else 1,
     )
-    metrics = step(init_state(model, tx, mesh, strategy=strategy), batch(16))[1]
+    metrics = step(init_state(model, tx, mesh, strategy=strategy), random_tokens(16))[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
 
@@ -230,7 +231,7 @@ def test_a_pipeline_of_shards_is_typed() -> None:
     model = gpt(GPT2, max_length=8, fp8=True)
     target = state_target(model, tx, mesh, strategy="zero3")
     options = {"strategy": "zero3", "schedule": "one_f_one_b", "microbatches": 2, "precision": "fp8"}
-    traced = make_train_step(model, tx, mesh, **options).jitted(target).trace(target, batch())
+    traced = make_train_step(model, tx, mesh, **options).jitted(target).trace(target, random_tokens())
     assert any(floats(each) == {E4M3.name, E5M2.name} for _, each in equations(traced.jaxpr))
 
 
@@ -256,7 +257,7 @@ def test_deterministic_runs_have_the_same_bits(emulated: None) -> None:
         mesh, tx, sync = make_mesh(**axes), optax.sgd(0.1), GradSync(deterministic=True, virtual_shards=8)
         model = gpt(GPT2, max_length=8, fp8=True)
         step = make_train_step(model, tx, mesh, precision="fp8", grad_sync=sync, return_grads=True)
-        found.append(jax.device_get(step(init_state(model, tx, mesh, grad_sync=sync), batch(16))[1]["grads"]))
+        found.append(jax.device_get(step(init_state(model, tx, mesh, grad_sync=sync), random_tokens(16))[1]["grads"]))
     for other in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
@@ -299,7 +300,7 @@ def test_devices_without_float8_are_refused_but_plans_are_made() -> None:
     mesh, tx = make_mesh(), optax.sgd(0.1)
     model = gpt(GPT2, max_length=8, fp8=True)
     step, target = make_train_step(model, tx, mesh, precision="fp8"), state_target(model, tx, mesh)
-    refused(message, lambda: step(target, batch()))
+    refused(message, lambda: step(target, random_tokens()))
     config, bf16 = (
         dataclasses.replace(config, precision=PrecisionConfig(policy), memory=MemoryConfig(remat="dots"))
         for policy in ("fp8", "bf16")
@@ -341,7 +342,7 @@ def test_models_and_policies_agree_on_float8() -> None:
         model = gpt(GPT2, max_length=8, fp8=fp8)
         target = state_target(model, tx, mesh)
         step = make_train_step(model, tx, mesh, precision=policy)
-        refused(message, lambda step=step, target=target: step.jitted(target).trace(target, batch()))
+        refused(message, lambda step=step, target=target: step.jitted(target).trace(target, random_tokens()))
     own, data = {"w": np.ones((16, 16), np.float32)}, np.ones((8, 16), np.float32)
     target = state_target(own, tx, mesh)
     step = make_train_step(lambda params, x, keys: ((x @ params["w"]).sum(), x.size), tx, mesh, precision="fp8")

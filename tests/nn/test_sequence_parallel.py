@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from layouts import SEQ, Case, check_wide, initial, make_batch, model_config
 from levels import levels
-from test_layouts import SEQ, Case, check_wide, initial, make_batch, model_config
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import oracle
 import pytest
-import test_layouts as layouts
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 

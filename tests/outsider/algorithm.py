@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist import registry
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import ModelConfig
 from jaxdist.models.gpt import gpt
 from jaxdist.nn.model import ModelDef

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.entries import ScheduleFacts
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 from jaxdist.parallel.schedules.accumulate import accumulate
 
 FACTS = ScheduleFacts(one_stage=True, chunks=False)

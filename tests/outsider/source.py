@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdist.config.entries import SourceFacts
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 from jaxdist.data.source import Source
 
 FACTS = SourceFacts(reads_files=True)

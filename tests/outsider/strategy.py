@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 from jaxdist.parallel.strategies.ddp import ddp
 from jaxdist.parallel.strategies.zero3 import zero3
 

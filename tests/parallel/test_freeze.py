@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from batches import random_tokens
 from jax.sharding import NamedSharding
 from jaxprs import collectives
 from levels import levels
@@ -24,11 +25,6 @@ NAMES = registry.names("jaxdist.parallel.strategies")
 FREEZE = ("embed.*", "blocks.mlp.*", "*.norm1.scale")
 LEAVES = 2 * 6 + 1 + 2  # of two blocks, the embedding, the head; untied
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
-
-
-def batch(seed: int) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(seed).integers(0, 32, (8, 9)).astype(np.int32)
-    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((8, 8), np.float32)}
 
 
 def is_frozen(name: str) -> bool:
@@ -54,7 +50,7 @@ def train(strategy: str, sizes: dict[str, int], freeze: tuple[str, ...], steps: 
     )
     grads = []
     for i in range(steps):
-        state, metrics = step(state, batch(i))
+        state, metrics = step(state, random_tokens(seed=i))
         grads.append(jax.device_get(metrics["grads"]))
     return before, jax.device_get(state), grads
 
@@ -87,7 +83,7 @@ def test_frozen_gradients_are_not_communicated(strategy: str) -> None:
     untied, mesh, tx = model(tied=False), make_mesh(data=2, fsdp=4), optax.sgd(0.1)
     state = state_target(untied, tx, mesh, strategy=strategy, freeze=everything_else)
     step = make_train_step(untied, tx, mesh, strategy=strategy, freeze=everything_else)
-    jaxpr = step.jitted(state).trace(state, batch(0)).jaxpr
+    jaxpr = step.jitted(state).trace(state, random_tokens(seed=0)).jaxpr
     assert collectives(jaxpr, "data") == {("psum", "float32"): 2}
     counts = collectives(jaxpr, "fsdp")
     assert counts.get(("reduce_scatter", "float32"), 0) == (strategy != "ddp")
@@ -100,7 +96,7 @@ def test_zero3_gathers_frozen_blocks_again_for_the_backward_pass() -> None:
     untied, mesh, tx = model(tied=False), make_mesh(fsdp=4), optax.sgd(0.1)
     state = state_target(untied, tx, mesh, strategy="zero3", freeze=("blocks.*",))
     step = make_train_step(untied, tx, mesh, strategy="zero3", freeze=("blocks.*",))
-    counts = collectives(step.jitted(state).trace(state, batch(0)).jaxpr, "fsdp")
+    counts = collectives(step.jitted(state).trace(state, random_tokens(seed=0)).jaxpr, "fsdp")
     assert counts["all_gather", "float32"] == 2 * LEAVES - 3  # those of embedding and head once
     assert counts["reduce_scatter", "float32"] == 3
 
@@ -113,7 +109,7 @@ def test_frozen_blocks_take_no_memory_of_gradients(strategy: str) -> None:
     def temporary(*freeze: str) -> int:
         state = state_target(deep, tx, mesh, strategy=strategy, freeze=freeze)
         step = make_train_step(deep, tx, mesh, strategy=strategy, freeze=freeze)
-        data = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), batch(0))
+        data = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), random_tokens(seed=0))
         return int(step.lower(state, data).compile().memory_analysis().temp_size_in_bytes)
 
     blocks = sum(leaf.size * 4 for leaf in jax.tree.leaves(deep.shapes["blocks"]))
@@ -163,7 +159,7 @@ def test_checkpoint_with_a_residual(tmp_path: Path) -> None:
 def test_another_freeze_in_the_step_than_in_the_state() -> None:
     state = init_state(model(), optax.adam(0.1), make_mesh(), freeze=("embed.*",))
     with pytest.raises(UserError, match="the same freeze"):
-        make_train_step(model(), optax.adam(0.1), make_mesh())(state, batch(0))
+        make_train_step(model(), optax.adam(0.1), make_mesh())(state, random_tokens(seed=0))
 
 
 @pytest.mark.slow
@@ -171,7 +167,9 @@ def test_muon_and_adafactor_with_frozen_parameters() -> None:
     for name in ("muon", "adafactor"):
         tx, mesh = make_optimizer(OptimizerConfig(name=name), steps=3), make_mesh(fsdp=4)
         state = init_state(model(), tx, mesh, strategy="zero2", freeze=FREEZE)
-        state, metrics = make_train_step(model(), tx, mesh, strategy="zero2", freeze=FREEZE)(state, batch(0))
+        state, metrics = make_train_step(model(), tx, mesh, strategy="zero2", freeze=FREEZE)(
+            state, random_tokens(seed=0)
+        )
         assert np.isfinite(metrics["loss"])
 
 

@@ -13,16 +13,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from levels import levels
 
-from jaxdist import init_state, make_mesh, make_train_step, state_target
+from jaxdist import init_state, make_mesh, make_train_step, registry, state_target
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.collectives import compression
+from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.cost import LINKS
-from jaxdist.config.rules import grad_sync
+from jaxdist.config.entries import AlgorithmFacts
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.rules.grad_sync import LINK_NAMES
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.models.gpt import gpt
-from jaxdist.parallel.grad_sync import GradSync, finish
+from jaxdist.parallel.grad_sync import finish
 from jaxdist.specs import map_specs
 from jaxdist.state import TrainState
 
@@ -55,8 +57,9 @@ def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[Train
 
 def test_a_configuration_allows_what_the_collectives_have() -> None:
     """The configuration is checked before jax is imported, from lists of its own."""
-    assert ("auto", *LINKS) == grad_sync.LINKS
-    assert grad_sync.INT8 == compression.LOSSY
+    assert tuple(LINKS) == LINK_NAMES
+    lossy = [name for name in registry.names(ALGORITHMS) if get_algorithm(name).int8 is not None]
+    assert AlgorithmFacts.with_fact(int8=True) == lossy
 
 
 @pytest.mark.parametrize(

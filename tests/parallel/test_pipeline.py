@@ -1,57 +1,25 @@
 """Pipelines train like one device: every schedule, with data, fsdp and tensor parallelism and every strategy."""
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
+import layouts
 import oracle
 import pytest
-import test_layouts as layouts
 from jax.sharding import NamedSharding
 from levels import levels
+from pipelines import SCHEDULES, Case, check_wide, config_of, model_of, run, start
 
-from jaxdist.config.schema import ModelConfig
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
-from jaxdist.models.gpt import gpt
-from jaxdist.nn import ModelDef
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
-from jaxdist.state import TrainState, place_params
 from jaxdist.step import make_train_step
-from jaxdist.train_step import TrainStep
 from jaxdist.trainer.forward import make_eval_step
-
-SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
-
-
-class Case(NamedTuple):
-    schedule: str
-    pipe: int
-    style: str
-    tied: bool
-    strategy: str
-    microbatches: int
-    mesh: tuple[int, int, int]  # data, fsdp, tensor
-    layers: int = 4
-    chunks: int = 1
-    remat: str | tuple[str, ...] = "none"
-    dropout: float = 0.0
-    pipeline_cond: bool = True
-    loss_chunk: int | None = None
-    stages: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        uneven = ["+".join(map(str, self.stages))] if self.stages else []
-        return "-".join(str(part) for part in (*self[:6], "x".join(map(str, self.mesh)), *self[7:-1], *uneven))
-
 
 EVERYDAY = [
     Case("gpipe", 2, "llama", False, "zero1", 4, (1, 2, 1)),
@@ -115,70 +83,6 @@ SLOW = [
 ]
 
 
-def config_of(case: Case) -> ModelConfig:
-    plain = layouts.Case(case.style, case.tied, case.strategy, case.microbatches, case.mesh)
-    own = {"layers": case.layers, "dropout": case.dropout, "loss_chunk": case.loss_chunk}
-    return dataclasses.replace(layouts.model_config(plain), **own)
-
-
-def model_of(case: Case, policy: str = "fp64") -> ModelDef:
-    model = gpt(config_of(case), max_length=layouts.SEQ, param_dtype=POLICIES[policy].param)
-    return arrange(model, stages=case.pipe, chunks=case.chunks, blocks=case.stages)
-
-
-def reordered(params: Any, order: np.ndarray) -> Any:
-    return {**params, "blocks": arrange_rows(params["blocks"], order)}
-
-
-def start(case: Case, policy: str = "fp64") -> tuple[ModelDef, TrainState, TrainStep, np.ndarray]:
-    """(model, state, step, which row of the state's blocks is block i)."""
-    mesh = make_mesh(pipe=case.pipe, data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])
-    model, tx = model_of(case, policy), layouts.optimizer()
-    order = order_of_blocks(case.layers, stages=case.pipe, chunks=case.chunks, blocks=case.stages)
-    params = reordered(layouts.initial(dataclasses.replace(config_of(case), dropout=0.0), policy), order)
-    state = place_params(params, tx, state_target(model, tx, mesh, strategy=case.strategy))
-    step = make_train_step(
-        model,
-        tx,
-        mesh,
-        strategy=case.strategy,
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        precision=policy,
-        remat=case.remat,
-        pipeline_cond=case.pipeline_cond,
-        return_grads=True,
-    )
-    return model, state, step, np.argsort(order)[-case.layers :]
-
-
-def run(case: Case, policy: str, steps: int) -> layouts.Reference:
-    _, state, step, back = start(case, policy)
-    losses, grads = [], []
-    for i in range(steps):
-        state, metrics = step(state, layouts.make_batch(32, i))
-        losses.append(float(metrics["loss"]))
-        grads.append(reordered(jax.device_get(metrics["grads"]), back))
-    return layouts.Reference(losses, grads, reordered(jax.device_get(state.params), back))
-
-
-@functools.cache
-def one_stage(case: Case) -> layouts.Reference:
-    """With dropout, of which the oracle has none."""
-    alone = case._replace(schedule="accumulate", pipe=1, chunks=1, strategy="ddp", mesh=(1, 1, 1), stages=())
-    return run(alone, "fp64", 3)
-
-
-def check_wide(case: Case) -> None:
-    with jax.enable_x64(True):
-        want = one_stage(case) if case.dropout else layouts.reference(config_of(case), 32, "fp64")
-        got = run(case, "fp64", 3)
-    assert max(abs(a - b) / b for a, b in zip(got.losses, want.losses, strict=True)) < 1e-10
-    for step in range(3):
-        assert oracle.error(got.grads[step], want.grads[step]) < 1e-10
-    assert oracle.error(got.params, want.params) < 1e-10
-
-
 @pytest.mark.parametrize("case", [*EVERYDAY, *levels(SLOW, slow=4)], ids=str)
 def test_pipelines_equal_one_device(case: Case) -> None:
     check_wide(case)
@@ -209,7 +113,8 @@ def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
         model, state, _, _ = start(case)
         mesh, strategy = jax.tree.leaves(state.params)[0].sharding.mesh, case.strategy
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)
-        evaluate = make_eval_step(model, mesh, specs, get_strategy(strategy, StrategyOptions(POLICIES["fp64"])))
+        options = StrategyOptions(POLICIES["fp64"], strategy=strategy)
+        evaluate = make_eval_step(model, mesh, specs, get_strategy(options))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
         total, weight = evaluate(state.params, batch)
         want = layouts.reference(config_of(case), 32, "fp64").losses[0]
@@ -257,7 +162,9 @@ def test_sums_by_hand_inside_stages_are_refused() -> None:
         step.lower(state_target(model, tx, mesh, strategy=strategy), layouts.make_batch(32, 0))
 
     for strategy in ("zero2", "zero3"):
-        with pytest.raises(UserError, match="grad_sync.algorithm='ring': .*'native' only") as error:
+        with pytest.raises(
+            UserError, match="^parallel.grad_sync.algorithm: 'ring' would sum inside .* allowed: native"
+        ) as error:
             trace(strategy)
         assert "\n" not in str(error.value)
     trace("zero1")
@@ -267,10 +174,10 @@ def test_sums_by_hand_inside_stages_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "accumulate"}, "mesh.pipe: this schedule runs the model as one stage"),
+        ({"schedule": "accumulate"}, "mesh.pipe: 2 is given, but the parallel.schedule of this step has one stage"),
         (
             {"schedule": "interleaved", "chunks": 2, "microbatches": 3},
-            "parallel.microbatches: 3 is no multiple of the 2",
+            "parallel.microbatches: 3 is no multiple of mesh.pipe 2",
         ),
         ({"chunks": 2}, "parallel.chunks: 2 is not for parallel.schedule one_f_one_b"),
         ({"schedule": "interleaved", "chunks": 3}, "parallel.chunks: 3 does not divide the 2 blocks of a stage"),

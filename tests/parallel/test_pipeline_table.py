@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdist.errors import UserError
-from jaxdist.parallel.pipeline.table import Buffer, Slots, Ticks, allocate, check, moments
+from jaxdist.parallel.pipeline.table import Buffer, Slots, Ticks, allocate_slots, check_table, moments
 from jaxdist.parallel.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 
 Pair = tuple[int, int]
@@ -101,8 +101,8 @@ def run(ticks: Ticks, slots: Slots) -> tuple[list[int], list[int], bool]:
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_run_in_their_buffers_and_in_no_smaller_ones(name: str, stages: int) -> None:
     for ticks in tables(name, stages) if stages <= 8 else [TABLES[name](stages, m) for m in (1, 15, 16, 31, 32)]:
-        check(ticks)
-        slots = allocate(ticks)
+        check_table(ticks)
+        slots = allocate_slots(ticks)
         kept, cotangents, late = run(ticks, slots)
         assert slots.residuals.size == max(kept)
         assert slots.cotangents.size == max(cotangents)
@@ -115,11 +115,11 @@ def test_tables_run_in_their_buffers_and_in_no_smaller_ones(name: str, stages: i
 def test_lengths_and_places_are_those_of_the_docstrings(stages: int) -> None:
     for m in MICROBATCHES:
         assert gpipe.table(stages, m).length == 2 * (m + stages - 1)
-        assert allocate(gpipe.table(stages, m)).residuals.size == m
-        assert allocate(gpipe.table(stages, m)).late_loss
+        assert allocate_slots(gpipe.table(stages, m)).residuals.size == m
+        assert allocate_slots(gpipe.table(stages, m)).late_loss
         for module in (one_f_one_b, zero_bubble):
             assert module.table(stages, m).length == m + 2 * stages - 2
-            slots = allocate(module.table(stages, m))
+            slots = allocate_slots(module.table(stages, m))
             assert slots.residuals.size == min(m, 2 * stages - 1)  # with W apart, no more than without
             assert not slots.late_loss
         ticks = one_f_one_b.table(stages, m)
@@ -133,8 +133,8 @@ def test_lengths_and_places_with_chunks(chunks: int) -> None:
         for m in range(stages, 41, stages):
             ticks = interleaved.table(stages, m, chunks)
             assert ticks.length == chunks * stages - 1 + m * chunks + stages - 1
-            assert allocate(ticks).residuals.size == min(m * chunks, (chunks + 1) * stages - 1)
-            assert not allocate(ticks).late_loss
+            assert allocate_slots(ticks).residuals.size == min(m * chunks, (chunks + 1) * stages - 1)
+            assert not allocate_slots(ticks).late_loss
 
 
 def test_one_chunk_is_one_f_one_b() -> None:
@@ -148,7 +148,7 @@ def test_places_that_gradients_of_parameters_need() -> None:
         for m in (1, stages, 2 * stages - 2 or 1, 2 * stages - 1, 2 * stages, 4 * stages):
             ticks = zero_bubble.table(stages, m)
             assert ticks.weights.shape[2] <= 2 and (ticks.weights >= 0).any(axis=(0, 1, 3)).all()
-            assert allocate(ticks).cotangents.size == min(m, max(1, 2 * stages - 2))
+            assert allocate_slots(ticks).cotangents.size == min(m, max(1, 2 * stages - 2))
 
 
 def test_tables_of_the_papers() -> None:
@@ -220,8 +220,8 @@ DAMAGE = [  # of zero_bubble with S = 3, M = 6: F of microbatch m on stage s at 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_damaged_tables_are_refused(damage: Callable[[Ticks], Ticks], message: str) -> None:
     ticks = zero_bubble.table(3, 6)
-    check(ticks)
-    for refuse in (check, allocate):
+    check_table(ticks)
+    for refuse in (check_table, allocate_slots):
         with pytest.raises(AssertionError, match=message):
             refuse(damage(ticks))
 
@@ -251,10 +251,10 @@ def test_what_is_refused_is_what_the_machine_cannot_run(name: str) -> None:
         fine = runs(changed)
         seen[fine] += 1
         if fine:
-            check(changed)
+            check_table(changed)
         else:
             with pytest.raises(AssertionError):
-                check(changed)
+                check_table(changed)
     assert min(seen.values()) > 10, seen
 
 
@@ -262,7 +262,7 @@ def test_what_is_refused_is_what_the_machine_cannot_run(name: str) -> None:
 def test_the_machine_notices_wrong_places(buffer: str) -> None:
     """A machine that would run anything would prove nothing."""
     ticks = zero_bubble.table(3, 6)
-    slots = allocate(ticks)
+    slots = allocate_slots(ticks)
     run(ticks, slots)
     used = getattr(slots, buffer)._asdict()
     fewer = {kind: np.where(used[kind] == 1, 0, used[kind]) for kind in Ticks._fields[2:]}
@@ -283,7 +283,7 @@ def test_the_machine_notices_wrong_places(buffer: str) -> None:
         ("zero_bubble", (4, 8, 0), ("parallel.chunks: 0", "zero_bubble", "allowed: 1")),
         ("zero_bubble", (2, 0, 1), ("parallel.microbatches: 0", "8 say")),
         ("interleaved", (4, 8, 0), ("parallel.chunks: 0", "interleaved", "1 and more")),
-        ("interleaved", (4, 10, 2), ("parallel.microbatches: 10", "4 stages", "chunks 2", "8 or 12", ".chunks=1")),
+        ("interleaved", (4, 10, 2), ("parallel.microbatches: 10", "mesh.pipe 4", "chunks 2", "8, 12", ".chunks=1")),
         ("interleaved", (4, 3, 2), ("parallel.microbatches: 3", "work: 4;")),
     ],
 )

@@ -16,32 +16,32 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
+from layouts import SEQ, initial
 from levels import levels
 from optax import MaskedNode
-from test_layouts import SEQ, initial
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
-from jaxdist.parallel.blocks.layers import Blocks, at
+from jaxdist.parallel.blocks.layers import OneBlock, Rows, at
 from jaxdist.parallel.blocks.prefetch import (
     AT_ONCE,
     BY_TWO,
     LATENCY_HIDING,
-    _Ahead,
+    PrefetchedBlocks,
     compiler_options,
-    held_back,
-    in_two,
-    known_after,
-    largest,
+    largest_gradient,
+    opaque_index,
+    order_after,
     read_late,
+    split_first_fetch,
 )
-from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision
 from jaxdist.specs import BATCH_SPEC, only
@@ -215,8 +215,8 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
 
     late = read_late(block, at(w, 0), jnp.ones(2), jnp.int32(1), None)
     assert late == {"d": False, "a": False, "c": True, "b": True}  # 4 of 9 elements, then 6
-    of, held = Blocks(gather, block), jax.tree.map(lambda _: MaskedNode(), w)
-    unit, reduce = in_two(of, w, held, late)
+    one, rows = OneBlock(gather, block), Rows(w, jax.tree.map(lambda _: MaskedNode(), w), jnp.arange(2))
+    unit, reduce = split_first_fetch(one, rows, late)
     assert [float(unit[name].sum()) for name in "abcd"] == [0] * 4
     ones = [jnp.ones_like(leaf) for leaf in jax.tree.leaves(unit)]
     assert jax.tree.all(jax.tree.map(lambda leaf: (leaf == 2).all(), reduce(ones, ())[0]))
@@ -229,7 +229,8 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     }
     (lost,) = reduce(ones, [jnp.full(1, jnp.inf)])  # what was reduced before
     assert jnp.isnan(lost["b"]).all() and jnp.isnan(lost["c"]).all()
-    unit, _ = in_two(of, w | {"a": w["a"].at[0].set(jnp.inf)}, held, late)  # known to be lost, another row is read
+    spoilt = rows._replace(diff=w | {"a": w["a"].at[0].set(jnp.inf)})
+    unit, _ = split_first_fetch(one, spoilt, late)  # known to be lost, another row is read
     assert [float(unit[name].sum()) for name in "bcd"] == [6, 4, 0]
 
 
@@ -239,7 +240,7 @@ def test_shards_are_summed_beside_the_other_half_of_a_block() -> None:
     lost, ones = [jnp.full(8, jnp.inf), jnp.ones(2)], {"a": jnp.ones(4)}
 
     def summed(sums: Any, size: int) -> Any:
-        return _Ahead(*[None] * 4, sums, None).summed(ones, [jnp.ones(size)], lost)["a"]  # type: ignore[arg-type]
+        return PrefetchedBlocks(*[None] * 5, sums).summed(ones, [jnp.ones(size)], lost)["a"]  # type: ignore[arg-type]
 
     double = lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree)  # noqa: E731
     assert jnp.isnan(summed(double, 8)).all() and (summed(double, 4) == 2).all()
@@ -274,7 +275,7 @@ def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(strategy: str, mo
     found, grads = made(half)
     assert found == {"bfloat16"} and made(POLICIES["bf16"])[0] == {"float32"}
     got = grads()
-    monkeypatch.setattr(_Ahead, "stored", lambda self, diff: zeros_varying_like(diff))
+    monkeypatch.setattr(PrefetchedBlocks, "stored", lambda self, diff: zeros_varying_like(diff))
     wide, want = made(half)
     assert wide == {"float32"}
     jax.tree.map(np.testing.assert_array_equal, got, want())
@@ -283,9 +284,9 @@ def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(strategy: str, mo
 def test_what_waits_waits_for_the_largest_leaf() -> None:
     """A small one may not have travelled at all: nothing would wait for the others."""
     done = {"bias": jnp.full(2, jnp.inf), "kernel": jnp.ones((2, 3))}
-    assert int(known_after(done, 5)) == 5 and not jnp.isnan(held_back({"x": jnp.ones(2)}, done)["x"]).any()
+    assert int(opaque_index(done, 5)) == 5 and not jnp.isnan(order_after({"x": jnp.ones(2)}, done)["x"]).any()
     lost = {"bias": jnp.ones(2), "kernel": jnp.full((2, 3), jnp.inf)}
-    assert int(known_after(lost, 5)) == 6 and jnp.isnan(held_back({"x": jnp.ones(2)}, lost)["x"]).all()
+    assert int(opaque_index(lost, 5)) == 6 and jnp.isnan(order_after({"x": jnp.ones(2)}, lost)["x"]).all()
 
 
 def test_what_cannot_wait_for_the_largest_leaf_waits_for_none() -> None:
@@ -294,7 +295,7 @@ def test_what_cannot_wait_for_the_largest_leaf_waits_for_none() -> None:
 
     def region(wide: jax.Array, narrow: jax.Array) -> Any:
         grads = {"kernel": jnp.full((2, 3), jnp.inf) + wide.sum(), "bias": jnp.full(2, jnp.inf) + narrow.sum()}
-        return held_back({"wide": wide, "narrow": narrow}, largest(grads))
+        return order_after({"wide": wide, "narrow": narrow}, largest_gradient(grads))
 
     specs = P("fsdp", "tensor"), P("fsdp")
     run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=dict(zip(("wide", "narrow"), specs, strict=True)))
@@ -327,13 +328,13 @@ def test_what_the_compiler_is_told(data: int, limit: int, monkeypatch: pytest.Mo
 
 def test_slices_cover_a_leaf_that_rounds_do_not_divide() -> None:
     leaf = np.arange(14.0).reshape(7, 2)
-    riders = Riders(lambda tree: tree, {"a": 0}, 3)
+    slices = HeadSlices(lambda tree: tree, {"a": 0}, 3)
     whole = {"a": jnp.zeros((7, 2))}
     for i in range(3):
-        whole = riders.paste(whole, i, riders.cut({"a": leaf}, i))
+        whole = slices.paste(whole, i, slices.cut({"a": leaf}, i))
     np.testing.assert_array_equal(whole["a"], leaf)
     with jax.numpy_dtype_promotion("standard"):
-        traced = jax.jit(lambda i: riders.cut({"a": leaf}, i))(2)
+        traced = jax.jit(lambda i: slices.cut({"a": leaf}, i))(2)
     np.testing.assert_array_equal(traced["a"], leaf[4:])
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import pytest
-import test_layouts as layouts
 from jaxprs import collectives, names_of_values
 from levels import levels
 
 from jaxdist import make_mesh, make_train_step
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.remat import MODES, NAMES
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -23,8 +24,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.blocks.sqrt_remat import sizes
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.plan.traced.activations import ON_HOST, Kept, kept_activations
+from jaxdist.plan.traced.activations import ON_HOST, SavedArray, saved_activations
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger
 
@@ -49,8 +49,8 @@ class Traced:
         self.state = state_target(model, tx, mesh, strategy=options["strategy"])
         self.traced = self.step.jitted(self.state).trace(self.state, BATCH)
 
-    def kept(self) -> list[Kept]:
-        return kept_activations(self.step, self.state, BATCH)
+    def kept(self) -> list[SavedArray]:
+        return saved_activations(self.step, self.state, BATCH)
 
 
 @functools.cache

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
+from batches import token_shapes
+from layouts import Case, check_wide
 from levels import levels
-from test_layouts import Case, check_wide
-from test_ledger import batch
 
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.errors import UserError
@@ -35,7 +35,7 @@ def step_of(scan_blocks: int, **options: object) -> tuple[object, ...]:
     model, mesh = gpt(config, max_length=8), make_mesh(fsdp=2)
     tx = make_optimizer(OptimizerConfig(), steps=10)
     step = make_train_step(model, tx, mesh, strategy="zero3", **options)  # type: ignore[arg-type]
-    return step, state_target(model, tx, mesh, strategy="zero3"), batch(8)
+    return step, state_target(model, tx, mesh, strategy="zero3"), token_shapes(8)
 
 
 def test_the_ledger_counts_the_same() -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import oracle
 import pytest
-import test_layouts
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +24,7 @@ from levels import levels
 
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import init_state, state_target
@@ -32,8 +33,7 @@ from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import only_trained
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.explain import Explanation, explain
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, bytes_per_device, path_name, spec_axes, spec_leaves
@@ -68,12 +68,12 @@ class Case(NamedTuple):
 
 
 def config_of(style: str, *, tied: bool) -> ModelConfig:
-    case = test_layouts.Case(style, tied, "ddp", MICROBATCHES, (1, 1, 1))
-    return dataclasses.replace(test_layouts.model_config(case), layers=4)
+    case = layouts.Case(style, tied, "ddp", MICROBATCHES, (1, 1, 1))
+    return dataclasses.replace(layouts.model_config(case), layers=4)
 
 
 def model_of(style: str = "gpt2", *, tied: bool = False, dtype: Any = jnp.float32) -> Any:
-    return gpt(config_of(style, tied=tied), max_length=test_layouts.SEQ, param_dtype=dtype)
+    return gpt(config_of(style, tied=tied), max_length=layouts.SEQ, param_dtype=dtype)
 
 
 def others(tree: Any) -> Any:
@@ -84,30 +84,30 @@ def others(tree: Any) -> Any:
 def reference(config: ModelConfig, freeze: tuple[str, ...]) -> tuple[list[Any], Any]:
     """(gradients of three steps, parameters after them) on one device. freeze: nothing, or the embedding."""
     if not freeze:
-        found = test_layouts.reference(config, BATCH, "fp64")
+        found = layouts.reference(config, BATCH, "fp64")
         return found.grads, found.params
     assert freeze == ("embed.*",)
-    tx, params = test_layouts.optimizer(), dict(test_layouts.initial(config, "fp64"))
+    tx, params = layouts.optimizer(), dict(layouts.initial(config, "fp64"))
     frozen, grads = jax.tree.map(jnp.asarray, {"embed": params.pop("embed")}), []
     opt_state = tx.init(params)
     loss = jax.jit(jax.grad(lambda params, batch: oracle.loss({**frozen, **params}, batch, config)))
     for i in range(3):
         with jax.numpy_dtype_promotion("standard"):
-            grads.append(loss(params, test_layouts.make_batch(BATCH, i)))
+            grads.append(loss(params, layouts.make_batch(BATCH, i)))
             updates, opt_state = tx.update(grads[-1], opt_state, params)
             params = optax.apply_updates(params, updates)
     return grads, frozen | params
 
 
 def check(case: Case) -> None:
-    config, tx, mesh = config_of(case.style, tied=case.tied), test_layouts.optimizer(), case.make_mesh()
+    config, tx, mesh = config_of(case.style, tied=case.tied), layouts.optimizer(), case.make_mesh()
     with jax.enable_x64(True):
         model = model_of(case.style, tied=case.tied, dtype=jnp.float64)
         options: Any = {"strategy": case.strategy, "freeze": case.freeze}
         target = state_target(model, tx, mesh, min_shard_bytes=case.min_shard_bytes, **options)
         split = ["pipe" in spec_axes(spec) for spec in spec_leaves(others(specs_of_arrays(target.params)))]
         assert {0: all(split), SOME: any(split) and not all(split), NONE: not any(split)}[case.min_shard_bytes]
-        state = place_params(test_layouts.initial(config, "fp64"), only_trained(tx, case.freeze), target)
+        state = place_params(layouts.initial(config, "fp64"), only_trained(tx, case.freeze), target)
         step = make_train_step(
             model,
             tx,
@@ -121,7 +121,7 @@ def check(case: Case) -> None:
         )
         all_grads, params = reference(config, case.freeze)
         for i, grads in enumerate(all_grads):
-            batch = jax.device_put(test_layouts.make_batch(BATCH, i), NamedSharding(mesh, BATCH_SPEC))
+            batch = jax.device_put(layouts.make_batch(BATCH, i), NamedSharding(mesh, BATCH_SPEC))
             state, metrics = step(state, batch)
             assert oracle.error({unit: metrics["grads"][unit] for unit in grads}, grads) < 1e-10
         assert oracle.error(state.params, params) < 1e-10
@@ -189,7 +189,7 @@ def test_a_device_holds_a_stages_part(name: str, sizes: dict[str, int]) -> None:
             held[unit] += sum(shard.data.nbytes for shard in leaf.addressable_shards if shard.device == device)
         assert held[True] == expected and held.total() == everything
     options: Any = {"schedule": "one_f_one_b", "microbatches": MICROBATCHES, "return_grads": True}
-    data = jax.device_put(test_layouts.make_batch(BATCH, 0), NamedSharding(mesh, BATCH_SPEC))
+    data = jax.device_put(layouts.make_batch(BATCH, 0), NamedSharding(mesh, BATCH_SPEC))
     compiled = make_train_step(model, tx, mesh, strategy=name, **options).lower(state, data).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == everything
     assert compiled.output_shardings[1]["grads"] == jax.tree.map(lambda leaf: leaf.sharding, state.params)
@@ -199,7 +199,7 @@ def jaxpr_of(strategy: str, *, min_shard_bytes: int = 0, schedule: str = "one_f_
     mesh, tx, model = abstract_mesh(**sizes), optax.sgd(0.1), model_of()
     target = state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes)
     step = make_train_step(model, tx, mesh, strategy=strategy, schedule=schedule, microbatches=MICROBATCHES)
-    return step.jitted(target).trace(target, test_layouts.make_batch(BATCH, 0)).jaxpr
+    return step.jitted(target).trace(target, layouts.make_batch(BATCH, 0)).jaxpr
 
 
 def over_pipe(jaxpr: Any, outside: tuple[str, ...] = ()) -> Iterator[tuple[str, bool]]:
@@ -232,7 +232,7 @@ def test_a_program_without_stages_stays_as_it_is(strategy: str, monkeypatch: pyt
 
     cases = [{"schedule": "accumulate", "data": 2, "fsdp": 2}, {"schedule": "one_f_one_b", "pipe": 2}]
     spread = [texts(**case) for case in cases]
-    monkeypatch.setattr("jaxdist.parallel.strategy.spreading", lambda strategy, options: strategy)
+    monkeypatch.setattr("jaxdist.parallel.compose.sharding_over_pipe", lambda strategy, options: strategy)
     plain = [texts(**case) for case in cases]
     assert [a == b for a, b in zip(spread, plain, strict=True)] == [True, False]
 
@@ -248,12 +248,12 @@ def test_pipe_takes_a_dim_that_is_free_or_the_minor_part_of_one() -> None:
         sync: GradSync = GradSync(),  # noqa: B008
     ) -> P:
         mesh = abstract_mesh(pipe=pipe, fsdp=4, tensor=2)
-        options = StrategyOptions(POLICIES["fp32"], sync, min_shard_bytes=small)
+        options = StrategyOptions(POLICIES["fp32"], sync, min_shard_bytes=small, strategy=strategy)
         shapes, specs = (
             {"embed": {}, "blocks": {}, "head": {}} | {unit: {"leaf": leaf}}
             for leaf in (jax.ShapeDtypeStruct(shape, jnp.float32), P(*spec))
         )
-        return get_strategy(strategy, options).place(shapes, specs, mesh)[unit]["leaf"]
+        return get_strategy(options).place(shapes, specs, mesh)[unit]["leaf"]
 
     assert place((8, 16), None, None) == P("fsdp", "pipe")
     assert place((8, 16), None, None, unit="embed") == P("pipe", "fsdp")
@@ -305,10 +305,10 @@ def test_explain_names_what_is_spread_and_counts_its_copies(strategy: str) -> No
 
 def test_evaluation_and_checkpoints_of_spread_parameters(tmp_path: Path) -> None:
     model, tx, one = model_of("llama", tied=True), optax.adamw(1e-3), make_mesh()
-    batch = test_layouts.make_batch(BATCH, 0)
+    batch = layouts.make_batch(BATCH, 0)
 
     def loss(params: Any, mesh: Any, strategy: str) -> float:
-        placing = get_strategy(strategy, StrategyOptions(POLICIES["fp32"]))
+        placing = get_strategy(StrategyOptions(POLICIES["fp32"], strategy=strategy))
         total, weight = make_eval_step(model, mesh, specs_of_arrays(params), placing)(
             params, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
         )
@@ -335,6 +335,6 @@ def test_sums_in_int8_leave_embedding_and_head_whole() -> None:
         model, tx, mesh, schedule="one_f_one_b", microbatches=MICROBATCHES, grad_sync=INT8, return_grads=True
     )
     exact = make_train_step(model, tx, mesh, schedule="one_f_one_b", microbatches=MICROBATCHES, return_grads=True)
-    batch = jax.device_put(test_layouts.make_batch(BATCH, 0), NamedSharding(mesh, BATCH_SPEC))
+    batch = jax.device_put(layouts.make_batch(BATCH, 0), NamedSharding(mesh, BATCH_SPEC))
     got, want = step(state, batch)[1]["grads"], exact(make(), batch)[1]["grads"]
     assert 0 < oracle.error(others(got), others(want)) < 0.05

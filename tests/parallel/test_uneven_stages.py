@@ -5,16 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import oracle
+import pipelines
 import pytest
-import test_layouts as layouts
-import test_pipeline as pipelines
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from levels import levels
-from test_pipeline import Case
+from pipelines import Case
 
 from jaxdist.collectives import to_varying
 from jaxdist.config.schema import OptimizerConfig
@@ -23,12 +23,12 @@ from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.blocks.branch import by_condition, by_mask
-from jaxdist.parallel.blocks.layers import Blocks
+from jaxdist.parallel.blocks.layers import OneBlock, Rows, ScannedBlocks
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.pipeline.run import blocks_of_chunk
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
 from jaxdist.parallel.program import make_logits
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, batch_spec
 from jaxdist.step import make_train_step
@@ -106,7 +106,7 @@ def test_a_run_on_uneven_stages() -> None:
         want = layouts.reference(pipelines.config_of(case), 32, "fp64")
         model, state, step, back = pipelines.start(case)
         mesh, specs = make_mesh(pipe=2, fsdp=2), jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)
-        strategy = get_strategy(case.strategy, StrategyOptions(POLICIES["fp64"]))
+        strategy = get_strategy(StrategyOptions(POLICIES["fp64"], strategy=case.strategy))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
         total, weight = make_eval_step(model, mesh, specs, strategy)(unreadable(state.params, case), batch)
         assert float(total / weight) == pytest.approx(want.losses[0], rel=1e-10)
@@ -156,13 +156,13 @@ def test_rows_without_a_block_are_passed_over(choose: Callable[..., Any]) -> Non
 
     def region(w: jax.Array, layers: jax.Array, h: jax.Array, dh: jax.Array) -> Any:
         w, layers, h, dh = w[0], layers[0], h[0], dh[0]
-        blocks = Blocks(lambda diff, held, wanted: diff, block, choose)
-        diff, held = {"w": w}, {"w": ()}
-        out, saved = blocks.forward(diff, held, layers, h, None)
-        grads, before = blocks.backward(diff, held, layers, saved, dh)
-        crossing, again = blocks.backward_input(diff, held, layers, saved, dh)
-        halved = blocks.backward_weights(diff, held, layers, saved, crossing, dh)
-        return jax.tree.map(lambda x: x[None], (out, grads["w"], before, halved["w"], again))
+        blocks = ScannedBlocks(OneBlock(lambda diff, captured, wanted: diff, block, choose))
+        rows = Rows({"w": w}, {"w": ()}, layers)
+        out, saved = blocks.forward(rows, h, None)
+        grads, before = blocks.backward(rows, saved, dh)
+        crossing, again = blocks.backward_input(rows, saved, dh)
+        split = blocks.backward_weights(rows, saved, crossing, dh)
+        return jax.tree.map(lambda x: x[None], (out, grads["w"], before, split["w"], again))
 
     with jax.enable_x64(True):
         mesh, spec = make_mesh(pipe=2), P("pipe")
@@ -192,7 +192,7 @@ def test_rows_and_numbers() -> None:
     assert rows[:3].tolist() == [[1, 2], [0, 0], [7, 8]]
 
     def numbers(leaf: jax.Array) -> jax.Array:
-        parts = [blocks_of_chunk(leaf, (), chunk, chunks=2, counts=(1, 2, 1, 2))[2] for chunk in range(2)]
+        parts = [blocks_of_chunk(leaf, (), chunk, chunks=2, counts=(1, 2, 1, 2)).layers for chunk in range(2)]
         return jnp.concatenate(parts)
 
     run = jax.shard_map(numbers, mesh=make_mesh(pipe=2), in_specs=P("pipe"), out_specs=P("pipe"))

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist import init_state, make_mesh, make_train_step, registry
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.errors import UserError
-from jaxdist.parallel.grad_sync import GradSync
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_model.py"
@@ -123,7 +123,13 @@ def test_axes_that_a_foreign_loss_cannot_use_are_refused() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_named() -> None:
-    with jax.enable_x64(True), pytest.raises(UserError, match=r"\(32,\).*parts it is cut into, 24"):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(
+            UserError,
+            match=r"global_batch: 32 does not divide by 24 \(.*microbatches 3\).*work: 24, 48; .*with 32: 1, 2, 4",
+        ),
+    ):
         train(rnn_loss, make_params(), sizes={"data": 8}, microbatches=3)
 
 

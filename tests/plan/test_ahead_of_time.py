@@ -84,10 +84,10 @@ def test_the_table_of_gpus() -> None:
 def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = get_gpu("h100")
 
-    def of(peak: float) -> tuple[ahead_of_time.Verdict, str]:
+    def of(peak: float) -> tuple[ahead_of_time.FitVerdict, str]:
         footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=int(peak), host=0)
         planned = ahead_of_time.Planned(gpu, 8, 1, "xla", 1, footprint, [], None, "", 0.0, 0.0)  # type: ignore[arg-type]
-        return ahead_of_time.verdict(footprint, gpu), compiled_text.verdict_text(planned)
+        return ahead_of_time.fit_verdict(footprint, gpu), compiled_text.verdict_text(planned)
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     found, text = of(0.5 * gpu.memory)
@@ -106,7 +106,7 @@ def test_what_is_assumed_between_hosts_is_said() -> None:
         replay = Overlap(rates, [], 0.0, 0.0, 0.0, 0)
         footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=0, host=0)
         planned = ahead_of_time.Planned(gpu, 8, hosts, "xla", 1, footprint, [], replay, "", 0.0, 0.0)
-        text = compiled_text.to_text(planned, network=network)
+        text = compiled_text.plan_text(planned, network=network)
         assert f" {network or 400:.0f} GB/s sent" in text
         return f" {network or 400:.0f} GB/s sent, between hosts too: give --network, 0 us latency" in text
 

@@ -26,9 +26,9 @@ from jaxdist.mesh import abstract_mesh
 from jaxdist.nn.mlp import MLP
 from jaxdist.plan.budget import over_budget, read_budget
 from jaxdist.plan.compiled.hlo import Compiled, compare, compiled_collectives
-from jaxdist.plan.explain import explain, to_json
-from jaxdist.plan.report.text import to_text
-from jaxdist.plan.traced.activations import KINDS, Kept, kept_activations
+from jaxdist.plan.explain import explain, explanation_to_json
+from jaxdist.plan.report.text import explanation_text
+from jaxdist.plan.traced.activations import SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import INSIDE, Collective, Ledger
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,10 @@ def test_a_hand_made_psum_is_over_budget(monkeypatch: pytest.MonkeyPatch, tmp_pa
         read_budget(tmp_path / "broken.json")
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "configs").glob("*.yaml")])
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "llama_8b_fsdp"])  # that one as a command, below
 def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
     found = explain(load_config(ROOT / "configs" / f"{name}.yaml", planned=True)).ledger
     allowed = read_budget(ROOT / "configs" / "budgets" / f"{name}.json")
@@ -64,6 +67,7 @@ def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
 
 def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "explain.py"), "--config", "configs/llama_8b_fsdp.yaml"]
+    command += ["--budget", "configs/budgets/llama_8b_fsdp.json"]
     done = subprocess.run(
         [*command, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--parameters", "--activations"],
         cwd=ROOT,
@@ -101,15 +105,6 @@ def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
         assert text in done.stdout
 
 
-def test_readme_shows_what_is_printed() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme[readme.index("$ python scripts/explain.py") :].partition("```")[0].splitlines()
-    command = shown[0].removeprefix("$ python ").split()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    lines = re.compile(r":\d+$")  # they move with every edit
-    assert [lines.sub("", text) for text in done.stdout.splitlines()] == [lines.sub("", text) for text in shown[1:]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,7 +130,7 @@ def test_memory_of_a_step_is_that_of_the_strategy() -> None:
 
     def memory(strategy: str) -> dict[str, int]:
         parallel = replace(config.parallel, strategy=strategy, min_shard_bytes=0)
-        return to_json(explain(replace(config, parallel=parallel)))["memory"]
+        return explanation_to_json(explain(replace(config, parallel=parallel)))["memory"]
 
     whole = memory("ddp")["parameters"]
     assert [memory(name)["gradients"] for name in NAMES] == [whole, whole, whole // 4, whole // 4]
@@ -165,11 +160,11 @@ def configured(*overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.yaml", overrides, planned=True)
 
 
-def everything_kept(*overrides: str) -> list[Kept]:
+def everything_kept(*overrides: str) -> list[SavedArray]:
     """By `LLAMA` with these overrides."""
     config = configured(*LLAMA, *overrides)
     parts = assemble(config, abstract_mesh(**vars(config.mesh)))
-    return kept_activations(parts.step, parts.target, batch_shapes(config.data.global_batch, config.data.seq_len))
+    return saved_activations(parts.step, parts.target, batch_shapes(config.data.global_batch, config.data.seq_len))
 
 
 def kept(*overrides: str, head: bool = True) -> dict[str, int]:
@@ -247,12 +242,12 @@ def test_copies_of_parameters_are_told_apart() -> None:
     }
 
 
-def kept_of_loss(loss: Any, *, remat: str = "none") -> list[Kept]:
+def kept_of_loss(loss: Any, *, remat: str = "none") -> list[SavedArray]:
     """Of a user's own loss on params w [8, 16] and rows x [8, 8] of one of two microbatches on one of four devices."""
     mesh, tx, batch = abstract_mesh(fsdp=4), optax.sgd(0.1), {"x": jax.ShapeDtypeStruct((64, 8), jnp.float32)}
     state = state_target(lambda key: {"w": jnp.zeros((8, 16))}, tx, mesh)
     step = make_train_step(loss, tx, mesh, microbatches=2, remat=remat)
-    return kept_activations(step, state, batch)
+    return saved_activations(step, state, batch)
 
 
 def test_what_is_kept_has_a_line() -> None:
@@ -261,7 +256,7 @@ def test_what_is_kept_has_a_line() -> None:
         return hidden.sum(), jnp.float32(8)
 
     line = loss.__code__.co_firstlineno + 1
-    hidden = Kept("activations", "the loss", (8, 16), "float32", 8 * 16 * 4, f"test_explain.py:{line}")
+    hidden = SavedArray("activations", "the loss", (8, 16), "float32", 8 * 16 * 4, f"test_explain.py:{line}")
     assert set(kept_of_loss(loss)) == {hidden}
     assert kept_of_loss(loss, remat="full") == []
 
@@ -335,7 +330,7 @@ def test_the_ledger_beside_what_is_compiled() -> None:
     assert found["all_gather"] == (7 * 40, 7 * 120, 1, 3)
     assert found["reduce_scatter"] == (7 / 8 * 120, 3 / 4 * 120, 3, 3)
     assert found["ppermute"] == (0, 120, 0, 3)
-    text = to_text(explain(configured(*LLAMA))._replace(added=[], compiled=found))
+    text = explanation_text(explain(configured(*LLAMA))._replace(added=[], compiled=found))
     assert re.search(r"all_gather +280 +840 +1 +3  differs\n", text) and re.search(r"psum +210 +210 +3 +1\n", text)
     assert "merged, dropped or repeated some of all_gather, reduce_scatter, ppermute" in text
 
@@ -346,10 +341,10 @@ def test_a_compiled_bf16_program_sends_as_many_elements() -> None:
     found = explain(config, compiled=True)
     by_kind = {
         f"{kind}, kept for backward": sum(each.bytes_per_device for each in found.activations if each.kind == kind)
-        for kind in KINDS
+        for kind in SAVED_KINDS
     }
     assert all(by_kind.values()) and by_kind.items() <= found.memory.items()
-    report, text = to_json(found)["compiled"], to_text(found)
+    report, text = explanation_to_json(found)["compiled"], explanation_text(found)
     assert set(report) == {"psum", "all_gather", "reduce_scatter"} and all(each["agrees"] for each in report.values())
     assert report["all_gather"]["ledger_elements"] == report["all_gather"]["compiled_elements"] > 0
     gathered = sum(each.wire_bytes for each in found.ledger.collectives if each.op == "all_gather")

@@ -2,12 +2,14 @@
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
+from batches import token_shapes
 from jax.sharding import NamedSharding
 from levels import levels
 
@@ -18,11 +20,12 @@ from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.nn import embedding, linear
 from jaxdist.nn.mlp import MLP
 from jaxdist.optim import make_optimizer
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
 from jaxdist.plan.explain import memory_at_rest
-from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, ledger
+from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, collectives_of, hosts_of, ledger
 from jaxdist.plan.traced.sharding import sharding_rows
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import specs_of_arrays
@@ -37,21 +40,12 @@ def model(style: str = "llama", *, tied: bool = False, layers: int = LAYERS) -> 
     return gpt(config, max_length=LENGTH)
 
 
-def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
-    grid = (rows, LENGTH)
-    return {
-        "inputs": jax.ShapeDtypeStruct(grid, np.int32),
-        "targets": jax.ShapeDtypeStruct(grid, np.int32),
-        "weights": jax.ShapeDtypeStruct(grid, np.float32),
-    }
-
-
 def ledger_of(definition: Any, strategy: str, **options: Any) -> Any:
     """On a mesh without devices. options: sizes of the mesh, and arguments of `make_train_step`."""
-    sizes = {axis: options.pop(axis) for axis in ("data", "fsdp", "tensor") if axis in options}
+    sizes = {axis: options.pop(axis) for axis in ("pipe", "data", "fsdp", "tensor") if axis in options}
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
     step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
-    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), batch())
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), token_shapes(ROWS))
 
 
 def unit_bytes(definition: Any) -> dict[str, int]:
@@ -175,7 +169,7 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
     step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
     data = {
         name: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch().items()
+        for name, leaf in token_shapes(ROWS).items()
     }
     compiled = compiled_collectives(step.lower(state, data).compile().as_text())
     planned, found = ledger(step, state, data), dict[str, float]()
@@ -197,7 +191,7 @@ def test_what_the_compiler_adds_is_told_apart() -> None:
     step = make_train_step(definition, tx, mesh, strategy="zero3")
     data = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch().items()
+        for name, leaf in token_shapes(ROWS).items()
     }
     added = [each for each in compiled_collectives(step.lower(state, data).compile().as_text()) if each.added]
     assert added and {each.op for each in added} == {"psum"} and sum(each.wire_bytes for each in added) < 1000
@@ -208,7 +202,7 @@ def test_lines_say_where_and_what_for() -> None:
     by_purpose = {(each.purpose, each.phase): each for each in found.collectives}
     gather = by_purpose["blocks.mlp.up.kernel", "recompute"]
     assert (gather.op, gather.axes, gather.group_size, gather.calls) == ("all_gather", ("fsdp",), 8, LAYERS)
-    assert gather.source.startswith("jaxdist/parallel/strategy.py:")
+    assert gather.source.startswith("jaxdist/nn/linear.py:")
     assert by_purpose["gradient of blocks.mlp.up.kernel", "backward"].op == "reduce_scatter"
     assert by_purpose["activations of blocks.attention", "forward"].source.startswith("jaxdist/nn/linear.py:")
     assert by_purpose["gradients", "once a step"].axes == ("data",)
@@ -219,6 +213,79 @@ def test_lines_say_where_and_what_for() -> None:
         ("data",): BETWEEN,
         ("data", "fsdp"): BETWEEN,
     }
+
+
+def line_with(module: Any, text: str) -> str:
+    """ "jaxdist/nn/linear.py:55", the only line of a module in which the text is."""
+    path = Path(module.__file__)
+    [line] = [i for i, each in enumerate(path.read_text().splitlines(), start=1) if text in each]
+    return f"{path.relative_to(Path(jaxdist.__file__).parents[1]).as_posix()}:{line}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("zero1", {}),
+        ("zero2", {}),
+        ("zero2", {"microbatches": 2, "remat": "full"}),
+        ("zero3", {"remat": "full"}),
+        ("zero3", {"grad_sync": jaxdist.GradSync(deterministic=True)}),
+        ("zero3", {"tensor": 2}),
+        ("zero3", {"prefetch": 1, "remat": "full"}),
+        ("zero3", {"pipe": 2, "schedule": "gpipe", "microbatches": 2}),
+        ("zero3", {"pipe": 2, "schedule": "one_f_one_b", "microbatches": 4, "remat": "full"}),
+    ],
+    ids=str,
+)
+def test_a_parameters_line_is_that_of_its_layer(strategy: str, options: dict[str, Any]) -> None:
+    found = ledger_of(model(layers=4), strategy, fsdp=4, **options)
+    column = line_with(linear, "y = product(whole_sequence(x)")
+    lines = {
+        "blocks.mlp.up.kernel": column,
+        "blocks.attention.qkv.linear.kernel": column,
+        "blocks.mlp.down.kernel": line_with(linear, "part = product(x, self.kernel[...]"),
+        "embed.tokens.table": line_with(embedding, "rows = table.astype("),
+        "head.projection.table": line_with(embedding, 'wide_einsum("BSD,VD->BSV"'),
+    }
+    for name, line in lines.items():
+        mine = [each for each in found.collectives if each.purpose in (name, f"gradient of {name}")]
+        assert {each.source for each in mine} == ({line} if mine else set()), name
+        if not (name == "embed.tokens.table" and options.get("prefetch")):  # it is looked up by columns
+            assert {each.op for each in mine} in ({"all_gather", "reduce_scatter"}, {"all_gather", "ppermute"}), name
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_parameters_line_is_the_users_own(strategy: str) -> None:
+    @jax.jit
+    def apply(x: Any, weights: Any, bias: Any) -> Any:
+        return (jax.numpy.einsum("bi,oi->bo", x, weights) + bias).sum()  # the line
+
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+        weights = params["w"].T.astype(batch["x"].dtype)  # moved, and not yet computed with
+        scaled = jax.jit(lambda x: x * 2)(batch["x"])
+        return apply(scaled, weights, params["b"]), scaled.size
+
+    mesh, tx, start = abstract_mesh(fsdp=4), optax.sgd(0.1), {"w": np.zeros((8, 16)), "b": np.zeros(16)}
+    state = state_target(lambda key: jax.tree.map(jax.numpy.float32, start), tx, mesh, strategy=strategy)
+    step = make_train_step(loss, tx, mesh, strategy=strategy)
+    found = ledger(step, state, {"x": jax.ShapeDtypeStruct((64, 8), np.float32)})
+    [line] = [i for i, each in enumerate(Path(__file__).read_text().splitlines(), 1) if each.endswith("# the line")]
+    for name in ("w", "b"):
+        lines = {each.source for each in found.collectives if each.purpose in (name, f"gradient of {name}")}
+        assert lines == {f"{Path(__file__).name}:{line}"}, name
+
+
+def test_a_parameter_that_no_layer_reads_keeps_the_line_that_sends_it() -> None:
+    mesh = abstract_mesh(fsdp=4)
+
+    def region(x: Any) -> Any:
+        with jax.named_scope("w"):
+            return jaxdist.collectives.all_gather(x, "fsdp")
+
+    spec = jax.sharding.PartitionSpec("fsdp")
+    traced = jax.make_jaxpr(jax.shard_map(region, mesh=mesh, in_specs=spec, out_specs=spec))(np.zeros(8, np.float32))
+    [each] = collectives_of(traced, mesh, hosts_of(mesh, 8), {"w"})
+    assert each.purpose == "w" and each.source.startswith("test_ledger.py:")
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])

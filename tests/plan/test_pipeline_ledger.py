@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from batches import token_shapes
 from jax.sharding import NamedSharding, PartitionSpec
 from levels import levels
 
@@ -23,9 +24,9 @@ from jaxdist.models.gpt import gpt
 from jaxdist.parallel.pipeline.stages import arrange
 from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
-from jaxdist.plan.explain import explain, to_json
-from jaxdist.plan.report.pipeline import described, show, ticks_of
-from jaxdist.plan.report.text import pytorch_term, to_text
+from jaxdist.plan.explain import explain, explanation_to_json
+from jaxdist.plan.report.pipeline import configured_ticks, described, show_pipeline
+from jaxdist.plan.report.text import explanation_text, pytorch_term
 from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, Ledger, collectives_of, hosts_of, ledger
 from jaxdist.specs import BATCH_SPEC
 
@@ -42,15 +43,6 @@ def model(*, tied: bool = False, layers: int = LAYERS) -> Any:
     return gpt(config, max_length=LENGTH)
 
 
-def batch(rows: int = ROWS) -> dict[str, jax.ShapeDtypeStruct]:
-    grid = (rows, LENGTH)
-    return {
-        "inputs": jax.ShapeDtypeStruct(grid, np.int32),
-        "targets": jax.ShapeDtypeStruct(grid, np.int32),
-        "weights": jax.ShapeDtypeStruct(grid, np.float32),
-    }
-
-
 def ledger_of(
     schedule: str,
     *,
@@ -65,7 +57,7 @@ def ledger_of(
     step = make_train_step(
         definition, tx, mesh, strategy=strategy, schedule=schedule, microbatches=microbatches, precision=precision
     )
-    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), batch())
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), token_shapes(ROWS))
 
 
 def table(schedule: str, stages: int, microbatches: int) -> Ticks:
@@ -167,7 +159,7 @@ def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
     definition = arrange(model(layers=8), stages=stages, chunks=chunks)
     step = make_train_step(definition, tx, mesh, strategy="zero3", schedule=schedule, microbatches=microbatches)
-    rows = batch(microbatches * 2)
+    rows = token_shapes(microbatches * 2)
     found = ledger(step, state_target(definition, tx, mesh, strategy="zero3"), rows)
     inside = [each for each in found.collectives if each.phase != "once a step" and each.op != "ppermute"]
     assert len(inside) > 20 and not any(each.conditional for each in inside)
@@ -203,7 +195,7 @@ def test_the_compiled_program_sends_as_much(schedule: str) -> None:
     step = make_train_step(definition, tx, mesh, schedule=schedule, microbatches=4)
     data = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
-        for name, leaf in batch().items()
+        for name, leaf in token_shapes(ROWS).items()
     }
     state = state_target(definition, tx, mesh)
     compiled = compiled_collectives(step.lower(state, data).compile().as_text())
@@ -221,9 +213,9 @@ def configured(*overrides: str) -> Config:
 
 def test_activations_of_a_pipeline_are_not_given_as_none() -> None:
     found = explain(configured("parallel.schedule=gpipe"))
-    assert found.activations is None and to_json(found)["activations"] is None
+    assert found.activations is None and explanation_to_json(found)["activations"] is None
     assert not [name for name in found.memory if "kept for backward" in name]
-    text = to_text(found, rows=0, activations=True)
+    text = explanation_text(found, rows=0, activations=True)
     assert "Activations are not told apart for pipelines yet: --compile gives" in text and "Kept for" not in text
     alone = explain(configured("parallel.schedule=gpipe", "mesh.pipe=1"))  # a pipeline of one stage
     assert alone.activations is None and not [each for each in alone.ledger.collectives if each.op == "ppermute"]
@@ -231,9 +223,9 @@ def test_activations_of_a_pipeline_are_not_given_as_none() -> None:
 
 def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
     config = configured("parallel.schedule=one_f_one_b")
-    ticks = ticks_of(config)
+    ticks = configured_ticks(config)
     assert (ticks.stages, ticks.microbatches, ticks.chunks, ticks.length) == (4, 8, 1, 14)
-    text = show(config, ticks, tmp_path / "a.png")
+    text = show_pipeline(config, ticks, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
     for part in (
         "one_f_one_b: 4 stages, 8 microbatches\n14 ticks",
@@ -245,16 +237,17 @@ def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
     ):
         assert part in text
     large = replace(config, mesh=replace(config.mesh, pipe=512))  # no device is needed
-    assert ticks_of(large).length == 8 + 2 * 512 - 2 and "stage 3" not in described(ticks_of(large), name="a")
+    ticks = configured_ticks(large)
+    assert ticks.length == 8 + 2 * 512 - 2 and "stage 3" not in described(ticks, name="a")
 
 
 def test_a_microbatch_goes_round_once_a_chunk() -> None:
     config = configured("parallel.schedule=interleaved", "parallel.chunks=2", "mesh.pipe=2")
-    ticks = ticks_of(config)
+    ticks = configured_ticks(config)
     assert (ticks.chunks, ticks.length) == (2, 8 * 2 + 2 * 2 + 2 - 2)
     sends = [each for each in explain(config).ledger.collectives if each.op == "ppermute"]
     assert [(each.purpose, each.calls, each.used) for each in sends] == [(TO_NEXT[1], 20, 16), (TO_BEFORE[1], 20, 16)]
-    assert "activations to the next stage, 16 of 20 used" in to_text(explain(config))
+    assert "activations to the next stage, 16 of 20 used" in explanation_text(explain(config))
 
 
 def test_chunks_and_split_backward_passes_are_described() -> None:
@@ -274,16 +267,16 @@ def test_chunks_and_split_backward_passes_are_described() -> None:
 def test_uneven_stages_are_described(tmp_path: Path) -> None:
     """The state to the byte, with the rows that hold no block; equal sizes as without."""
     uneven = configured("parallel.schedule=gpipe", "model.layers=6", "parallel.stages=[1,2,2,1]")
-    text = show(uneven, ticks_of(uneven), tmp_path / "a.svg")
+    text = show_pipeline(uneven, configured_ticks(uneven), tmp_path / "a.svg")
     assert "if a stage takes the time of its blocks, 1, 2, 2, 1, and B costs two F" in text
     drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert "stages 4 (1 + 2 + 2 + 1 blocks)" in drawn
     found, full = explain(uneven), explain(configured("parallel.schedule=gpipe", "model.layers=8"))
     assert found.memory == full.memory and (found.empty_rows, full.empty_rows) == (2, 0)
     note = "parallel.stages: 2 rows of every parameter of the blocks hold no block"
-    assert note in to_text(found) and note not in to_text(full)
+    assert note in explanation_text(found) and note not in explanation_text(full)
     equal = configured("parallel.schedule=gpipe", "parallel.stages=[1,1,1,1]")
-    assert "if all stages are equally fast" in show(equal, ticks_of(equal), tmp_path / "b.svg")
+    assert "if all stages are equally fast" in show_pipeline(equal, configured_ticks(equal), tmp_path / "b.svg")
 
 
 @pytest.mark.parametrize(
@@ -299,9 +292,9 @@ def test_uneven_stages_are_described(tmp_path: Path) -> None:
 )
 def test_what_has_no_timeline_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        ticks_of(configured(*overrides))
+        configured_ticks(configured(*overrides))
     assert "\n" not in str(caught.value)
 
 
 def test_a_schedule_of_somebody_elses_may_have_a_table() -> None:
-    assert ticks_of(configured("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe")).length == 22
+    assert configured_ticks(configured("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe")).length == 22

@@ -13,7 +13,7 @@ import pytest
 from jaxdist import registry
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
 from jaxdist.plan.report.draw_rounds import data_of
-from jaxdist.plan.report.timeline import data, simulate
+from jaxdist.plan.report.timeline import simulate, table_data
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def run(*command: Any) -> str:
 
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
     """Their tables and titles, not their pixels: matplotlib may draw differently."""
-    run(ROOT / "scripts" / "draw_pipelines.py", tmp_path)
+    run(ROOT / "scripts" / "docs" / "draw_pipelines.py", tmp_path)
     drawn, kept = ({path.name: path for path in folder.glob("pipeline_*.svg")} for folder in (tmp_path, PICTURES))
     assert drawn.keys() == kept.keys() == {f"pipeline_{name}.svg" for name in NAMES}
     for name, path in kept.items():
@@ -52,7 +52,7 @@ def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
 def test_a_picture_holds_the_table(name: str) -> None:
     ticks = table_of(name)(4, 8, 2 if name == "interleaved" else 1)
     found = data_of((PICTURES / f"pipeline_{name}.svg").read_text(encoding="utf-8"))
-    assert found == data(ticks, name) and found["forward"] == ticks.forward.tolist()
+    assert found == table_data(ticks, name) and found["forward"] == ticks.forward.tolist()
     assert f"\n### {name}\n" in PAGE
 
 

@@ -18,7 +18,7 @@ from jaxdist.errors import UserError
 from jaxdist.plan import remedies as plan
 from jaxdist.plan.compiled.memory import Footprint
 from jaxdist.plan.explain import explain
-from jaxdist.plan.remedies import REMEDIES, Cost, Table, changed, cost_of, remedies, to_json, typed
+from jaxdist.plan.remedies import REMEDIES, StepCost, Table, changed, cost_of, remedies, remedies_to_json, typed
 from jaxdist.plan.report.text import remedies_text
 from jaxdist.step import TrainStep
 from jaxdist.trainer.failures import out_of_memory
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ("model.layers=2", "model.width=16", "model.heads=2", "data.seq_len=16", "data.global_batch=8", "mesh.data=1",
         "mesh.fsdp=2", "mesh.tensor=1", "optimizer.name=sgd", "parallel.min_shard_bytes=0")  # fmt: skip
 PEAK = "peak, compiled (state, batch and temporary)"
-NOW = Cost(Footprint(arguments=900, outputs=900, aliased=900, temporary=100, host=0), flops=100.0, wire_bytes=0.0)
+NOW = StepCost(Footprint(arguments=900, outputs=900, aliased=900, temporary=100, host=0), flops=100.0, wire_bytes=0.0)
 OOM = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nmore lines"
 
 
@@ -36,11 +36,11 @@ def configured(*overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.yaml", [*TINY, *overrides], planned=True)
 
 
-def fake_cost(config: Config) -> Cost:
+def fake_cost(config: Config) -> StepCost:
     """Full remat halves temporary out_of_memory, microbatches double it, host memory takes the moments."""
     temporary = 100 // (2 if config.memory.remat == "full" else 1) * config.parallel.microbatches
     host = 600 * config.memory.offload.optimizer
-    return Cost(
+    return StepCost(
         Footprint(900 - host, 900 - host, 900 - host, temporary, host),
         flops=100.0 + 33 * (config.memory.remat == "full"),
         wire_bytes=NOW.wire_bytes,
@@ -122,7 +122,7 @@ def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
         "write_budget": None,
         "budget": None,
     }
-    assert command.run(config, Namespace(**arguments)) == []
+    assert command.run_explain(config, Namespace(**arguments)) == []
     shown, progress = capsys.readouterr()
     assert re.match(r"compiling 1/\d: as it is\ncompiling 2/", progress) and ": memory.remat=full\n" in progress
     rows = [line.split() for line in shown[shown.index("remedy ") :].splitlines()]
@@ -143,7 +143,7 @@ def test_what_costs_memory_is_shown_as_that() -> None:
     worse = plan.Remedy("worse", ("a=1",), NOW._replace(memory=NOW.memory._replace(temporary=1100), wire_bytes=2048.0))
     text = remedies_text(Table(NOW, [worse]))
     assert ["a=1", "1.95", "KiB", "-1000", "B", "-100.0%", "+0.0%", "2.00", "KiB"] in map(str.split, text.splitlines())
-    assert to_json(Table(NOW, [worse]))["remedies"][0]["saves"] == -1000
+    assert remedies_to_json(Table(NOW, [worse]))["remedies"][0]["saves"] == -1000
 
 
 def test_no_half_to_give_to_tensor() -> None:

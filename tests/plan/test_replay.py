@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.plan.compiled import replay as replays
-from jaxdist.plan.compiled.hlo import compiled_collectives, group_size
-from jaxdist.plan.compiled.instructions import Costs, nbytes, parse
+from jaxdist.plan.compiled.hlo import compiled_collectives
+from jaxdist.plan.compiled.instructions import InstructionCosts, group_size, nbytes, parse
 from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
@@ -192,7 +192,7 @@ ENTRY %main (a: f32[24,64], b: f32[24,64], i: s32[]) -> f32[24,64] {
 """.replace("{1,0} fusion(", f"{{1,0}} {opcode}(")
     computations, entry = parse(text)
     body = computations[entry]
-    assert Costs(computations).bytes(body["f"], body) == 64 * 4 + 64 * 4 + 4  # written, read, the index
+    assert InstructionCosts(computations).bytes(body["f"], body) == 64 * 4 + 64 * 4 + 4  # written, read, the index
     assert nbytes("(bf16[4,2]{1,0}, /*index=1*/pred[8], f8e4m3fn[3])") == 16 + 8 + 3
 
 
@@ -213,6 +213,6 @@ ENTRY %main (q: bf16[2,128,4,64], a: bf16[32,64], b: bf16[64,16]) -> bf16[32,16]
 }
 """
     computations, entry = parse(text)
-    body, costs = computations[entry], Costs(computations)
+    body, costs = computations[entry], InstructionCosts(computations)
     assert costs.flops(body["f"], body) == 2 * (2.0 * 2 * 4 * 128 * 128 * 64)
     assert costs.flops(body["g"], body) == 2.0 * 32 * 64 * 16

@@ -20,8 +20,8 @@ from jax import lax
 from jaxdist import collectives, registry
 from jaxdist.collectives import get_algorithm, psum, to_varying
 from jaxdist.errors import UserError
-from jaxdist.plan.report.draw_rounds import arrows, data_of, draw, lanes, share
-from jaxdist.plan.traced.rounds import Message, Round, counted, has_swap, largest, received, rounds_of, sent
+from jaxdist.plan.report.draw_rounds import arrows, data_of, draw_rounds, lanes, share
+from jaxdist.plan.traced.rounds import Message, Round, busiest_rank_bytes, counted, has_swap, received, rounds_of, sent
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "collectives.md"
@@ -145,7 +145,7 @@ def test_sums() -> None:
     assert sent(rounds, 4) == [16, 8, 1, 0]
     assert received(rounds, 4) == [9, 8, 4, 4]
     assert [has_swap(messages) for messages in rounds] == [True, False]  # 0 -> 2 and 2 -> 0 are two ppermutes
-    assert [largest(messages) for messages in rounds] == [8, 8]
+    assert [busiest_rank_bytes(messages) for messages in rounds] == [8, 8]
     assert counted(rounds, 4) == (2, 16, 25, 16, True, 0, 0)
     assert counted(rounds, 4, inner=2) == (2, 16, 25, 16, False, 1, 8)
 
@@ -168,7 +168,7 @@ def test_every_message_is_an_arrow_and_arrows_do_not_overlap(name: str) -> None:
 
 def test_a_picture_holds_its_messages_and_is_the_same_twice() -> None:
     rounds = read(lambda x: collectives.all_reduce(x, "data", algorithm="tree"), X, data=5)
-    pictures = [draw(rounds, 5, whole=12, title="a < b", inner=None) for _ in range(2)]
+    pictures = [draw_rounds(rounds, 5, whole=12, title="a < b", inner=None) for _ in range(2)]
     assert pictures[0] == pictures[1]
     want = [[[m.source, m.target, m.nbytes] for m in messages] for messages in rounds]
     assert data_of(pictures[0]) == {"N": 12, "rounds": want}
@@ -177,7 +177,7 @@ def test_a_picture_holds_its_messages_and_is_the_same_twice() -> None:
 
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
     """Their messages, not their pixels: matplotlib may draw differently."""
-    script = ROOT / "scripts" / "draw_collectives.py"
+    script = ROOT / "scripts" / "docs" / "draw_collectives.py"
     done = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env={**os.environ, **AROUND}
     )

@@ -10,11 +10,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxdist.parallel.pipeline.table import Ticks, allocate
+from jaxdist.parallel.pipeline.table import Ticks, allocate_slots
 from jaxdist.parallel.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxdist.plan.report.timeline import Costs, Timeline, draw, simulate, to_text
+from jaxdist.plan.report.timeline import Timeline, WorkCosts, draw_timeline, simulate, table_text
 
-COSTS = (Costs(), Costs(1.0, 2.0, 0.25), Costs(3.0, 0.5, 1.0))
+COSTS = (WorkCosts(), WorkCosts(1.0, 2.0, 0.25), WorkCosts(3.0, 0.5, 1.0))
 EXAMPLES = [
     gpipe.table(3, 5),
     one_f_one_b.table(4, 2),
@@ -26,7 +26,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("costs", COSTS)
-def test_bubbles_without_chunks(costs: Costs) -> None:
+def test_bubbles_without_chunks(costs: WorkCosts) -> None:
     for stages in (*range(1, 9), 16):
         for m in (1, 2, 3, 4, 7, 16, 31, 40):
             for module in (gpipe, one_f_one_b):
@@ -36,7 +36,7 @@ def test_bubbles_without_chunks(costs: Costs) -> None:
 
 
 @pytest.mark.parametrize("costs", COSTS)
-def test_bubbles_with_chunks(costs: Costs) -> None:
+def test_bubbles_with_chunks(costs: WorkCosts) -> None:
     for stages, rounds, chunks in itertools.product((1, 2, 3, 4, 8), (1, 2, 5), range(1, 5)):
         m = rounds * stages
         line = simulate(interleaved.table(stages, m, chunks), costs)
@@ -74,7 +74,7 @@ def test_a_split_backward_pass_is_never_slower() -> None:
 
 def test_by_hand() -> None:
     """Two stages, two microbatches, F 1, B 2, W 0.5."""
-    line = simulate(one_f_one_b.table(2, 2), Costs(1.0, 1.5, 0.5))
+    line = simulate(one_f_one_b.table(2, 2), WorkCosts(1.0, 1.5, 0.5))
     assert line.lengths.tolist() == [1, 3, 3, 2]
     assert line.starts.tolist() == [0, 1, 4, 7]
     assert [tuple(work) for work in line.work] == [
@@ -124,7 +124,7 @@ def test_equal_numbers_of_blocks_change_nothing(ticks: Ticks) -> None:
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("ticks", EXAMPLES)
-def test_work_takes_its_time_one_after_the_other(ticks: Ticks, costs: Costs) -> None:
+def test_work_takes_its_time_one_after_the_other(ticks: Ticks, costs: WorkCosts) -> None:
     line = simulate(ticks, costs)
     split = ticks.weights.shape[2] > 0
     takes = {"F": costs.forward, "B": costs.backward + (0 if split else costs.weights), "W": costs.weights}
@@ -162,18 +162,18 @@ def test_what_is_kept_is_counted(ticks: Ticks) -> None:
     for tick, stage in np.ndindex(line.live.shape):
         assert line.live[tick, stage] == kept(line, ticks, stage, tick)
     assert line.most_live.tolist() == line.live.max(axis=0).tolist()
-    assert line.most_live.max() == allocate(ticks).residuals.size
+    assert line.most_live.max() == allocate_slots(ticks).residuals.size
 
 
 def test_text() -> None:
-    assert to_text(one_f_one_b.table(2, 3)).splitlines() == [
+    assert table_text(one_f_one_b.table(2, 3)).splitlines() == [
         "tick        0 1 2 3 4",
         "stage 0  F  0 1 2 . .",
         "         B  . . 0 1 2",
         "stage 1  F  . 0 1 2 .",
         "         B  . 0 1 2 .",
     ]
-    assert to_text(zero_bubble.table(2, 2)).splitlines() == [
+    assert table_text(zero_bubble.table(2, 2)).splitlines() == [
         "tick        0 1 2 3",
         "stage 0  F  0 1 . .",
         "         B  . . 0 1",
@@ -183,7 +183,7 @@ def test_text() -> None:
         "         W  . . . 0",
         "         W  . . . 1",
     ]
-    assert to_text(interleaved.table(2, 2, 2)).splitlines()[1:3] == [
+    assert table_text(interleaved.table(2, 2, 2)).splitlines()[1:3] == [
         "stage 0  F  0a 1a 0b 1b  .  .  .  .",
         "         B   .  .  .  . 0b 1b 0a 1a",
     ]
@@ -192,7 +192,7 @@ def test_text() -> None:
 @pytest.mark.parametrize("ticks", [interleaved.table(2, 4, 2), zero_bubble.table(3, 5)])
 def test_a_picture_has_a_bar_for_every_piece_of_work(ticks: Ticks, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        draw(ticks, tmp_path / f"{name}.svg", name="a < b")
+        draw_timeline(ticks, tmp_path / f"{name}.svg", name="a < b")
     text = (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert text == (tmp_path / "b.svg").read_text(encoding="utf-8")
     bars = re.findall(r'style="fill: (#\w{6}); stroke: #ffffff', text)
@@ -205,7 +205,7 @@ def test_a_picture_has_a_bar_for_every_piece_of_work(ticks: Ticks, tmp_path: Pat
 def test_a_picture_is_an_image_in_proportion(tmp_path: Path) -> None:
     sizes = []
     for stages in (2, 4):
-        draw(gpipe.table(stages, 3), tmp_path / "gpipe.png", name="gpipe", costs=Costs(1.0, 1.0, 0.0))
+        draw_timeline(gpipe.table(stages, 3), tmp_path / "gpipe.png", name="gpipe", costs=WorkCosts(1.0, 1.0, 0.0))
         pixels = matplotlib.image.imread(tmp_path / "gpipe.png")
         assert (pixels[..., :3] != 1).any()
         sizes.append(pixels.shape[:2])

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from jaxprs import primitive_counts
 
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import make_mesh
 from jaxdist.precision.autocast import autocast
 
@@ -25,14 +25,9 @@ def dtypes(function: Callable[..., Any], *arguments: Any) -> dict[str, set[tuple
     """For each primitive, at any depth, the dtypes of its float operands and then of its first result."""
     found: dict[str, set[tuple[Any, ...]]] = {}
 
-    def walk(jaxpr: Any) -> None:
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            kinds = [x.aval.dtype for x in equation.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
-            found.setdefault(equation.primitive.name, set()).add((*kinds, equation.outvars[0].aval.dtype))
-            for inner in jaxprs_in_params(equation.params):
-                walk(inner)
-
-    walk(jax.make_jaxpr(function)(*arguments))
+    for equation, *_ in every_equation(jax.make_jaxpr(function)(*arguments)):
+        kinds = [x.aval.dtype for x in equation.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+        found.setdefault(equation.primitive.name, set()).add((*kinds, equation.outvars[0].aval.dtype))
     return found
 
 

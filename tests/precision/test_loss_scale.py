@@ -15,15 +15,16 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxdist import init_state, make_mesh, make_train_step
+from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
+from jaxdist.config.precision import LossScale
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.data import Loader
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim import learning_rates
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.precision.loss_scale import ScaleRule, fresh_guard, next_guard, released, scale_of, tree_is_finite
+from jaxdist.precision.loss_scale import fresh_guard, next_guard, released, scale_of, tree_is_finite
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import batch_spec
 from jaxdist.state import shardings_of
@@ -41,7 +42,7 @@ GRADSCALER = [
 
 
 def test_the_scale_moves_as_gradscalers() -> None:
-    rule, guard, skipped, row = ScaleRule(growth_interval=3), fresh_guard(), 0, 0
+    rule, guard, skipped, row = LossScale(growth_interval=3), fresh_guard(), 0, 0
     assert float(scale_of(guard, rule)) == 65536
     for overflow, scale, count in GRADSCALER:
         guard = next_guard(guard, jnp.asarray(not overflow), rule)
@@ -51,7 +52,7 @@ def test_the_scale_moves_as_gradscalers() -> None:
 
 
 def test_the_scale_stays_finite_and_a_fixed_one_stays() -> None:
-    rule, guard = ScaleRule(initial=2.0**127, growth_interval=1), fresh_guard()
+    rule, guard = LossScale(init_scale=2.0**127, growth_interval=1), fresh_guard()
     for _ in range(3):
         guard = next_guard(guard, jnp.asarray(True), rule)
     assert float(guard.scale) == 2.0**127
@@ -148,7 +149,7 @@ def test_what_int8_sums_carry_does_not_move_with_the_scale() -> None:
     """A scale that falls to a thousandth between two steps: the second adds what the first one's encoding lost."""
     norms = []
     for backoff in (1.0, 2.0**-10):
-        rule = ScaleRule(2.0**10, 1.0, backoff)
+        rule = LossScale(init_scale=2.0**10, growth_factor=1.0, backoff_factor=backoff)
         model = gpt(ModelConfig(layers=1, width=16, heads=2, vocab=32), max_length=LENGTH)
         mesh, tx, sync = make_mesh(data=2), optax.sgd(0.0), GradSync("ring", wire_dtype="int8")
         policy = Precision(jnp.float32, jnp.float32, jnp.float32, loss_scale=rule)

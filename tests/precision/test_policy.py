@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from jaxprs import equations
+from batches import random_tokens
+from jaxprs import equations, floats
 from levels import levels
 
 from jaxdist import registry
@@ -23,8 +24,8 @@ from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.program import in_precision
-from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision, make_precision
 from jaxdist.specs import path_name
@@ -66,11 +67,6 @@ TABLE = {
 }
 
 
-def batch(rows: int = 8, length: int = 8) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(0).integers(0, 32, (rows, length + 1)).astype(np.int32)
-    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((rows, length), np.float32)}
-
-
 def spied(model: ModelDef, seen: dict[str, str]) -> ModelDef:
     """The model, whose units write down the dtypes of the parameters that they are given."""
 
@@ -89,10 +85,6 @@ def spied(model: ModelDef, seen: dict[str, str]) -> ModelDef:
         return run
 
     return model._replace(**{name: unit(name) for name in ("embed", "block", "head", "logits")})
-
-
-def floats(equation: Any) -> set[str]:
-    return {str(x.aval.dtype) for x in equation.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)}
 
 
 def trace(
@@ -122,7 +114,7 @@ def trace(
         prefetch=prefetch,
         microbatches=2 if axes.get("pipe", 1) > 1 else 1,
     )
-    return target, step.jitted(target).trace(target, batch()).jaxpr
+    return target, step.jitted(target).trace(target, random_tokens()).jaxpr
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -176,7 +168,7 @@ def test_the_ledger_reads_a_step_of_o1_like_one_of_fp32() -> None:
     found = []
     for name in ("fp32", "O1"):
         step = make_train_step(model, tx, mesh, strategy="zero3", precision=name)
-        rows = ledger(step, target, batch()).collectives
+        rows = ledger(step, target, random_tokens()).collectives
         found.append(sorted((row.op, row.axes, row.source, row.phase, row.purpose, row.calls) for row in rows))
     assert found[0] == found[1] and any("nn/linear.py" in row[2] for row in found[1])
 
@@ -203,7 +195,7 @@ def test_frozen_parameters_are_kept_too(strategy: str) -> None:
     model, mesh, tx, freeze = gpt(GPT2, max_length=8), make_mesh(fsdp=2), optax.sgd(0.1), ("*norm1*", "embed.*")
     target = state_target(model, tx, mesh, strategy=strategy, freeze=freeze)
     step = make_train_step(spied(model, seen), tx, mesh, strategy=strategy, precision="O2", freeze=freeze)
-    step.jitted(target).trace(target, batch())
+    step.jitted(target).trace(target, random_tokens())
     assert seen == {path: F32 if "norm" in path else F16 for path in seen} and len(seen) == 16
 
 
@@ -212,10 +204,10 @@ def test_evaluation_and_sampling_run_in_the_policy(name: str, params: str, kept:
     seen: dict[str, str] = {}
     policy, mesh = make_precision(name), make_mesh(fsdp=2)
     model = in_precision(spied(gpt(GPT2, max_length=8), seen), policy)
-    strategy = get_strategy("zero3", StrategyOptions(policy))
+    strategy = get_strategy(StrategyOptions(policy, strategy="zero3"))
     target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
     parts = model, mesh, specs_of_arrays(target.params), strategy
-    evaluation = make_eval_step(*parts).trace(target.params, batch()).jaxpr
+    evaluation = make_eval_step(*parts).trace(target.params, random_tokens()).jaxpr
     tokens = jnp.zeros((2, 8), jnp.int32)
     sampling = make_sampler(*parts).trace(target.params, tokens, 1, 2, jax.random.key(0)).jaxpr
     assert seen == {path: kept if "norm" in path else params for path in seen} and len(seen) == 16
@@ -302,7 +294,7 @@ def first_step(policy: str, strategy: str, schedule: str, axes: tuple[tuple[str,
         return_grads=True,
         microbatches=2 if mesh.shape["pipe"] > 1 else 1,
     )
-    metrics = step(init_state(model, tx, mesh, strategy=strategy), batch())[1]
+    metrics = step(init_state(model, tx, mesh, strategy=strategy), random_tokens())[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
 
@@ -380,11 +372,20 @@ def test_fields_replace_those_of_the_policy(policy: str, fields: Any, expected: 
             {"policy": "fp4"},
             "precision.policy: 'fp4' is not known; allowed: fp32, bf16, fp16, fp8, fp64, O0, O1, O2, O3",
         ),
-        ({"policy": "fp8", "per_op": True}, "'fp8' with per_op True, compute_dtype bfloat16: .* allowed: per_op false"),
-        ({"policy": "fp8", "compute_dtype": F16}, "'fp8' with per_op False, compute_dtype float16: .* or float32"),
+        (
+            {"policy": "fp8", "per_op": True},
+            "'fp8' with precision.per_op true, precision.compute_dtype bfloat16: .* allowed: per_op false",
+        ),
+        (
+            {"policy": "fp8", "compute_dtype": F16},
+            "'fp8' with precision.per_op false, precision.compute_dtype float16: .* or float32",
+        ),
         ({"policy": "O2", "half": "fp16"}, "precision.half: 'fp16' is not known; allowed: float16, bfloat16"),
         ({"policy": "bf16", "half": "float16"}, "bf16 has none; allowed with fp16, O1, O2, O3"),
-        ({"policy": "fp32", "per_op": True}, "compute_dtype is float32; allowed compute_dtype: float16, bfloat16"),
+        (
+            {"policy": "fp32", "per_op": True},
+            "compute_dtype is float32; allowed precision.compute_dtype: float16, bfloat16",
+        ),
         ({"policy": "O1", "compute_dtype": "float32"}, "precision.per_op"),
         ({"policy": "fp32", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),
         ({"policy": "O1", "keep_fp32": ["*norm*"]}, "receive all parameters in float32 already"),

@@ -9,14 +9,15 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from test_policy import BF16, batch, equations, floats
+from batches import random_tokens
+from jaxprs import equations, floats
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import attention, embedding
-from jaxdist.nn.matmul.fp32_accumulation import wide_einsum
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
@@ -37,10 +38,15 @@ GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32, dropout=
 def test_every_product_of_a_bf16_step_has_bf16_operands(config: ModelConfig, axes: Any, options: Any) -> None:
     model, mesh, tx = gpt(config, max_length=8), make_mesh(**axes), optax.adamw(1e-3)
     target = state_target(model, tx, mesh, strategy=options.get("strategy", "ddp"))
-    jaxpr = make_train_step(model, tx, mesh, precision="bf16", **options).jitted(target).trace(target, batch()).jaxpr
+    jaxpr = (
+        make_train_step(model, tx, mesh, precision="bf16", **options)
+        .jitted(target)
+        .trace(target, random_tokens())
+        .jaxpr
+    )
     products = [(stack, each) for stack, each in equations(jaxpr) if each.primitive.name == "dot_general"]
     assert len(products) >= 12
-    wide = [f"{stack}: {each}" for stack, each in products if floats(each) != {BF16}]
+    wide = [f"{stack}: {each}" for stack, each in products if floats(each) != {"bfloat16"}]
     assert not wide, "\n".join(wide)
 
 
@@ -58,16 +64,16 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         with jax.numpy_dtype_promotion("standard"):
-            want = jax.device_get(jax.grad(oracle.loss)(exact, batch(32), config.resolved()))
+            want = jax.device_get(jax.grad(oracle.loss)(exact, random_tokens(32), config.resolved()))
 
     def errors() -> Any:
         step = make_train_step(model, tx, mesh, precision="bf16", return_grads=True)
         state = place_params(params, tx, state_target(model, tx, mesh))
-        return jax.tree.map(oracle.error, jax.device_get(step(state, batch(32))[1]["grads"]), want)
+        return jax.tree.map(oracle.error, jax.device_get(step(state, random_tokens(32))[1]["grads"]), want)
 
     now = errors()
     for module in (attention, embedding):
-        monkeypatch.setattr(module, "wide_einsum", plain_einsum)
+        monkeypatch.setattr(module, "einsum_fp32", plain_einsum)
     before = errors()
     old = jax.tree.leaves(before)
     for new, one in zip(jax.tree.leaves(now), old, strict=True):
@@ -75,7 +81,7 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
     assert sum(jax.tree.leaves(now)) < 1.1 * sum(old)
 
 
-def test_wide_einsum_is_einsum() -> None:
+def test_einsum_fp32_is_einsum() -> None:
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 3, 4), (5, 4)))
     weight = jnp.asarray(rng.normal(size=(2, 3, 5)), jnp.float32)
@@ -83,7 +89,7 @@ def test_wide_einsum_is_einsum() -> None:
     def loss(function: Any) -> Any:
         return lambda a, b: (function("BSD,VD->BSV", a, b) * weight).sum()
 
-    got, want = (jax.grad(loss(each), (0, 1))(a, b) for each in (wide_einsum, plain_einsum))
+    got, want = (jax.grad(loss(each), (0, 1))(a, b) for each in (einsum_fp32, plain_einsum))
     assert [leaf.dtype for leaf in got] == [jnp.bfloat16] * 2
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=2**-6, atol=2**-5)

@@ -18,10 +18,12 @@ import child
 import pytest
 
 from jaxdist.errors import UserError
+from jaxdist.runtime.connection import format_address, listen
 from jaxdist.runtime.join import join as joining
 from jaxdist.runtime.join import rendezvous_file, roll_call
-from jaxdist.runtime.join.environment import Job, describe_job
-from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, address, gather, join_timeout, listen, ranks, report
+from jaxdist.runtime.join.environment import Job, find_job
+from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
+from jaxdist.runtime.rank_names import name_ranks
 
 Environ = dict[str, str]
 TCP = {"JAXDIST_INIT_METHOD": "tcp://node1:29500"}
@@ -76,7 +78,7 @@ JOBSET = {"JOBSET_NAME": "big", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDE
     ],
 )
 def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
-    assert describe_job(environ) == job
+    assert find_job(environ) == job
 
 
 @pytest.mark.parametrize(
@@ -94,14 +96,16 @@ def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
 )
 def test_job_that_makes_no_sense(environ: Environ, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        describe_job(environ)
+        find_job(environ)
     assert "\n" not in str(error.value)
 
 
 def test_names_of_ranks() -> None:
-    assert ranks({3}) == "rank 3"
-    assert ranks([5, 1, 2]) == "ranks 1, 2 and 5"
-    assert ranks([9, *range(1, 8)]) == "ranks 1-7 and 9"
+    assert name_ranks({3}) == "rank 3"
+    assert name_ranks([5, 1, 2]) == "ranks 1, 2 and 5"
+    assert name_ranks([9, *range(1, 8)]) == "ranks 1-7 and 9"
+    assert name_ranks(range(0, 40, 2), most=12) == "ranks 0, 2, 4, 6, 8, 10 and 14 more"
+    assert name_ranks([*range(8), *range(10, 40, 2)], most=4, noun="host") == "hosts 0-7, 10 and 14 more"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "soon", "1e9"])
@@ -133,11 +137,11 @@ class Call:
 
 def call(where: Any, rank: int, processes: int = 4, seconds: float = 5.0, key: str = "k") -> Call:
     meeting = Meeting(*where, key)
-    return Call(lambda: report(lambda: meeting, rank=rank, processes=processes, seconds=seconds))
+    return Call(lambda: answer_roll(lambda: meeting, rank=rank, processes=processes, seconds=seconds))
 
 
 def take(server: socket.socket, processes: int = 4, seconds: float = 5.0) -> Call:
-    return Call(lambda: gather(server, processes=processes, key="k", seconds=seconds))
+    return Call(lambda: take_roll(server, processes=processes, key="k", seconds=seconds))
 
 
 @contextlib.contextmanager
@@ -251,6 +255,19 @@ def test_another_job_is_not_joined() -> None:
         assert own.get() == where
 
 
+def test_a_rank_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "LINGER_S", 0.1)
+    server = listen("127.0.0.1", 0, 1)
+    process_0 = take(server, processes=2)
+    with socket.create_connection(server.getsockname()) as other:
+        hello = {"jaxdist": 2, "key": "k", "rank": 1, "processes": 2, "host": "h", "pid": 7}
+        other.sendall(json.dumps(hello).encode() + b"\n")
+        said = json.loads(other.recv(4096))
+    text = "rank 1 (process 7 on 'h') runs another version of jaxdist (protocol 2, rank 0 has 1); install the same"
+    assert said["status"] == "refused" and said["text"].startswith(text)
+    assert isinstance(process_0.get(), UserError) and str(process_0.get()) == said["text"]
+
+
 def test_who_goes_is_missed_again_and_noise_is_ignored() -> None:
     server = listen("127.0.0.1", 0, 1)
     where = server.getsockname()
@@ -293,16 +310,16 @@ def test_stale_file_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = tmp_path / "job"
     stale = listen("127.0.0.1", 0, 1)
     rendezvous_file.announce(path, stale, "")
-    old = rendezvous_file.read(path)
+    old = rendezvous_file.read_meeting(path)
     assert old is not None and path.stat().st_mode & 0o777 == 0o600
     stale.close()
     jobs = [Job(None, 3, rank, file=str(path)) for rank in range(3)]
-    early = Call(lambda: joining._report(jobs[1], 1, 3, 10))
+    early = Call(lambda: joining._follow(jobs[1], 1, 3, 10))
     time.sleep(0.2)
     with socket.create_server((old.host, old.port)):  # by now another program's
         time.sleep(0.2)
-    others = [Call(lambda: joining._report(jobs[2], 2, 3, 10))]
-    bound = joining._gather(jobs[0], 3, 10)
+    others = [Call(lambda: joining._follow(jobs[2], 2, 3, 10))]
+    bound = joining._lead(jobs[0], 3, 10)
     with serve(("127.0.0.1", int(bound.rpartition(":")[2]))):
         assert [each.get() for each in (early, *others)] == [bound] * 2
     assert list(tmp_path.iterdir()) == []
@@ -313,34 +330,34 @@ def test_file_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     path = tmp_path / "job"
     job = Job(None, 2, 0, file=str(path))
-    first = Call(lambda: joining._gather(job, 2, 1.5))
-    while rendezvous_file.read(path) is None:
+    first = Call(lambda: joining._lead(job, 2, 1.5))
+    while rendezvous_file.read_meeting(path) is None:
         time.sleep(0.01)
     with pytest.raises(UserError, match="another process 0 gathers its job already, at 127"):
-        joining._gather(job, 2, 5)
+        joining._lead(job, 2, 5)
     monkeypatch.setenv("JAXDIST_JOB_ID", "b")
-    other = Call(lambda: joining._report(job, 1, 2, 0.5))
+    other = Call(lambda: joining._follow(job, 1, 2, 0.5))
     assert isinstance(other.get(), MissingPeers)
     assert isinstance(first.get(), MissingPeers) and not path.exists()
     with pytest.raises(UserError, match="cannot be written: No such file"):
-        joining._gather(Job(None, 2, 0, file=str(tmp_path / "no" / "job")), 2, 5)
+        joining._lead(Job(None, 2, 0, file=str(tmp_path / "no" / "job")), 2, 5)
 
 
 def test_own_address_is_one_of_this_machine() -> None:
     with listen(rendezvous_file.own_address(), 0, 1) as server:
-        assert address(*server.getsockname()[:2])
+        assert format_address(*server.getsockname()[:2])
 
 
 LISTENING = """
 import json, os, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
-from jaxdist.runtime.job import describe_job
-from jaxdist.runtime.join import join
-from jaxdist.runtime.rollcall import MissingPeers
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import join_job
+from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.errors import UserError
 try:
-    join(describe_job(os.environ))
+    join_job(find_job(os.environ))
 except MissingPeers as error:
     sys.exit(print(error) or 75)
 except UserError as error:
@@ -389,7 +406,7 @@ def test_only_the_chosen_address_listens(host: str, tmp_path: Path) -> None:
             port = str(probe.getsockname()[1])
         method = {"OMPI_MCA_orte_hnp_uri": f"4096.0;usock;tcp://{wanted}:9", "OMPI_COMM_WORLD_SIZE": "2"}
         method, rank_of = method | {"JAX_COORDINATOR_PORT": port}, "OMPI_COMM_WORLD_RANK"
-        assert describe_job(method | {rank_of: "0"}) == Job(None, None, None, detect=True)
+        assert find_job(method | {rank_of: "0"}) == Job(None, None, None, detect=True)
     started = [start(method | {rank_of: str(rank)}, tmp_path) for rank in range(2)]
     try:
         ended = [process.communicate(timeout=60) for process in started]

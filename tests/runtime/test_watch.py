@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist.trainer.train
-from jaxdist import load_config, make_mesh
+from jaxdist import load_config, make_mesh, processes
 from jaxdist.build import assemble
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
@@ -28,10 +28,12 @@ from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import AXES
+from jaxdist.processes import Place
+from jaxdist.runtime.connection import Connection
 from jaxdist.runtime.start import heartbeat_s
 from jaxdist.runtime.watch import blame, channel, progress
 from jaxdist.runtime.watch.blame import Beat, Failure
-from jaxdist.runtime.watch.channel import Channel, Place, listen
+from jaxdist.runtime.watch.channel import Channel, listen_near
 from jaxdist.runtime.watch.progress import PHASES, WARM, WINDOW, Breadcrumbs, Crumb, Pace
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer, digest, odd_ones
 from jaxdist.runtime.watch.watchdog import Watch
@@ -114,13 +116,13 @@ def test_limits() -> None:
 
 def test_a_difference_is_one_line_with_the_odd_rank_and_both_values() -> None:
     same = {"a": "1", "b": "2"}
-    assert blame.refused({0: same, 1: dict(same)}) is None
-    odd = blame.refused({0: same, 1: same, 2: {"a": "1", "b": "3"}, 3: same})
+    assert blame.difference({0: same, 1: dict(same)}) is None
+    odd = blame.difference({0: same, 1: same, 2: {"a": "1", "b": "3"}, 3: same})
     assert odd == "b: 3 on rank 2, but 2 on ranks 0, 1 and 3; allowed: the same on every rank"
-    assert blame.refused({0: {"a": "0", "b": "3"}, 1: same, 2: same}) == (
+    assert blame.difference({0: {"a": "0", "b": "3"}, 1: same, 2: same}) == (
         "a: 0 on rank 0, but 1 on ranks 1 and 2 (and 1 more that differ); allowed: the same on every rank"
     )
-    assert blame.refused({1: {"a": "1"}, 0: same}) == (
+    assert blame.difference({1: {"a": "1"}, 0: same}) == (
         "b: nothing on rank 1, but 2 on rank 0; allowed: the same on every rank"
     )
 
@@ -207,8 +209,8 @@ class Store:
         self.counts: dict[str, int] = {}
         self.client, self.coordinator_address = self, "127.0.0.1:1"
 
-    def key_value_set(self, key: str, value: str) -> None:
-        assert key not in self.kept, "ALREADY_EXISTS"
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        assert key not in self.kept, "set twice"
         self.kept[key] = value
 
     def key_value_increment(self, key: str, by: int) -> int:
@@ -219,13 +221,14 @@ class Store:
         return self.kept[key]
 
 
-FIRST = f"{channel.KEY}/1"  # of a job's first run
+FIRST = "jaxdist/channel/1/rank0"  # of a job's first run
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(channel, "job_state", lambda: store)
+    for module in (channel, processes):
+        monkeypatch.setattr(module, "job_state", lambda: store)
     return store
 
 
@@ -275,10 +278,10 @@ def test_a_host_that_vanished_is_gone(code: int) -> None:
     def fails(_: Any) -> Any:
         raise OSError(code, "")
 
-    stream = SimpleNamespace(setblocking=bool, setsockopt=lambda *_: None, send=fails, recv=fails)
-    link = channel.Link(cast("socket.socket", stream))
-    link.send({"n": 1})
-    assert link.receive() == ([], False)
+    stream = SimpleNamespace(setblocking=bool, setsockopt=lambda *_: None, send=fails, recv=fails, close=list)
+    connection = Connection(cast("socket.socket", stream))
+    connection.send({"n": 1})
+    assert connection.open and connection.receive() == [] and not connection.open
 
 
 @pytest.mark.parametrize(
@@ -311,7 +314,7 @@ def test_strangers_are_disconnected(store: Store, hello: bytes) -> None:
 
 def test_listens_on_the_coordinators_address_only() -> None:
     for host in ("127.0.0.1", "127.0.0.7", "localhost"):
-        with listen(f"{host}:1234") as found:
+        with listen_near(f"{host}:1234") as found:
             assert found.getsockname()[0] == ("127.0.0.1" if host == "localhost" else host)
 
 
@@ -380,7 +383,7 @@ def test_lowering_for_the_preflight_is_not_done_again(monkeypatch: pytest.Monkey
     try:
         facts_of_program(config, parts, mesh, TEXT)
         assert any("trace" in each and each.endswith("step") for each in seen), seen
-        state = init_state(parts.model, parts.optimizer, mesh, **parts.layout, seed=0)
+        state = init_state(parts.model, parts.optimizer, mesh, parts.options)
         seen.clear()
         batch = {
             name: jax.device_put(np.zeros((8, 16), dtype), NamedSharding(mesh, P(("data", "fsdp"))))
@@ -427,7 +430,7 @@ def test_a_flipped_bit_is_found_on_its_device(tmp_path: Any, strategy: str) -> N
     config = load_config(tmp_path / "a.yaml", [*TINY, f"parallel.strategy={strategy}"])
     mesh = make_mesh(data=4, fsdp=2)
     parts = assemble(config, mesh)
-    state = init_state(parts.model, parts.optimizer, mesh, **parts.layout, seed=0)
+    state = init_state(parts.model, parts.optimizer, mesh, parts.options)
     check = ReplicaCheck(parts.target, mesh)
     check(1, state)
     names = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]

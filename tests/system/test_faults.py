@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_multiprocess import Processes, free_port, torchrun
+from jobs import Processes, free_port, torchrun, wait_until
 
 T = 5.0  # train.watchdog_s
 TRIALS = 20
@@ -64,10 +64,7 @@ class Job(Processes):
 
     def ended(self, rank: int, seconds: float) -> float:
         """When it ended."""
-        deadline = time.time() + seconds
-        while self.running[rank].poll() is None:
-            assert time.time() < deadline, f"rank {rank} has not ended\n{self.logs()}"
-            time.sleep(0.02)
+        wait_until(lambda: self.running[rank].poll() is not None, f"the end of rank {rank}", seconds, logs=self.logs)
         return time.time()
 
 
@@ -242,10 +239,7 @@ def test_a_slow_rank_is_named(job: Job, kind: str, phase: str, seconds: float) -
 def test_all_ranks_stay_until_the_report_is_written(job: Job, fails: bool) -> None:
     """A signal to a rank that has nothing more to do changes nothing; an exception of rank 0 has its name."""
     job.begin({"kind": "finish", "rank": 0, "seconds": 4, "fails": fails}, "train.steps=3")
-    deadline = time.time() + START
-    while "fault " not in job.err(0):
-        assert time.time() < deadline, job.logs()
-        time.sleep(0.02)
+    wait_until(lambda: "fault " in job.err(0), "the fault", START, logs=job.logs)
     time.sleep(2)
     job.running[1].send_signal(signal.SIGTERM)
     assert job.wait(START) == ([1, 75] if fails else [0, 0]), job.logs()

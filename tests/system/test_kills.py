@@ -8,7 +8,7 @@ from pathlib import Path
 import child
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kills.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "kills.py"
 
 
 def campaign(*arguments: str, timeout: int, script: str = "") -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from jaxdist.observe import read_metrics
-from jaxdist.runtime.join.environment import Job, describe_job
+from jaxdist.runtime.join.environment import Job, find_job
 
 pytestmark = pytest.mark.xdist_group("launchers")  # one reference run for all; each fills the machine
 
@@ -247,7 +247,7 @@ def test_the_jobset_describes_the_job() -> None:
     (container,) = job["template"]["spec"]["containers"]
     for rank, environ in enumerate(pods()):
         assert environ["RANK"] == environ["JOB_COMPLETION_INDEX"]
-        described = describe_job(environ)
+        described = find_job(environ)
         assert isinstance(described, Job)
         assert described[:3] == (f"{host}:29500", job["completions"], rank)
     assert [port["containerPort"] for port in container["ports"]] == [29500]

@@ -1,20 +1,17 @@
 """The command line in processes of its own: two of four simulated devices train like one of eight; signals, errors."""
 
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import child
 import jax
 import numpy as np
 import pytest
+from jobs import Environ, Processes, by_jax, free_port, torchrun
 
 from jaxdist import load_config, make_mesh, make_optimizer, state_target
 from jaxdist.checkpoint import Checkpoints
@@ -22,7 +19,8 @@ from jaxdist.checkpoint.reader import Stored
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
-from jaxdist.runtime.join.environment import Job, describe_job
+from jaxdist.runtime.join.environment import Job, find_job
+from jaxdist.trainer.train import train
 
 pytestmark = pytest.mark.xdist_group("processes")  # runs and commands are shared by the tests of this file
 
@@ -39,85 +37,6 @@ checkpoint: {every: 4}
 devices: {platform: cpu, simulated: 4}
 observe: {report: false}
 """
-
-Environ = dict[str, str]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def torchrun(port: int, rank: int) -> Environ:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-
-
-def by_jax(port: int, rank: int) -> Environ:
-    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
-
-
-class Processes:
-    """Python processes started together in one folder; whatever happens, none of them outlives the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.running: list[subprocess.Popen[bytes]] = []
-
-    def add(self, arguments: Sequence[str], environ: Environ, folder: Path | None = None) -> None:
-        clean = {key: value for key, value in child.environment().items() if key not in torchrun(0, 0)}
-        rank = len(self.running)
-        with (self.folder / f"out{rank}").open("wb") as out, (self.folder / f"err{rank}").open("wb") as err:
-            self.running.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments],
-                    env=clean | child.QUICK | environ,
-                    stdout=out,
-                    stderr=err,
-                    cwd=folder or self.folder,
-                )
-            )
-
-    def out(self, rank: int) -> str:
-        """Standard output, without what gloo prints there when it connects, from several threads at once: a number or
-        the end of a line may come after another line."""
-        text = (self.folder / f"out{rank}").read_text()
-        return "\n".join(
-            line for line in text.splitlines() if "peer ranks" not in line and not re.fullmatch(r"\d*", line)
-        )
-
-    def err(self, rank: int) -> str:
-        return (self.folder / f"err{rank}").read_text()
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {i}\n{self.out(i)}\n{self.err(i)}" for i in range(len(self.running)))
-
-    def wait(self, seconds: float = 60) -> list[int]:
-        """Exit statuses. Fails, with what they printed, when not all have ended in time."""
-        deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in self.running):
-            if time.monotonic() > deadline:
-                self.kill()
-                pytest.fail(f"not ended after {seconds} s\n{self.logs()}")
-            time.sleep(0.02)
-        return [process.returncode for process in self.running]
-
-    def until(self, seen: Callable[[], bool], what: str, seconds: float = 120) -> None:
-        """Fails, with what they printed, when one of them ends before it is seen."""
-        deadline = time.monotonic() + seconds
-        while not seen():
-            if time.monotonic() > deadline or any(process.poll() is not None for process in self.running):
-                self.kill()
-                pytest.fail(f"not seen in {seconds} s: {what}\n{self.logs()}")
-            time.sleep(0.02)
-
-    def wait_for_step(self, metrics: Path, step: int, seconds: float = 60) -> None:
-        self.until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= step, f"step {step}", seconds)
-
-    def kill(self) -> None:
-        for process in self.running:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +68,11 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(make_folder: Callable[[], Path]) -> list[float]:
-    """The losses of eight steps in one process of eight devices."""
-    processes = Processes(make_folder())
-    processes.add([*SCRIPT, "--run-dir", "run", "devices.simulated=8"], {})
-    try:
-        assert processes.wait() == [0], processes.logs()
-    finally:
-        processes.kill()
-    return losses(processes.folder / "run")
+    """The losses of eight steps on the eight devices of this process."""
+    folder = make_folder()
+    bare = ["train.eval_every=0", "train.sample_tokens=0", "checkpoint.every=0", "devices.simulated=8"]
+    assert train(load_config(folder / "tiny.yaml", [f"data.path={folder / 'text.py'}", *bare]), folder / "run") == 0
+    return losses(folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +186,7 @@ def test_taken_port(processes: Processes) -> None:
 
 READ_A_BATCH = """
 import json
-from jaxdist.config import load_config
+from jaxdist.config.load import load_config
 from jaxdist.data import Loader
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime.start import start
@@ -336,7 +252,7 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_P
     ],
 )
 def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
-    assert describe_job(environ) == job
+    assert find_job(environ) == job
 
 
 @pytest.mark.parametrize(
@@ -354,7 +270,7 @@ def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
 )
 def test_job_that_makes_no_sense(environ: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        describe_job(environ)
+        find_job(environ)
     assert "\n" not in str(error.value)
 
 
@@ -458,17 +374,17 @@ def test_same_bits_in_one_process_and_in_two(make_folder: Callable[[], Path]) ->
 
 SLOW_EVALUATION = """
 import sys, threading, time
-from jaxdist.config import load_config
-from jaxdist.evaluator import Evaluator
-from jaxdist.train import train
+from jaxdist.config.load import load_config
+from jaxdist.trainer.evaluation import Evaluator
+from jaxdist.trainer.train import train
 def hang(self, params):
     open("hanging", "w").close()
     time.sleep(600)
 if sys.argv[1] == "evaluation":
     Evaluator.__call__ = hang
 else:
-    from jaxdist.checkpoint import integrity
-    integrity.seal = lambda folder, step: hang(None, None)
+    from jaxdist.checkpoint import checksums
+    checksums.seal = lambda folder, step: hang(None, None)
 config = load_config("tiny.yaml", [*sys.argv[2:], "train.steps=1000000", "train.eval_every=3", "checkpoint.every=2"])
 from pathlib import Path
 sys.exit(train(config, Path("run")))
@@ -510,7 +426,7 @@ def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count
         "c.TrainStep.__call__ = call\n"
     )
     run = (
-        "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n"
+        "import sys; from pathlib import Path; from jaxdist.config.load import load_config\n"
         "from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', ['mesh.tensor=1', "
         f"'devices.simulated={4 // count}']), Path('run')))"
     )
@@ -543,7 +459,7 @@ def test_a_process_behind_in_its_first_step_stops_with_the_others(processes: Pro
     )
     options = ["mesh.tensor=1", "devices.simulated=2", "train.max_hours=1e-6", "train.steps=1000"]
     run = (
-        "import sys; from pathlib import Path; from jaxdist.config.schema import load_config\n"
+        "import sys; from pathlib import Path; from jaxdist.config.load import load_config\n"
         f"from jaxdist.trainer.train import train; sys.exit(train(load_config('tiny.yaml', {options}), Path('run')))"
     )
     for rank in range(2):

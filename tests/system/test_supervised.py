@@ -15,6 +15,7 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
+from jobs import wait_until
 
 from jaxdist import load_config, make_mesh, make_optimizer, state_target
 from jaxdist.checkpoint import Checkpoints
@@ -73,6 +74,17 @@ def ranks_of(launcher: int) -> list[int]:
 def lines(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_lines(job: subprocess.Popen, folder: Path, count: int) -> None:
+    """Until the run has taken so many steps."""
+    wait_until(
+        lambda: lines(folder / "run") >= count,
+        f"step {count}",
+        300,
+        over=lambda: job.poll() is not None,
+        logs=(folder / "run.out").read_text,
+    )
 
 
 def words_of(folder: Path, run: str, steps: int) -> list[np.ndarray]:
@@ -182,10 +194,7 @@ def test_a_signal_to_the_launcher_stops_with_a_checkpoint(folder: Path) -> None:
         before = lines(folder / "run")
         job = begin(folder, "run", *options)
         try:
-            deadline = time.monotonic() + 300
-            while lines(folder / "run") < before + 5:
-                assert time.monotonic() < deadline and job.poll() is None, (folder / "run.out").read_text()
-                time.sleep(0.02)
+            wait_for_lines(job, folder, before + 5)
             job.send_signal(number)
             assert ended(job, folder, "run", 60) == 75, (folder / "run.out").read_text()
         finally:
@@ -203,10 +212,7 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(asked: str, folder: P
     job = begin(folder, "run", "train.steps=1000000", "checkpoint.every=0", *limit)
     try:
         if not limit:
-            deadline = time.monotonic() + 300
-            while lines(folder / "run") < 5:
-                assert time.monotonic() < deadline and job.poll() is None, (folder / "run.out").read_text()
-                time.sleep(0.02)
+            wait_for_lines(job, folder, 5)
             os.kill(max(ranks_of(job.pid)), signal.SIGTERM)
         assert ended(job, folder, "run", 120) == 75, (folder / "run.out").read_text()
     finally:

@@ -17,6 +17,7 @@ from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config.schema import ModelConfig
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.models.gpt import gpt
+from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, batch_spec
 from jaxdist.state import TrainState, shardings_of
@@ -43,15 +44,15 @@ def bench(
 ) -> Bench:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     model = build(dataclasses.replace(CONFIG, **options.pop("model", {})), max_length=LENGTH)
-    options = {"strategy": strategy, "schedule": schedule, "microbatches": microbatches, **options}
-    step = make_train_step(model, tx, mesh, **options)
+    chosen = StepOptions(strategy=strategy, schedule=schedule, microbatches=microbatches, **options)
+    step = make_train_step(model, tx, mesh, chosen)
     rows = batch_shards(mesh) * microbatches * 2
     draw = np.random.default_rng(0)
     grid = {name: draw.integers(0, 63, (rows, LENGTH), dtype=np.int32) for name in ("inputs", "targets")}
     batch = put({**grid, "weights": np.ones((rows, LENGTH), np.float32)}, mesh)
     first = init_state(model, tx, mesh, strategy=strategy)
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings_of(first))
-    return Bench(mesh, step, make_diagnosis(model, mesh, **options), lambda: copy(first), batch)
+    return Bench(mesh, step, make_diagnosis(model, mesh, options=chosen), lambda: copy(first), batch)
 
 
 def put(batch: dict[str, np.ndarray], mesh: Any) -> dict[str, jax.Array]:

@@ -1,1 +1,1 @@
-"""Algorithms for collectives, one a file; the file's name is the algorithm's."""
+"""Collective algorithms, one a file. The file's name is the name of the algorithm."""

@@ -1,10 +1,10 @@
-"""Two complementary trees, each with half of the data: a rank that is inner in one is a leaf in the other.
+"""Two complementary trees, each with half of the data: a rank that is inner in one tree is a leaf in the other.
 
-In a single tree the leaves, half of the ranks, send once and then wait. Two trees mirrored against each other share the
-sending: logarithmic latency, and no rank sends more than 2 N (Sanders, Speck and Traeff 2009, "Two-tree algorithms for
-full bandwidth broadcast, reduction and scan"; NCCL 2.4). Each half travels in pieces, one behind the other, and the
-edges are coloured so that in every round each rank sends at most one piece and receives at most one (theirs, section
-3). The reduction is the broadcast backwards.
+In a single tree half of the ranks are leaves, which send once and then wait. Two mirrored trees share the sending, so
+that the latency is logarithmic and no rank sends more than 2 N (Sanders, Speck and Traeff 2009, "Two-tree algorithms
+for full bandwidth broadcast, reduction and scan"; NCCL 2.4). Each half travels in pieces, one behind the other. The
+edges are coloured so that in each round a rank sends at most one piece and receives at most one (section 3 there). The
+reduction is the broadcast backwards.
 """
 
 import functools
@@ -14,17 +14,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
-from jaxdist.collectives.algorithms.ring import alone, part
+from jaxdist.collectives.algorithm import COMBINE, Algorithm
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group
+from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import cut_parts, in_own_place, join_parts, padded_parts, part_at, unpadded
 
-PIECE = 32768  # elements of a piece, about; at most MOST pieces a tree
-MOST = 4
+PIECE = 32768  # elements of a piece, about
+MOST = 4  # pieces of a tree, at most
 
 
 class Edge(NamedTuple):
-    """Of tree 0 or 1, from a parent down to its child."""
+    """An edge of tree 0 or 1, from a parent down to its child."""
 
     tree: int
     parent: int
@@ -32,7 +32,7 @@ class Edge(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message of one round of the broadcast: a piece goes down an edge."""
+    """A message of the broadcast: in one round, a piece goes down an edge."""
 
     source: int
     target: int
@@ -40,8 +40,9 @@ class Hop(NamedTuple):
 
 
 def _first_tree(n: int) -> list[tuple[int, int]]:
-    """(parent, child) pairs. A rank's place comes from its lowest set bit: odd ranks are leaves, rank 0 is the root."""
+    """The first tree, as (parent, child) pairs."""
     edges = []
+    # A rank's level is its lowest set bit: odd ranks are leaves. Rank 0 is the root.
     for child in range(1, n):
         bit = child & -child
         up = (child ^ bit) | (bit << 1)
@@ -51,7 +52,7 @@ def _first_tree(n: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def trees(n: int) -> tuple[Edge, ...]:
-    """The edges of both trees. The second is the first with ranks counted backwards, or one further for odd n."""
+    """The edges of both trees. The second is the first with its ranks reversed, or for odd n shifted by one."""
     first = _first_tree(n)
 
     def other(rank: int) -> int:
@@ -61,9 +62,9 @@ def trees(n: int) -> tuple[Edge, ...]:
 
 
 def _colours(edges: tuple[Edge, ...]) -> dict[Edge, int]:
-    """0 or 1 for every edge: the two with the same parent differ, and the two with the same child.
+    """A colour, 0 or 1, for every edge: two edges with the same parent differ, and so do two with the same child.
 
-    No edge is in more than one conflict of each sort, so conflicts form paths and even cycles, which two colours do.
+    An edge conflicts with at most one edge of each sort. Conflicts thus form paths and even cycles: two colours do.
     """
     colour: dict[Edge, int] = {}
 
@@ -86,7 +87,7 @@ def _colours(edges: tuple[Edge, ...]) -> dict[Edge, int]:
 
 @functools.cache
 def rounds(n: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
-    """The broadcast: both roots' halves, `pieces` pieces each, numbered one tree after the other."""
+    """The rounds of the broadcast from both roots. Pieces are numbered: `pieces` of tree 0, then those of tree 1."""
     edges = trees(n)
     colour = _colours(edges)
     roots = [{e.parent for e in edges if e.tree == t} - {e.child for e in edges if e.tree == t} for t in (0, 1)]
@@ -108,12 +109,12 @@ def rounds(n: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
 
 
 def _table(group: Group, pieces: dict[int, int]) -> Array:
-    """This rank's entry; 0 for ranks that have none."""
+    """This rank's piece, from a table rank -> piece; 0 for ranks that are not in it."""
     return group.at([pieces.get(rank, 0) for rank in range(group.n)])
 
 
 def _run_round(held: Array, group: Group, hops: Sequence[Hop], op: str | None) -> Array:
-    """Move one piece along every hop; combine it with what the target holds, or put it there (op None)."""
+    """The pieces of this device after one round: the target of a hop combines with `op`, or replaces if op is None."""
     send = _table(group, {hop.source: hop.piece for hop in hops})
     receive = _table(group, {hop.target: hop.piece for hop in hops})
     arrived = group.permute(
@@ -142,23 +143,24 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    """Of everything, of which a device keeps its part: trees have no cheaper way."""
-    return part(_all_reduce(cut(x, group.n, dim), group, op), group.rank)
+    """An all-reduce, of which each device keeps its part: trees have no cheaper way."""
+    return part_at(_all_reduce(cut_parts(x, group.n, dim), group, op), group.rank)
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    """The sum (of bool, the maximum) of what each has in its own place, with zeros elsewhere."""
-    return join(_all_reduce(alone(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
+    """An all-reduce (of bool, by max) of arrays that are zero but in the device's own place."""
+    return join_parts(_all_reduce(in_own_place(x, group), group, "max" if x.dtype == jnp.bool_ else "sum"), dim)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
-    """Counted from the plan. In some rounds an edge of one tree is an edge of the other, the other way round."""
+    """The cost, counted from the rounds."""
     size = group.n * size if operation == "all_gather" else size
     pieces = _pieces(size)
     plan, length = rounds(group.n, pieces), -(-size // (2 * pieces))
     hops = [hop for round_ in plan for hop in round_]
     sent = [sum((hop.source == rank) + (hop.target == rank) for hop in hops) for rank in range(group.n)]
     ways = [({(h.source, h.target) for h in round_}, {(h.target, h.source) for h in round_}) for round_ in plan]
+    # Pairs exchange in rounds in which an edge of one tree is an edge of the other tree, turned round.
     return Cost(
         2 * len(plan),
         max(sent) * length,

@@ -1,21 +1,19 @@
-"""The baseline: everybody sends to the master, which combines and sends everybody the result.
+"""The master-worker baseline: all workers send to the master, which combines and sends the result to all.
 
-The master receives (n-1) N bytes and sends as many: its link is the bottleneck, and adding workers makes it worse.
+The master receives (n-1) N bytes and sends as many. Its link is the bottleneck, and each added worker makes it worse.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join
-from jaxdist.collectives.algorithms.ring import alone
+from jaxdist.collectives.algorithm import COMBINE, from_rooted
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group
-
-MASTER = 0
+from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import in_own_place
 
 
 def traffic(nbytes: float, n: int) -> float:
-    """Bytes that the master receives, and again sends: (P-1) N."""
+    """Bytes that the master receives, and as many that it sends: (P-1) N."""
     return (n - 1) * nbytes
 
 
@@ -37,12 +35,8 @@ def _broadcast(x: Array, group: Group, root: int) -> Array:
     return result
 
 
-def _all_reduce(x: Array, group: Group, op: str) -> Array:
-    return _broadcast(_reduce(x, group, op, MASTER), group, MASTER)
-
-
 def _gather(x: Array, group: Group, root: int) -> Array:
-    parts = alone(x, group)
+    parts = in_own_place(x, group)
     for worker in _workers(group, root):
         parts = lax.dynamic_update_index_in_dim(parts, group.permute(x, [(worker, root)]), worker, 0)
     return parts
@@ -53,14 +47,6 @@ def _scatter(parts: Array, group: Group, root: int) -> Array:
     for worker in _workers(group, root):
         mine = jnp.where(group.rank == worker, group.permute(parts[worker], [(root, worker)]), mine)
     return mine
-
-
-def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    return _scatter(_reduce(cut(x, group.n, dim), group, op, MASTER), group, MASTER)
-
-
-def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return join(_broadcast(_gather(x, group, MASTER), group, MASTER), dim)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
@@ -77,13 +63,4 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
     return Cost(n - 1, message if operation in ("reduce", "gather") else one_way, one_way, one_way)
 
 
-master_worker = Algorithm(
-    _cost,
-    _all_reduce,
-    _reduce_scatter,
-    _all_gather,
-    broadcast=_broadcast,
-    reduce=_reduce,
-    gather=_gather,
-    scatter=_scatter,
-)
+master_worker = from_rooted(_cost, _broadcast, _reduce, _gather, _scatter)

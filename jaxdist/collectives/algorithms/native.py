@@ -1,7 +1,7 @@
-"""`lax.psum`, `lax.psum_scatter`, `lax.all_gather`, `lax.all_to_all`: the compiler's own (NCCL on GPUs, gloo on CPUs).
+"""XLA's collectives: `lax.psum`, `psum_scatter`, `all_gather` and `all_to_all` (NCCL on GPUs, gloo on CPUs).
 
-How they communicate is the library's choice; the cost given is that of its rings. What JAX lacks is made of what it
-has: a broadcast is a sum of one value and zeros, gathering is an all-gather that the others do not look at.
+How they communicate is the library's choice; their stated cost is that of rings. Operations that JAX lacks are made of
+those that it has: a broadcast is a sum of one value and zeros, a gather is an all-gather.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import Algorithm, Array, cut, padded_parts, unpadded
+from jaxdist.collectives.algorithm import Algorithm
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group
+from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.parts import cut_parts, padded_parts, unpadded
 from jaxdist.errors import UserError
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -21,7 +22,7 @@ REDUCE_LOCAL: dict[str, Callable[..., Array]] = {"max": jnp.max, "min": jnp.min}
 
 
 def _index_groups(group: Group) -> list[list[int]] | None:
-    """For `axis_index_groups`; None where the group is the axes."""
+    """The argument `axis_index_groups`; None if the group is all devices of the axes."""
     if not group.complete:
         raise UserError(f"groups={group.members}: native needs groups that cover the axis; use algorithm='ring'")
     return None if group.members == (tuple(range(group.n)),) else [list(members) for members in group.members]
@@ -31,31 +32,32 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
     groups = _index_groups(group)
     if groups is None:
         return REDUCE[op](x, group.axes)
-    # psum and its kin take no groups under shard_map.
+    # psum, pmax and pmin have no groups under shard_map.
     mine = _reduce_scatter(padded_parts(x, group.n), group, op, 0)
     return unpadded(lax.all_gather(mine, group.axes, axis_index_groups=groups), x)
 
 
 def _scatter_is_unsafe() -> bool:
-    """Whether `lax.psum_scatter` runs over gloo, whose reduce-scatter overwrites what it is still sending: the end of
-    rank 0's part is then wrong now and then, without an error (jax issue 40830)."""
+    """Whether `lax.psum_scatter` runs over gloo."""
+    # gloo's reduce-scatter overwrites data that it is still sending. The end of rank 0's part is then wrong now and
+    # then, without an error (jax issue 40830).
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     if op == "sum":
         groups = _index_groups(group)
-        if not x.size:  # XLA refuses to scatter nothing
-            return cut(x, group.n, dim)[0]
+        if not x.size:  # XLA refuses to scatter an empty array
+            return cut_parts(x, group.n, dim)[0]
         if _scatter_is_unsafe():  # as many bytes, in other messages
-            return jnp.sum(_all_to_all(cut(x, group.n, dim), group), axis=0, dtype=x.dtype)
+            return jnp.sum(_all_to_all(cut_parts(x, group.n, dim), group), axis=0, dtype=x.dtype)
         return lax.psum_scatter(x, group.axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-    return REDUCE_LOCAL[op](_all_to_all(cut(x, group.n, dim), group), axis=0)
+    return REDUCE_LOCAL[op](_all_to_all(cut_parts(x, group.n, dim), group), axis=0)
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:
     groups = _index_groups(group)
-    if not x.size:  # nor to gather it
+    if not x.size:  # XLA refuses to gather an empty array
         return jnp.concatenate([x] * group.n, axis=dim)
     return lax.all_gather(x, group.axes, axis=dim, axis_index_groups=groups, tiled=True)
 
@@ -85,7 +87,7 @@ def _scatter(parts: Array, group: Group, root: int) -> Array:
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:
-    """As if by rings; the rooted operations as what they are made of."""
+    """The ring's cost; for an operation with a root, that of the operation that it is made of."""
     made_of = {"broadcast": "all_reduce", "reduce": "all_reduce", "gather": "all_gather", "scatter": "all_to_all"}
     return ring.cost(made_of.get(operation, operation), size, group)
 

@@ -1,8 +1,8 @@
-"""The ring: every device sends to its right neighbour and combines what comes from its left.
+"""The ring: every device sends to its right neighbour and combines what comes from its left neighbour.
 
-An all-reduce of N bytes is a reduce-scatter and an all-gather of n-1 rounds each; in every round each device sends one
-chunk of N/n: 2 (n-1)/n N in all, whatever n, which no algorithm undercuts (Patarasuk and Yuan 2009, theorem 1). Two
-problems remain: the latency of 2 (n-1) rounds, and that the slowest link rules.
+An all-reduce of N bytes is a reduce-scatter and an all-gather of n-1 rounds each. In every round each device sends one
+chunk of N/n, which makes 2 (n-1)/n N in all. No algorithm sends less (Patarasuk and Yuan 2009, theorem 1). Two problems
+remain: the latency of 2 (n-1) rounds, and that the slowest link sets the pace.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,16 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
-from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, shift
-from jaxdist.collectives.varying import zeros_varying_like
+from jaxdist.collectives.algorithm import COMBINE, Int8Halves, from_halves
+from jaxdist.collectives.compression import decode, encode
+from jaxdist.collectives.cost import Cost, halves_cost
+from jaxdist.collectives.group import Array, Group, shift
+from jaxdist.collectives.parts import in_own_place, padded_parts, part_at, put_part, unpadded
+from jaxdist.config.entries import AlgorithmFacts
 
-Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> where its parts are; they travel together
+FACTS = AlgorithmFacts(int8=True)
+
+Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> the positions of its parts, which travel together
 
 
 def traffic(nbytes: float, n: int) -> float:
@@ -23,45 +27,31 @@ def traffic(nbytes: float, n: int) -> float:
     return 2 * nbytes * (n - 1) / n
 
 
-def part(parts: Array, index: Array) -> Array:
-    """parts[index mod n]."""
-    return lax.dynamic_index_in_dim(parts, index % parts.shape[0], keepdims=False)
-
-
-def put(parts: Array, value: Array, index: Array) -> Array:
-    """parts with parts[index mod n] replaced."""
-    return lax.dynamic_update_index_in_dim(parts, value, index % parts.shape[0], 0)
-
-
 def alone_in(i: Array) -> tuple[Array]:
-    """The places of a ring whose ranks have one part each."""
+    """The `Places` of a plain ring: the part of rank i is at position i."""
     return (i,)
 
 
 def take(parts: Array, places: tuple[Array, ...]) -> Array:
-    """The parts that travel together: [len(places), ...]."""
-    return jnp.stack([part(parts, i) for i in places])
+    """The parts at these positions, which travel together: [len(places), ...]."""
+    return jnp.stack([part_at(parts, i) for i in places])
 
 
 def reduce_round(step: Array, travelling: Array, parts: Array, group: Group, op: str, by: int) -> Array:
-    """One round: the part that started at rank p+by is complete when it arrives at rank p, n-1 rounds later."""
-    return COMBINE[op](group.permute(travelling, shift(group.n, by)), part(parts, group.rank - by * (2 + step)))
+    """One round of the reduce-scatter: what travels moves on by `by` ranks, and takes up the part of this device."""
+    # The part that starts at rank p + by is complete when it arrives at rank p, n-1 rounds later.
+    return COMBINE[op](group.permute(travelling, shift(group.n, by)), part_at(parts, group.rank - by * (2 + step)))
 
 
 def gather_round(step: Array, carry: tuple[Array, Array], group: Group, by: int) -> tuple[Array, Array]:
-    """One round of (parts, what came last): pass on what came last, and keep it."""
+    """One round of the all-gather. carry: (parts so far, the last to arrive), of which the latter is passed on."""
     parts, travelling = carry[0], group.permute(carry[1], shift(group.n, by))
-    return put(parts, travelling, group.rank - by * (1 + step)), travelling
-
-
-def alone(x: Array, group: Group) -> Array:
-    """[n, ...] with x in this device's place and zeros elsewhere."""
-    return put(zeros_varying_like(jnp.broadcast_to(x, (group.n, *x.shape))), x, group.rank)
+    return put_part(parts, travelling, group.rank - by * (1 + step)), travelling
 
 
 def reduce_parts(parts: Array, group: Group, op: str) -> Array:
     """[n, ...] -> this device's part of the reduction."""
-    first = part(parts, group.rank - 1)
+    first = part_at(parts, group.rank - 1)
     return lax.fori_loop(
         0, group.n - 1, lambda step, travelling: reduce_round(step, travelling, parts, group, op, 1), first
     )
@@ -69,49 +59,55 @@ def reduce_parts(parts: Array, group: Group, op: str) -> Array:
 
 def gather_parts(x: Array, group: Group) -> Array:
     """Every device's x: [n, ...]."""
-    start = alone(x, group), x
+    start = in_own_place(x, group), x
     return lax.fori_loop(0, group.n - 1, lambda step, carry: gather_round(step, carry, group, 1), start)[0]
 
 
 def gather_in_place(parts: Array, group: Group, places: Places = alone_in) -> Array:
-    """parts after an all-gather in it: at places(i) is what rank i had there."""
+    """An all-gather inside one buffer: the result has at places(i) what rank i had there."""
 
     def round_(step: Array, parts: Array) -> Array:
         arrived = group.permute(take(parts, places(group.rank - step)), shift(group.n))
         for row, i in zip(arrived, places(group.rank - 1 - step), strict=True):
-            parts = put(parts, row, i)
+            parts = put_part(parts, row, i)
         return parts
 
     return lax.fori_loop(0, group.n - 1, round_, parts)
 
 
 def all_reduce(x: Array, group: Group, op: str) -> Array:
-    """Reduce-scatter, then all-gather, of n padded parts, both in one buffer: over gloo, fresh memory costs more time
-    than copying in old."""
+    """Reduce-scatter, then all-gather, of n padded parts."""
+    # Both in one buffer: over gloo, fresh memory takes more time than copies inside old memory.
 
     def reduce(step: Array, parts: Array) -> Array:
-        arrived = group.permute(part(parts, group.rank - 1 - step), shift(group.n))
-        return put(parts, COMBINE[op](arrived, part(parts, group.rank - 2 - step)), group.rank - 2 - step)
+        arrived = group.permute(part_at(parts, group.rank - 1 - step), shift(group.n))
+        return put_part(parts, COMBINE[op](arrived, part_at(parts, group.rank - 2 - step)), group.rank - 2 - step)
 
     parts = lax.fori_loop(0, group.n - 1, reduce, padded_parts(x, group.n))
     if group.wire is not None:
-        parts = put(parts, group.rounded(part(parts, group.rank)), group.rank)
+        parts = put_part(parts, group.rounded(part_at(parts, group.rank)), group.rank)
     return unpadded(gather_in_place(parts, group), x)
 
 
-def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    return reduce_parts(cut(x, group.n, dim), group, op)
+def _reduce_parts_int8(parts: Array, group: Group) -> tuple[Array, Array]:
+    """`reduce_parts` for sums, with int8 on the wire (`Int8Halves.reduce_parts`)."""
+    size = parts.shape[1]
 
+    def round_(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        travelling, lost = carry
+        code = encode(travelling)
+        lost = put_part(lost, travelling - decode(code, size), group.rank - 1 - step)
+        arrived = decode(group.permute(code, shift(group.n)), size)
+        return arrived + part_at(parts, group.rank - 2 - step), lost
 
-def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return join(gather_parts(x, group), dim)
+    return lax.fori_loop(0, group.n - 1, round_, (part_at(parts, group.rank - 1), jnp.zeros_like(parts)))
 
 
 def cost(operation: str, size: int, group: Group) -> Cost:
-    """2 (n-1) rounds of N/n for an all-reduce, half of it for its halves."""
-    chunk, n = -(-size // group.n), group.n
-    rounds = (2 if operation == "all_reduce" else 1) * (n - 1)
-    return even(rounds, rounds * (size if operation == "all_gather" else chunk), n, swap=n == 2)
+    """The cost of an all-reduce is 2 (n-1) rounds of N/n; that of its halves, half of it."""
+    return halves_cost(operation, size, group.n, group.n - 1, swap=group.n == 2)
 
 
-ring = Algorithm(cost, all_reduce, _reduce_scatter, _all_gather)
+ring = from_halves(
+    cost, reduce_parts, gather_parts, all_reduce=all_reduce, int8=Int8Halves(_reduce_parts_int8, gather_parts)
+)

@@ -1,6 +1,6 @@
-"""Binomial trees: in round k, ranks 2^k apart meet. ceil(log2 n) rounds to the root, as many back.
+"""Binomial trees: in round k, ranks 2^k apart communicate. ceil(log2 n) rounds lead to the root, as many back.
 
-Few rounds, each with the whole message: for small messages, where a round costs more than its bytes.
+The rounds are few, but each sends the whole message. That suits small messages: rounds cost more than bytes there.
 An all-reduce is a reduction to rank 0 and a broadcast from it (Thakur, Rabenseifner and Gropp 2005, section 3).
 """
 
@@ -8,18 +8,18 @@ import math
 
 import jax.numpy as jnp
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join
+from jaxdist.collectives.algorithm import COMBINE, from_rooted
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Group, Pairs
+from jaxdist.collectives.group import Array, Group, Pairs
 
 
 def traffic(nbytes: float, n: int) -> float:
-    """Bytes that pass one after the other on the way to the root, and again on the way back: log2(P) N."""
+    """Bytes that are sent one after the other on the way to the root, and as many on the way back: log2(P) N."""
     return math.log2(n) * nbytes
 
 
 def rounds(n: int, root: int = 0) -> list[Pairs]:
-    """(child, parent) pairs of each round towards the root. Backwards, with the pairs turned, they are a broadcast."""
+    """The rounds of a reduction, as (child, parent) pairs. Backwards, with the pairs turned, they are a broadcast."""
 
     def away(distance: int) -> int:
         return (root + distance) % n
@@ -29,14 +29,15 @@ def rounds(n: int, root: int = 0) -> list[Pairs]:
 
 
 def reduce(x: Array, group: Group, op: str, root: int) -> Array:
-    """To the root, pairwise: rank 0 with 1, 2 with 3, then pairs of pairs (distances from the root)."""
+    """A reduction by pairs: ranks 0 and 1, 2 and 3, then pairs of pairs. Ranks are counted from the root."""
     for pairs in rounds(group.n, root):
         arrived = group.permute(x, pairs)
         x = jnp.where(group.among(parent for _, parent in pairs), COMBINE[op](x, arrived), x)
     return x
 
 
-def _broadcast(x: Array, group: Group, root: int) -> Array:
+def broadcast(x: Array, group: Group, root: int) -> Array:
+    """The root's x on every rank, by the reduction's rounds backwards."""
     x = group.rounded(x)
     for pairs in reversed(rounds(group.n, root)):
         arrived = group.permute(x, [(parent, child) for child, parent in pairs])
@@ -44,22 +45,17 @@ def _broadcast(x: Array, group: Group, root: int) -> Array:
     return x
 
 
-def all_reduce(x: Array, group: Group, op: str) -> Array:
-    """To rank 0 and back."""
-    return _broadcast(reduce(x, group, op, 0), group, 0)
-
-
 def _gather(x: Array, group: Group, root: int) -> Array:
-    """Before the round of stride s, a rank holds the values of the s ranks from itself on."""
+    """Every rank's x on the root, [n, ...]."""
     n = group.n
-    held = x[None]  # in order of distance from this rank
+    held = x[None]  # before the round of stride s: the values of this rank and the s - 1 after it
     for pairs in rounds(n, root):
         held = jnp.concatenate([held, group.permute(held, pairs)])
     return jnp.roll(held[:n], root, axis=0)  # the root is at distance 0 from itself
 
 
 def scatter(parts: Array, group: Group, root: int) -> Array:
-    """The gathering backwards: each round hands on the farther half of what a rank holds."""
+    """The root's parts[rank], by the gather's rounds backwards: each hands on the farther half of a rank's parts."""
     padded = 2 ** (group.n - 1).bit_length() - group.n
     held = jnp.pad(jnp.roll(parts, -root, axis=0), [(0, padded)] + [(0, 0)] * (parts.ndim - 1))
     for pairs in reversed(rounds(group.n, root)):
@@ -69,27 +65,23 @@ def scatter(parts: Array, group: Group, root: int) -> Array:
     return held[0]
 
 
-def reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
-    """To rank 0, which scatters the result."""
-    return scatter(reduce(cut(x, group.n, dim), group, op, 0), group, 0)
-
-
-def _all_gather(x: Array, group: Group, dim: int) -> Array:
-    return join(_broadcast(_gather(x, group, 0), group, 0), dim)
-
-
 def cost(operation: str, size: int, group: Group) -> Cost:
-    """Of the busiest rank: the root where values go out, else a leaf or the second largest subtree."""
+    """The cost of an operation. The busiest rank is the root if values go out from it.
+
+    Otherwise it is a leaf, or the root of the second largest subtree.
+    """
     n, levels = group.n, (group.n - 1).bit_length()
     if operation == "reduce":
         return Cost(levels, size, (n - 1) * size, levels * size)
     if operation == "broadcast":
         return Cost(levels, levels * size, (n - 1) * size, levels * size)
-    if operation == "all_reduce":  # rank 0 sends in the broadcast only; the busiest of the others one fewer, and one up
+    if (
+        operation == "all_reduce"
+    ):  # rank 0 only sends down; the busiest other rank sends one message fewer down, and one up
         return Cost(2 * levels, levels * size, 2 * (n - 1) * size, 2 * levels * size)
     if operation in ("reduce_scatter", "all_gather"):
         return _both_ways(operation, size, group)
-    # Messages double towards the root.
+    # Gather and scatter: messages double in size towards the root.
     part = size if operation == "gather" else size // n
     messages = [(2**k, len(pairs)) for k, pairs in enumerate(rounds(n))]
     total = sum(length * pairs for length, pairs in messages) * part
@@ -98,7 +90,10 @@ def cost(operation: str, size: int, group: Group) -> Cost:
 
 
 def _both_ways(operation: str, size: int, group: Group) -> Cost:
-    """Reduce and scatter, or gather and broadcast: the root sends on the way back only, the others up and down."""
+    """The cost of a reduce-scatter (reduce, scatter) or an all-gather (gather, broadcast).
+
+    The root sends on the way back only, all other ranks on both ways.
+    """
     n = group.n
     pair = ("reduce", size), ("scatter", size)
     if operation == "all_gather":
@@ -112,6 +107,4 @@ def _both_ways(operation: str, size: int, group: Group) -> Cost:
     return Cost(up.rounds + down.rounds, max(sent), up.total + down.total, up.serial + down.serial)
 
 
-tree = Algorithm(
-    cost, all_reduce, reduce_scatter, _all_gather, broadcast=_broadcast, reduce=reduce, gather=_gather, scatter=scatter
-)
+tree = from_rooted(cost, broadcast, reduce, _gather, scatter)

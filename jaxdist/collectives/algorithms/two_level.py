@@ -1,18 +1,19 @@
-"""Two levels: reduce inside the fast neighbourhoods first, so that the slow links carry each byte once.
+"""Two levels: fast neighbourhoods reduce first, so that the slow links carry each byte once.
 
-n = outer x inner. Reduce-scatter inside, all-reduce of the inner-th parts between neighbourhoods, all-gather inside:
-over the slow links a device sends 2 (outer-1)/outer N/inner, where the flat ring sends 2 (n-1)/n N (Jia et al. 2018,
-"Highly scalable deep learning training system", section 3.2). Over several mesh axes the last one is inner; over one
-axis, and in sub-groups, nothing says which devices are neighbours, and this is the ring.
+n = outer x inner. A reduce-scatter inside the neighbourhoods is followed by an all-reduce between them, of 1/inner of
+the data, and an all-gather inside. A device sends 2 (outer-1)/outer N/inner over the slow links; in the flat ring it
+sends 2 (n-1)/n N (Jia et al. 2018, "Highly scalable deep learning training system", section 3.2). Of several mesh axes
+the last is inner. Over one axis, and in sub-groups, no device is known to be a neighbour, and this is the ring.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import COMBINE, Algorithm, Array, cut, join, padded_parts, unpadded
+from jaxdist.collectives.algorithm import COMBINE, Algorithm
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost, even
-from jaxdist.collectives.group import Group, Pairs, shift
+from jaxdist.collectives.group import Array, Group, Pairs, shift
+from jaxdist.collectives.parts import cut_parts, join_parts, padded_parts, part_at, put_part, unpadded
 from jaxdist.collectives.varying import zeros_varying_like
 
 
@@ -29,30 +30,32 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
 
 
 def _in_turns(group: Group) -> bool:
-    """Whether devices take turns on the slow link, which pays where a host's devices share it."""
+    """Whether devices take turns on the slow link (`_two_by_two`). This pays if a host's devices share that link."""
     return group.inner == 2 and group.n == 4 and group.network.shared
 
 
 def twist(inner: int) -> Pairs:
-    """One cycle through two neighbourhoods that changes sides at every step: (0, d) -> (1, d) -> (0, d+1)."""
+    """A cycle through two neighbourhoods that changes sides at every step: (0, d) -> (1, d) -> (0, d+1)."""
     there = [(d, inner + d) for d in range(inner)]
     back = [(inner + d, (d + 1) % inner) for d in range(inner)]
     return there + back
 
 
 def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
-    """With two neighbourhoods the outer ring would be exchanges between pairs, at half speed over gloo. `twist` has
-    none: side 0 sends the first half of the data to be completed on side 1 while side 1 sends the second half, and the
-    results go the same way. The way back ends one device further, and so parts rest elsewhere on the way out.
+    """An all-reduce between two neighbourhoods, without exchanges between pairs.
+
+    The outer ring would be such exchanges, which run at half speed over gloo. Instead, side 0 sends the first half of
+    the data along `twist` to side 1, which completes it, while side 1 sends the second half. Results return the same
+    way. The return ends one device further on, so the all-gather finds parts in other places than the reduce-scatter.
     """
     n, pairs = inner.n, twist(inner.n)
     side, rank = group.rank // n, group.rank % n
     parts = padded_parts(x, 2 * n)
 
-    def inwards(i: Array) -> tuple[Array, Array]:  # of the n parts of the first half, and of the n of the second
+    def inwards(i: Array) -> tuple[Array, Array]:  # positions of one part of each half, in the reduce-scatter
         return i % n, n + (i + side) % n
 
-    def outwards(i: Array) -> tuple[Array, Array]:
+    def outwards(i: Array) -> tuple[Array, Array]:  # the same, in the all-gather
         return (i + side - 1) % n, n + i % n
 
     def reduce(step: Array, travelling: Array) -> Array:
@@ -60,35 +63,39 @@ def _two_neighbourhoods(x: Array, group: Group, inner: Group, op: str) -> Array:
 
     last = inner.permute(lax.fori_loop(0, n - 2, reduce, ring.take(parts, inwards(rank - 1))), shift(n))
 
-    def inside(half: Array) -> Array:  # not both at once: what the other side waits for, first
-        return COMBINE[op](ring.part(last, half), ring.part(parts, jnp.stack(inwards(rank))[half]))
+    def inside(half: Array) -> Array:  # one half at a time: first the one for which the other side waits
+        return COMBINE[op](part_at(last, half), part_at(parts, jnp.stack(inwards(rank))[half]))
 
     theirs = group.permute(inside(side), pairs)
     mine = group.rounded(COMBINE[op](inside(1 - side), theirs))
     back = group.permute(mine, pairs)
     whole = zeros_varying_like(parts)
     for half, complete in ((1 - side, mine), (side, back)):
-        whole = ring.put(whole, complete, jnp.stack(outwards(rank))[half])
+        whole = put_part(whole, complete, jnp.stack(outwards(rank))[half])
     return unpadded(ring.gather_in_place(whole, inner, outwards), x)
 
 
 def turn(sender: int) -> Pairs:
-    """One cycle through 2 x 2 devices in which device `sender` of each side sends to the other side, and the other
-    device to its neighbour: (0, sender) -> (1, other) -> (1, sender) -> (0, other)."""
+    """A cycle through 2 x 2 devices: (0, sender) -> (1, other) -> (1, sender) -> (0, other).
+
+    Device `sender` of each side sends to the other side, the other device to its neighbour.
+    """
     near, far = 1 - sender, 2 + 1 - sender
     return [(sender, far), (far, 2 + sender), (2 + sender, near), (near, sender)]
 
 
 def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
-    """As `_two_neighbourhoods`, but devices take turns on a link that they share: while one sends to the other side, at
-    the link's full speed, the other hands its neighbour what that needs next, and so half of what stays inside costs no
-    time of its own. Half `side` of the data is completed on this side, its part 1-d by device d.
+    """An all-reduce on 2 x 2 devices that take turns on the slow link of their side.
+
+    While one device sends to the other side at the link's full speed, the other gives its neighbour the data that it
+    needs next. Half of the traffic inside a side thus costs no time of its own. Half `side` of the data is completed on
+    this side, its part 1-d by device d.
     """
     side, d = group.rank // 2, group.rank % 2
     first, parts, swap = d == 0, padded_parts(x, 4), shift(2)
 
     def own(half: Array, d: Array) -> Array:
-        return ring.part(parts, 2 * half + d)
+        return part_at(parts, 2 * half + d)
 
     neighbours = inner.permute(own(1 - side, 1 - d), swap)
     theirs = COMBINE[op](own(1 - side, d), neighbours)  # this side's share of what the other side completes
@@ -98,15 +105,15 @@ def _two_by_two(x: Array, group: Group, inner: Group, op: str) -> Array:
     three, four = group.permute(mine, turn(0)), group.permute(mine, turn(1))
     came, beside = jnp.where(first, four, three), jnp.where(first, three, four)
     rest = inner.permute(came, swap)
-    whole = parts  # every one of which is replaced
+    whole = parts  # a buffer: all four parts are replaced
     for half, place, done in ((side, 1 - d, mine), (side, d, beside), (1 - side, d, came), (1 - side, 1 - d, rest)):
-        whole = ring.put(whole, done, 2 * half + place)
+        whole = put_part(whole, done, 2 * half + place)
     return unpadded(whole, x)
 
 
 def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
     outer, inner = group.split()
-    parts = cut(x, group.n, dim)
+    parts = cut_parts(x, group.n, dim)
     parts = jnp.swapaxes(parts.reshape(outer.n, inner.n, *parts.shape[1:]), 0, 1)
     mine = ring.reduce_parts(parts, inner, op) if inner.n > 1 else parts[0]
     return ring.reduce_parts(mine, outer, op) if outer.n > 1 else mine[0]
@@ -116,7 +123,7 @@ def _all_gather(x: Array, group: Group, dim: int) -> Array:
     outer, inner = group.split()
     rows = ring.gather_parts(x, outer) if outer.n > 1 else x[None]
     parts = ring.gather_parts(rows, inner) if inner.n > 1 else rows[None]
-    return join(jnp.swapaxes(parts, 0, 1).reshape(group.n, *x.shape), dim)
+    return join_parts(jnp.swapaxes(parts, 0, 1).reshape(group.n, *x.shape), dim)
 
 
 def _cost(operation: str, size: int, group: Group) -> Cost:

@@ -3,7 +3,9 @@
 from jaxdist.errors import UserError
 
 
-def check_collective_matmul(collective_matmul: bool, *, sequence_parallel: bool, fp8: bool) -> None:
+def check_collective_matmul(
+    collective_matmul: bool, *, sequence_parallel: bool, fp8: bool, per_op: bool = False
+) -> None:
     """Raise `UserError` where `parallel.collective_matmul` lacks what it needs."""
     if collective_matmul and not sequence_parallel:
         raise UserError(
@@ -14,6 +16,11 @@ def check_collective_matmul(collective_matmul: bool, *, sequence_parallel: bool,
         raise UserError(
             "parallel.collective_matmul: true multiplies piece by piece, and precision.policy 'fp8' scales"
             " whole tensors; allowed: false; or precision.policy=bf16"
+        )
+    if collective_matmul and per_op:
+        raise UserError(
+            "parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
+            " would not cast; allowed: false; or precision.policy=O2"
         )
 
 

@@ -1,85 +1,114 @@
-"""The checks of `parallel.grad_sync`: what goes together. Imports no jax."""
+"""`parallel.grad_sync`: what goes together. Imports no jax."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
+from jaxdist.config.entries import AlgorithmFacts, ScheduleFacts
+from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
-if TYPE_CHECKING:
-    from jaxdist.config.schema import Config
-
-LINKS = ("auto", "local", "nvlink", "infiniband", "tcp")
-INT8 = ("ring", "balanced_fusion")
+GRAD_SYNC = "parallel.grad_sync"
+LINK_NAMES = ("local", "nvlink", "infiniband", "tcp")
+RATE_UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}  # in bytes a second
+WIRE_DTYPES = ("bfloat16", "int8")
 ORDERED_OPTIMIZERS = ("adamw", "sgd", "lion")
-KEY = "parallel.grad_sync"
 
 
-def check_grad_sync(config: Config, mesh: dict[str, int]) -> None:
-    """Raise `UserError` for values that exclude each other. `mesh`: its sizes, 1 for what is not known yet."""
-    sync = config.parallel.grad_sync
-    rate = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", sync.link)
-    if sync.link not in LINKS and (rate is None or float(rate[1]) <= 0):
+def link_rate(link: str, *, auto: bool = False) -> float | None:
+    """Bytes a second of a rate such as "200mbit"; None for a name. auto: whether "auto" is one. Raises `UserError`."""
+    names = ("auto", *LINK_NAMES) if auto else LINK_NAMES
+    rate = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(RATE_UNITS)})", link)
+    if link not in names and (rate is None or float(rate[1]) <= 0):
         raise UserError(
-            f"{KEY}.link: {sync.link!r} is not known; allowed: {', '.join(LINKS)}, or a rate such as 200mbit or 10gbit"
+            f"{GRAD_SYNC}.link: {link!r} is not known; allowed: {', '.join(names)}, or a rate such as 200mbit or 10gbit"
         )
-    if sync.wire_dtype is not None and sync.algorithm == "native":
+    return None if rate is None else float(rate[1]) * RATE_UNITS[rate[2]]
+
+
+def check_wire(wire_dtype: str | None, algorithm: Any) -> None:
+    """Raise `UserError` for a wire format that the algorithm, a name or an `Algorithm`, cannot send."""
+    if wire_dtype is None:
+        return
+    key = f"{GRAD_SYNC}.wire_dtype"
+    if wire_dtype not in WIRE_DTYPES:
+        raise UserError(f"{key}: {wire_dtype!r} is not known; allowed: {', '.join(WIRE_DTYPES)}, or null")
+    if algorithm == "native":
         raise UserError(
-            f"{KEY}.wire_dtype: {sync.wire_dtype!r} needs a hand-written {KEY}.algorithm; native sums in"
+            f"{key}: {wire_dtype!r} needs a hand-written {GRAD_SYNC}.algorithm; native sums in"
             " the type that it sends; allowed: null, or an algorithm such as ring"
         )
-    if sync.wire_dtype == "int8" and sync.algorithm not in INT8:
+    lossy = AlgorithmFacts.of(algorithm).int8 if isinstance(algorithm, str) else algorithm.int8
+    if wire_dtype == "int8" and not lossy:
         raise UserError(
-            f"{KEY}.wire_dtype: 'int8' is not for {KEY}.algorithm {sync.algorithm}; allowed algorithms:"
-            f" {', '.join(INT8)}"
+            f"{key}: 'int8' is not for {GRAD_SYNC}.algorithm {algorithm}; allowed algorithms:"
+            f" {', '.join(AlgorithmFacts.with_fact(int8=True))}"
         )
-    microbatches = config.parallel.microbatches
-    if config.parallel.schedule == "pairwise" and microbatches & (microbatches - 1):
+
+
+def refuse_in_conditions(algorithm: str) -> NoReturn:
+    """Raise the `UserError` for an algorithm whose sums would be in conditions that not all stages take: each send
+    waits for all devices of the mesh, for ever."""
+    raise UserError(
+        f"{GRAD_SYNC}.algorithm: {algorithm!r} would sum inside a pipeline's stages, where this parallel.strategy sums"
+        " over fsdp; allowed: native; or parallel.strategy=zero1 or ddp, or parallel.pipeline_cond=false"
+    )
+
+
+def check_pairs(microbatches: int) -> None:
+    """Raise `UserError` for a number of microbatches that schedule pairwise cannot halve until one is left."""
+    if microbatches & (microbatches - 1):
         raise UserError(
             f"parallel.microbatches: {microbatches} is no power of two, which schedule pairwise needs;"
             " allowed: 1, 2, 4, 8, ..."
         )
-    if sync.deterministic:
-        _check_deterministic(config, mesh)
 
 
-def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
-    sync, parallel = config.parallel.grad_sync, config.parallel
-    ranks = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-    if sync.algorithm not in ("native", "ordered") or sync.wire_dtype is not None:
+def check_ordered(algorithm: str, wire_dtype: str | None, *, reduce_dtype: str) -> None:
+    """Raise `UserError` for sums that `deterministic` does not have. reduce_dtype: in which gradients are summed."""
+    if algorithm not in ("native", "ordered") or wire_dtype is not None:
         raise UserError(
-            f"{KEY}.deterministic: true sums by algorithm ordered, nothing rounded; leave out"
-            f" {KEY}.algorithm {sync.algorithm} and wire_dtype {sync.wire_dtype}"
+            f"{GRAD_SYNC}.deterministic: true sums by algorithm ordered, nothing rounded; leave out"
+            f" {GRAD_SYNC}.algorithm {algorithm} and wire_dtype {show(wire_dtype)}"
         )
-    reduce_dtype = config.precision.reduce_dtype
     if reduce_dtype in ("bfloat16", "float16"):
         raise UserError(
-            f"precision.reduce_dtype: {reduce_dtype!r} is not for {KEY}.deterministic; allowed: null, float32"
+            f"{GRAD_SYNC}.deterministic: true sums in at least float32, and by precision.policy and"
+            f" precision.reduce_dtype gradients are summed in {reduce_dtype}; allowed: false; or"
+            " precision.reduce_dtype=float32"
         )
-    if config.precision.policy == "O3" and reduce_dtype is None:
+
+
+def check_shards(virtual_shards: int, sizes: Mapping[str, int], *, microbatches: int, schedule: str) -> None:
+    """Raise `UserError` for a layout that `deterministic` does not have. sizes: of the mesh axes."""
+    if not ScheduleFacts.of(schedule).deterministic:
         raise UserError(
-            f"precision.policy: 'O3' sums gradients in a half type, which is not for {KEY}.deterministic;"
-            " allowed with it: precision.reduce_dtype=float32"
+            f"parallel.schedule: {schedule!r} is not for {GRAD_SYNC}.deterministic; allowed:"
+            f" {', '.join(ScheduleFacts.with_fact(deterministic=True))}"
         )
-    for key, count in ((f"{KEY}.virtual_shards", sync.virtual_shards), ("mesh: data x fsdp x expert", ranks)):
+    if other := [axis for axis in ("pipe", "expert", "context") if sizes[axis] > 1]:
+        raise UserError(
+            f"mesh.{other[0]}: {sizes[other[0]]} is given, but {GRAD_SYNC}.deterministic sums over data and fsdp only;"
+            " allowed: 1"
+        )
+    shards = sizes["data"] * sizes["fsdp"]
+    for key, count in ((f"{GRAD_SYNC}.virtual_shards", virtual_shards), ("mesh: data x fsdp", shards)):
         if count & (count - 1):
             raise UserError(f"{key}: {count} is no power of two, which deterministic needs; allowed: 1, 2, 4, 8, ...")
-    if sync.virtual_shards % (ranks * parallel.microbatches):
+    if virtual_shards % (shards * microbatches):
         raise UserError(
-            f"{KEY}.virtual_shards: {sync.virtual_shards} does not divide by {ranks} batch shards x"
-            f" {parallel.microbatches} microbatches; allowed: a power of two from"
-            f" {ranks * parallel.microbatches} on, the same in all runs to be compared"
+            f"{GRAD_SYNC}.virtual_shards: {virtual_shards} does not divide by {shards} batch shards x"
+            f" {microbatches} microbatches; allowed: a power of two from {shards * microbatches} on, the same in all"
+            " runs to be compared"
         )
-    if config.data.global_batch % sync.virtual_shards:
-        raise UserError(
-            f"data.global_batch: {config.data.global_batch} does not divide by {KEY}.virtual_shards"
-            f" {sync.virtual_shards}; allowed: a multiple of it"
-        )
-    if parallel.schedule not in ("accumulate", "pairwise"):
-        raise UserError(f"parallel.schedule: {parallel.schedule!r} is not for {KEY}.deterministic; allowed: accumulate")
-    if config.optimizer.name not in ORDERED_OPTIMIZERS:
-        raise UserError(
-            f"optimizer.name: {config.optimizer.name!r} sums over elements in an order that depends on the"
-            f" layout; allowed with {KEY}.deterministic: {', '.join(ORDERED_OPTIMIZERS)}"
-        )
+
+
+def refuse_optimizer(what: str) -> NoReturn:
+    """Raise the `UserError` for an optimizer that does not suit `deterministic`. what: it does with parameters."""
+    raise UserError(
+        f"optimizer.name: {what} over whole parameters, whose order or rounding depends on the layout; allowed with"
+        f" {GRAD_SYNC}.deterministic: {', '.join(ORDERED_OPTIMIZERS)}; or, in Python, optimizers that work"
+        " element by element, with jaxdist.optim.clip_by_ordered_norm"
+    )

@@ -1,17 +1,14 @@
-"""Checks of how blocks are cut into the stages of a pipeline. Reads no jax."""
+"""`mesh.pipe`, `parallel.schedule`, `chunks`, `stages`: how a model is cut into a pipeline. Imports no jax."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from jaxdist.config.entries import ScheduleFacts
-from jaxdist.config.fields import show
+from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxdist.config.schema import Config
 
 FACTORED = 128  # the smallest dim that optax.adafactor factors
 
@@ -27,40 +24,60 @@ def near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wish))[:most]))) or "none"
 
 
-def check_pipeline(config: Config, stages: int) -> None:
-    """Raise `UserError` where schedule, chunks, stages and microbatches do not fit each other or this many stages."""
-    parallel, layers = config.parallel, config.model.layers
-    facts = ScheduleFacts.of(parallel.schedule)
-    if stages > 1 and facts.one_stage:
+def check_one_stage(stages: int, schedule: str = "") -> None:
+    """Raise `UserError` for several stages under a schedule that has one."""
+    if stages > 1:
         raise UserError(
-            f"mesh.pipe: {stages} is given, but parallel.schedule {parallel.schedule} has one stage;"
+            f"mesh.pipe: {stages} is given, but {_named(schedule)} has one stage;"
             f" allowed: 1; or parallel.schedule={', '.join(ScheduleFacts.with_fact(one_stage=False))}"
         )
-    if parallel.chunks > 1 and facts.chunks is False:
+
+
+def refuse_stages(setting: str, schedule: str = "", *, allowed: str) -> NoReturn:
+    """Raise the `UserError` for a setting, "parallel.prefetch: 1", that several stages do not have."""
+    raise UserError(f"{setting} is for one stage, {_named(schedule)} has several; allowed: {allowed}")
+
+
+def _named(schedule: str) -> str:
+    return f"parallel.schedule {schedule}" if schedule else "the parallel.schedule of this step"
+
+
+def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, chunked: bool = False) -> None:
+    """Raise `UserError` unless `schedule` can run these counts. chunked: whether it can take chunks > 1."""
+    assert stages >= 1, stages
+    if chunks < 1 or (chunks > 1 and not chunked):
+        others = ", ".join(ScheduleFacts.with_fact(chunks=True))
+        allowed = "1 and more" if chunked else f"1; or parallel.schedule={others}"
+        raise UserError(f"parallel.chunks: {chunks} is not for parallel.schedule {schedule}; allowed: {allowed}")
+    if microbatches < 1:
         raise UserError(
-            f"parallel.chunks: {parallel.chunks} is given, but parallel.schedule {parallel.schedule} has no"
-            f" chunks; allowed: 1; or parallel.schedule={', '.join(ScheduleFacts.with_fact(chunks=True))}"
+            f"parallel.microbatches: {microbatches} is below 1; allowed: 1 and more; the more, the less the"
+            f" {stages} stages wait, {4 * stages} say"
         )
-    if layers is not None and (not parallel.stages or config.mesh.pipe != -1):
-        check_stages(parallel.stages, layers=layers, stages=stages, chunks=parallel.chunks)
-    if uneven(parallel.stages) and config.optimizer.name == "adafactor":  # empty rows would change its means
+    if chunks > 1 and microbatches % stages:
+        below = microbatches - microbatches % stages
         raise UserError(
-            f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages"
-            f" {show(parallel.stages)} adds rows of zeros; allowed: adamw, sgd, lion, muon, or stages with"
-            " equally many blocks"
+            f"parallel.microbatches: {microbatches} is no multiple of mesh.pipe {stages}, as parallel.schedule"
+            f" {schedule} with parallel.chunks {chunks} needs; nearest that work:"
+            f" {near([n for n in (below, below + stages) if n], microbatches)}; or parallel.chunks=1"
         )
-    if parallel.chunks > 1 and config.optimizer.name == "adafactor" and (layers or 0) >= FACTORED:
+
+
+def check_adafactor(optimizer: str, *, blocks: Sequence[int], chunks: int, layers: int) -> None:
+    """Raise `UserError` where adafactor would reckon with the order, or with empty rows, of stacked blocks. blocks:
+    `parallel.stages`."""
+    if optimizer != "adafactor":
+        return
+    if uneven(blocks):  # empty rows would change its means
         raise UserError(
-            f"optimizer.name: 'adafactor' factors over blocks if model.layers is {FACTORED} or more, whose"
-            f" order a checkpoint could then not tell with parallel.chunks {parallel.chunks}; allowed:"
-            " adamw, sgd, lion, muon; or parallel.chunks=1"
+            f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages {show(tuple(blocks))} adds rows"
+            " of zeros; allowed: adamw, sgd, lion, muon, or stages with equally many blocks"
         )
-    if parallel.chunks > 1 and parallel.microbatches % stages:
-        count, below = parallel.microbatches, parallel.microbatches // stages * stages
-        works = near([n for n in (below, below + stages) if n], count)
+    if chunks > 1 and layers >= FACTORED:
         raise UserError(
-            f"parallel.microbatches: {count} is no multiple of mesh.pipe {stages}, as parallel.chunks"
-            f" {parallel.chunks} needs; nearest that work: {works}"
+            f"optimizer.name: 'adafactor' factors over blocks if model.layers is {FACTORED} or more, whose order a"
+            f" checkpoint could then not tell with parallel.chunks {chunks}; allowed: adamw, sgd, lion, muon; or"
+            " parallel.chunks=1"
         )
 
 

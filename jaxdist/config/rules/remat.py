@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from jaxdist.config.entries import ScheduleFacts
-from jaxdist.config.fields import Rule, check_value, show
+from jaxdist.config.rules.fields import Rule, check_value, show
+from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.errors import UserError
 
-if TYPE_CHECKING:
-    from jaxdist.config.schema import Config, MemoryConfig
-
-KEY = "memory.remat"
+REMAT = "memory.remat"
 MODES = ("none", "full", "dots", "sqrt", "offload")
 # Values of a block that layers name with `checkpoint_name`, for `memory.remat=[attention.out,mlp.hidden]`. A test
 # compares them with the layers; docs/memory.md says what each is.
@@ -23,14 +19,14 @@ Remat = str | tuple[str, ...]
 
 def check_remat(value: str | Sequence[str]) -> Remat:
     """A mode, or a tuple of names. Raises `UserError` on what is neither."""
-    return check_value(value, str, False, Rule("", choices=MODES, listed=NAMES), KEY)
+    return check_value(value, str, False, Rule("", choices=MODES, listed=NAMES), REMAT)
 
 
 def check_prefetched(remat: Remat) -> None:
     """Raise `UserError` for modes that `parallel.prefetch: 1` does not have."""
     if remat in ("sqrt", "offload"):
         raise UserError(
-            f"{KEY}: {remat!r} does not go with parallel.prefetch 1, which keeps a block's leavings itself;"
+            f"{REMAT}: {remat!r} does not go with parallel.prefetch 1, which keeps a block's leavings itself;"
             " allowed: none, full, dots, a list of names; or parallel.prefetch=0"
         )
 
@@ -40,7 +36,7 @@ def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int = 0, determi
     hand, and without a loop the compiler may round otherwise in other layouts."""
     for key, has in (
         ("parallel.prefetch 1", prefetch),
-        (f"{KEY} 'sqrt'", remat == "sqrt"),
+        (f"{REMAT} 'sqrt'", remat == "sqrt"),
         ("parallel.grad_sync.deterministic", deterministic),
     ):
         if scan_blocks != 1 and has:
@@ -52,7 +48,7 @@ def check_deterministic(remat: Remat) -> None:
     compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
     if remat != "none":
         raise UserError(
-            f"{KEY}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
+            f"{REMAT}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
             " again is rounded otherwise in other layouts; allowed: none"
         )
 
@@ -60,7 +56,7 @@ def check_deterministic(remat: Remat) -> None:
 def refuse_split_backward() -> NoReturn:
     """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
     raise UserError(
-        f"{KEY}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
+        f"{REMAT}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
         " each would compute every segment again; allowed: none, full, dots, a list of names"
     )
 
@@ -68,36 +64,22 @@ def refuse_split_backward() -> NoReturn:
 def refuse_split_sequence() -> NoReturn:
     """Raise the `UserError` for "sqrt" with positions split over `tensor`."""
     raise UserError(
-        f"{KEY}: 'sqrt' does not go with parallel.sequence_parallel; allowed with it: none, full, dots,"
+        f"{REMAT}: 'sqrt' does not go with parallel.sequence_parallel; allowed with it: none, full, dots,"
         " offload, a list of names"
     )
 
 
-def with_offload(memory: MemoryConfig) -> MemoryConfig:
-    """The section with `offload.activations` as the mode of `remat` that it means. Raises `UserError` for another."""
-    if not memory.offload.activations:
-        return memory
-    if memory.remat not in ("none", "full", "offload"):
+def with_offload(remat: Remat, *, activations: bool) -> Remat:
+    """`memory.remat`, with `memory.offload.activations` as the mode that it means. Raises `UserError` for another."""
+    if activations and remat not in ("none", "full", "offload"):
         raise UserError(
-            f"memory.offload.activations: true is memory.remat 'offload', and {show(memory.remat)} is set;"
+            f"memory.offload.activations: true is memory.remat 'offload', and {show(remat)} is set;"
             " allowed with it: none, full, offload"
         )
-    return replace(memory, remat="offload")
+    return "offload" if activations else remat
 
 
-def check_memory(config: Config) -> None:
-    """Raise `UserError` where `memory.remat` does not go with the schedule."""
-    remat, schedule = config.memory.remat, config.parallel.schedule
-    facts = ScheduleFacts.of(schedule)
-    if config.parallel.grad_sync.deterministic:
-        check_deterministic(remat)
-    check_unrolled(config.model.scan_blocks, remat, deterministic=config.parallel.grad_sync.deterministic)
-    if remat == "sqrt" and config.parallel.sequence_parallel:
-        refuse_split_sequence()
-    if remat == "sqrt" and facts.split_backward:
-        refuse_split_backward()
-    if remat == "offload" and facts.one_stage is False:
-        raise UserError(
-            f"{KEY}: 'offload' is for one stage, parallel.schedule {schedule} has several; allowed: none,"
-            " full, dots, sqrt, a list of names"
-        )
+def check_offload(remat: Remat, *, schedule: str, several: bool) -> None:
+    """Raise `UserError` for "offload" where the schedule has several stages."""
+    if remat == "offload" and several:
+        refuse_stages(f"{REMAT}: 'offload'", schedule, allowed="none, full, dots, sqrt, a list of names")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxdist.config.fields import show
+from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
-KEY = "devices.xla.flags"
+FLAGS_KEY = "devices.xla.flags"
 
 
 def flag_name(flag: str) -> str:
@@ -26,7 +26,7 @@ def check_flags(flags: Sequence[str]) -> None:
     installed knows it, `runtime.compiler` finds out."""
     for flag in flags:
         if not re.fullmatch(r"--xla_[a-z0-9_]+(=[^\s\"']*)?", flag):
-            raise UserError(f"{KEY}: {show(flag)} is no flag of XLA; allowed: --xla_name=value, without spaces")
+            raise UserError(f"{FLAGS_KEY}: {show(flag)} is no flag of XLA; allowed: --xla_name=value, without spaces")
     names = [flag_name(flag) for flag in flags]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{KEY}: {twice} is given {names.count(twice)} times; allowed: once")
+        raise UserError(f"{FLAGS_KEY}: {twice} is given {names.count(twice)} times; allowed: once")

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, near
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.errors import UserError
+
+UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,6 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     _check_heads(config.model)
     _check_tensor(config.model, mesh["tensor"])
     _check_sequence(config, mesh["tensor"])
-    for axis in ("context", "expert"):
-        if mesh[axis] > 1:
-            raise UserError(
-                f"mesh.{axis}: {mesh[axis]} is given, but no layer of model gpt uses this axis yet;"
-                " allowed: 1; use data, fsdp or tensor instead"
-            )
 
 
 def _check_heads(model: Any) -> None:

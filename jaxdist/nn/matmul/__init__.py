@@ -1,1 +1,1 @@
-"""Matrix products: fp32 accumulation, float8, and products that overlap with their collective."""
+"""Matrix products: with fp32 accumulation, in float8, or overlapped with a collective."""

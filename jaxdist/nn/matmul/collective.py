@@ -1,16 +1,12 @@
-"""Collective matmul (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS):
-the collectives beside the products of `sequence`, cut into as many pieces as `tensor` has devices, so that one piece
-travels while another is multiplied.
+"""Collective matmul: a matrix product and its collective, cut into pieces that are sent while others are multiplied.
 
-Two rings, each the other's transpose: `gather_product` for an all-gather before a product, `product_scatter` for a
-reduce-scatter behind one. A piece is a device's positions. Bytes are those of the collectives that they replace, sent
-in n - 1 `ppermute`s of one direction: behind a switch (NVLink) a device sends both ways through the same port.
+The collectives are those of sequence parallelism; a piece is one device's positions, so there are n pieces for tensor=n
+(Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS). `gather_product` is an
+all-gather and then a product; `product_scatter` is a product and then a reduce-scatter. Each is the other's transpose.
+They send as many bytes as the collectives that they replace, in n - 1 `ppermute`s in one direction: behind a switch
+(NVLink) a device would send both directions through the same port.
 
-Gradients of kernels stay one product, of all positions: as a sum of n products they would be rounded n times.
-
-Two habits of XLA:GPU would undo the cut, and barriers keep it from them. It merges products that share an operand into
-one (the pass dot-merger), which waits for all pieces: the kernel of a round comes out of the round before. And it adds
-the sum that comes in inside the product, which then waits for it.
+The gradient of a kernel stays one product over all positions. A sum of n products would be rounded n times.
 
 Legend: B batch, S sequence, s positions of one device, I input width; kernels are [I, *O].
 """
@@ -23,31 +19,41 @@ from jax import lax
 
 from jaxdist.collectives import make_group, to_varying, varying_axes
 from jaxdist.collectives.group import shift
-from jaxdist.nn.sequence_parallel import check_length
+from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]  # activations, kernel
 
 
 def gather_product(x_BsI: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[B, s, I], [I, *O] -> [B, S, *O]: the product of all devices' positions with this device's kernel."""
+    """The product of all devices' positions with this device's kernel: [B, s, I], [I, *O] -> [B, S, *O]."""
     return _gather_product(*_alike(x_BsI, kernel)) if make_group("tensor") else jnp.tensordot(x_BsI, kernel, 1)
 
 
 def product_scatter(x_BSI: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[B, S, I], [I, *O] -> [B, s, *O]: this device's positions of the sum of all devices' products.
+    """The sum of all devices' products, at this device's positions: [B, S, I], [I, *O] -> [B, s, *O].
 
-    The sum travels in the products' type and is added to in at least fp32, so it is rounded once a device, as NCCL's
-    rings do.
+    Partial sums are sent in the products' dtype and added in at least fp32. They are rounded once on each device, as in
+    NCCL's rings.
     """
     if make_group("tensor") is None:
         return jnp.tensordot(x_BSI, kernel, 1)
-    check_length(x_BSI.shape[1])
+    check_positions(x_BSI.shape[1])
     return _product_scatter(*_alike(x_BSI, kernel))
 
 
+def check_positions(length: int) -> None:
+    """Raise `UserError` unless all devices of `tensor` get equally many positions."""
+    if length % (count := lax.axis_size("tensor")):
+        raise UserError(
+            f"sequence_parallel: {length} positions are not divisible by tensor={count}; allowed: a"
+            " sequence length that is, or sequence_parallel=False"
+        )
+
+
 def _alike(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both varying over the axes of either: autodiff transposes the casts, and so sums gradients over axes."""
+    """Both arguments, typed varying over the axes of both and over `tensor`."""
+    # Autodiff transposes these casts: gradients are summed over the axes that a cast adds.
     both: tuple[jax.Array, jax.Array] = to_varying((x, kernel), varying_axes(x) | varying_axes(kernel) | {"tensor"})
     return both
 
@@ -66,8 +72,10 @@ def _of_kernel(x_BSI: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def _gather(multiply: Multiply, own: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(multiply(whole, kernel), whole): in round i each device multiplies what the i-th before it had, and passes it
-    on."""
+    """(multiply(whole, kernel), whole), where whole is the all-gather of `own`.
+
+    In round i a device multiplies the piece of the rank i places before it, and sends this piece on.
+    """
     group = make_group("tensor")
     assert group is not None
     n, s = group.n, own.shape[1]
@@ -82,6 +90,8 @@ def _gather(multiply: Multiply, own: jax.Array, kernel: jax.Array) -> tuple[jax.
     for i in range(n):
         following = group.permute(piece, shift(n)) if i < n - 1 else piece
         result = multiply(piece, kernel)
+        # XLA:GPU's dot-merger joins products that share an operand into one, which would wait for all pieces. Behind a
+        # barrier the kernel of each round is another value.
         following, result, kernel = lax.optimization_barrier((following, result, kernel))
         product, whole = put(product, result, i), put(whole, piece, i)
         piece = following
@@ -90,8 +100,10 @@ def _gather(multiply: Multiply, own: jax.Array, kernel: jax.Array) -> tuple[jax.
 
 
 def _scatter(multiply: Multiply, whole: jax.Array, kernel: jax.Array) -> jax.Array:
-    """This device's piece of the sum of multiply(whole, kernel): each sum starts behind the device that it is for, and
-    comes round to it."""
+    """The reduce-scatter of multiply(whole, kernel): this device's piece of the sum.
+
+    The sum for a rank starts at the rank after it, and travels once round the ring.
+    """
     group = make_group("tensor")
     assert group is not None
     n, s = group.n, whole.shape[1] // group.n
@@ -102,6 +114,8 @@ def _scatter(multiply: Multiply, whole: jax.Array, kernel: jax.Array) -> jax.Arr
     total = part(0, kernel)
     for i in range(1, n):
         come = group.permute(total, shift(n))
+        # Barriers keep XLA:GPU from merging products (see `_gather`), and from adding `come` inside a product, which
+        # would have to wait for it.
         total, kernel = lax.optimization_barrier((total, kernel))
         own = lax.optimization_barrier(part(i, kernel))
         wide = accumulation_dtype(own.dtype)

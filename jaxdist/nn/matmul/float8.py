@@ -1,14 +1,9 @@
-"""Matrix products in float8, with one scale a tensor, taken from its own largest value: torchao's "tensorwise" recipe
-with dynamic scaling, Transformer Engine's `Float8CurrentScaling`. Formats: Micikevicius et al. 2022, arXiv 2209.05433.
+"""Matrix products in float8, with one scale a tensor that comes from the tensor's largest value.
 
-Activations and weights are float8_e4m3fn (3 bits of mantissa), the gradients that come back float8_e5m2 (2 bits, and
-the range of float16). Scales are powers of two: they round nothing, neither here nor in bfloat16. Nothing is remembered
-from step to step.
-
-XLA's rewriter for GPUs (gemm_rewriter.cc) takes a product of float8 arrays as it stands, if each has two dims, and puts
-a number that its result is multiplied by into the same cuBLASLt call, if it has the result's type. The other form, with
-float8 arrays that are widened and scaled before the product, is found by its pattern only, and has been missed before
-(openxla/xla issue 17887): a product in a wider type then, and nobody is told.
+This is torchao's "tensorwise" recipe with dynamic scaling, and Transformer Engine's `Float8CurrentScaling`. Formats are
+those of Micikevicius et al. 2022, arXiv 2209.05433: activations and weights are float8_e4m3fn (3 bits of mantissa),
+gradients of results are float8_e5m2 (2 bits, with the range of float16). Scales are powers of two, which round nothing,
+neither here nor in bfloat16. No state is carried from step to step.
 
 Legend: T tokens, I input width, O output width.
 """
@@ -23,15 +18,15 @@ from jax import lax
 from jaxdist.collectives import to_varying, varying_axes
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
-MULTIPLE = 16  # cuBLASLt multiplies float8 matrices in tiles of so many rows and columns
-SMALLEST = 2.0**-100  # stands for a smaller maximum, so that no scale is zero or subnormal
+MULTIPLE = 16  # cuBLASLt's tiles of float8 matrices have this many rows and columns
+SMALLEST = 2.0**-100  # the least maximum: a scale is never zero or subnormal
 FLOAT32_EXPONENT = 0x7F800000
 
 
 def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(x / scale in the float8 type, scale): fp32, the power of two above max |x| / the type's largest value.
+    """(x / scale in the float8 dtype, scale). The scale is fp32: the power of two above max |x| / the dtype's maximum.
 
-    A value that is not finite makes the scale so, and with it every product.
+    If a value of x is not finite, neither is the scale, nor any product.
     """
     largest = jnp.maximum(jnp.abs(x).max().astype(jnp.float32), SMALLEST) / float(jnp.finfo(dtype).max)
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & FLOAT32_EXPONENT
@@ -40,13 +35,15 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def fits(tokens: int, inputs: int, outputs: int) -> bool:
-    """Whether a linear layer's product has sizes for float8: all three are contracted, forward or backward."""
+    """Whether float8 can multiply these sizes. Forward or backward, each of the three is contracted."""
     return tokens * inputs * outputs > 0 and all(size % MULTIPLE == 0 for size in (tokens, inputs, outputs))
 
 
 def product(x: jax.Array, kernel: jax.Array, *, fp8: bool) -> jax.Array:
-    """x [..., I] @ kernel [I, *O] -> [..., *O], in their type. fp8: multiplied in float8 where this device's sizes fit
-    (`fits`), each device with the scales of its own shards."""
+    """The product x [..., I] @ kernel [I, *O] -> [..., *O], in their dtype.
+
+    fp8: multiply in float8 if this device's sizes fit (`fits`). Each device has the scales of its own shards.
+    """
     inputs = x.shape[-1]
     if not (fp8 and fits(x.size // max(inputs, 1), inputs, kernel.size // max(inputs, 1))):
         return jnp.tensordot(x, kernel, 1)
@@ -56,22 +53,26 @@ def product(x: jax.Array, kernel: jax.Array, *, fp8: bool) -> jax.Array:
 
 
 def _multiply(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], dims: Any, dtype: Any, how: Any) -> Any:
-    """The product of two quantised arrays, summed in fp32. how: DEFAULT sums faster on Hopper, with fewer bits."""
+    """The product of two quantised arrays, accumulated in fp32. how: DEFAULT adds faster on Hopper, with fewer bits."""
+    # XLA:GPU (gemm_rewriter.cc) keeps a product of two-dimensional float8 arrays in float8. It puts the factor of the
+    # result into the same cuBLASLt call, if the factor has the result's dtype. The other form casts and scales arrays
+    # before the product, and is recognised by its pattern. This has failed before (openxla/xla issue 17887), and gave
+    # a product in a wider dtype without a message.
     y = lax.dot_general(a[0], b[0], (dims, ((), ())), precision=how, preferred_element_type=dtype)
     return y * (a[1] * b[1]).astype(dtype)
 
 
 @jax.custom_vjp
 def float8_product(x_TI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """x @ kernel -> [T, O] in the wider of their types, bfloat16 or float32; both must vary over the same mesh axes."""
+    """The product x @ kernel -> [T, O], in the wider of their dtypes. Both must vary over the same mesh axes."""
     return _forward(x_TI, kernel_IO)[0]
 
 
 def _forward(x_TI: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     dtype = jnp.promote_types(x_TI.dtype, kernel_IO.dtype)
     y = _multiply(quantise(x_TI, E4M3), quantise(kernel_IO, E4M3), ((1,), (0,)), dtype, lax.Precision.DEFAULT)
-    # Quantised again for the backward pass, as in torchao: a rematerialisation policy then keeps, drops and gathers
-    # again what it does in bfloat16. A float8 kernel would be kept where its gathered parameter may not be.
+    # The backward pass quantises again, as in torchao. Residuals are then the same as in bfloat16, and remat policies
+    # keep, drop and gather the same arrays. A float8 kernel would be kept even if its gathered parameter may not be.
     return y, (x_TI, kernel_IO)
 
 

@@ -1,1 +1,1 @@
-"""How the blocks of a model run: as a loop, with recomputation, with prefetching, in two halves."""
+"""Runners of a model's blocks: a loop, with rematerialisation, with prefetch, with a split backward pass."""

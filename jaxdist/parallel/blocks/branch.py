@@ -1,4 +1,4 @@
-"""Work that not every stage does, or not in every row of its blocks: in a condition, or computed by all and masked."""
+"""Work that only some stages do, or only some rows of stacked blocks: run in a condition, or run by all and masked."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,33 +10,40 @@ from jax import lax
 from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
 from jaxdist.specs import PyTree
 
-Choose = Callable[..., PyTree]  # (predicate, tree if true, tree if false), both as functions of nothing
+# (predicate, function () -> tree if true, function () -> tree if false) -> tree. Both functions below are one:
+#     by_condition(rank("pipe") == 0, lambda: embed(batch), lambda: h)
+Choose = Callable[..., PyTree]
 
 
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:
-    """The tree, cast to vary over what `like` varies over: both branches of a condition must."""
+    """The tree, cast to vary over the mesh axes that `like` varies over: both branches of a condition must."""
     return jax.tree.map(lambda leaf, kind: to_varying(leaf, varying_axes(kind)), tree, like)
 
 
 def by_condition(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable[[], PyTree]) -> PyTree:
-    """What one of the two gives; the other is not computed."""
+    """yes() or no(), as the predicate says. The other one is not computed."""
     return lax.cond(jnp.asarray(predicate), yes, no)
 
 
 def by_mask(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable[[], PyTree]) -> PyTree:
-    """The same, after computing both: no collective stands in a condition."""
+    """yes() or no(), as the predicate says. Both are computed, so that no collective is inside a condition."""
     return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(), no())
 
 
 class Packing(NamedTuple):
-    """How what is kept goes into buffers and out of branches: as a list of arrays, of which random keys are plain
-    integers. The structure is not the same object from trace to trace, so that no carry can have it."""
+    """A way to carry residuals through loops and conditions: as a list of arrays, with random keys as plain integers.
+
+    Residuals contain functions, which compare unequal after each trace, so that no carry can have their tree structure.
+
+    treedef: of the residuals.
+    keys: for each leaf, whether it is a random key.
+    """
 
     treedef: Any
     keys: list[bool]
 
     def pack(self, saved: PyTree) -> list[jax.Array]:
-        """The arrays of what is kept."""
+        """The arrays of these residuals."""
         leaves = zip(jax.tree.leaves(saved), self.keys, strict=True)
         return [jax.random.key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
 
@@ -49,7 +56,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(saved: PyTree) -> Packing:
-    """For trees like this one."""
+    """The packing for residuals like these. Leaves may be ShapeDtypeStructs."""
     leaves, treedef = jax.tree.flatten(saved)
     return Packing(treedef, [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves])
 
@@ -57,7 +64,7 @@ def packing_of(saved: PyTree) -> Packing:
 def work_or_pass(
     choose: Choose, predicate: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """work() -> (x, rest), or else (passing, zeros). passing: like x."""
+    """work() -> (x, rest) if the predicate is true; otherwise (passing, zeros). passing: an array like x."""
     shapes = jax.eval_shape(work)[1]
     packing = packing_of(shapes)
     zeros = to_varying(zeros_varying_like(jax.eval_shape(packing.pack, shapes)), ("pipe",))

@@ -1,13 +1,20 @@
-"""The stack of blocks: what a block keeps for its backward pass, and how the blocks of a stage run one after the other,
-forward and backward, as two functions.
+"""One block of a model, forward and backward, and the loop over a stack of blocks.
 
-Differentiating the scan over blocks itself would keep, besides activations, a second copy of what each block reads of
-its parameters. Here a block keeps its residuals without its parameters, which the backward pass takes from where they
-rest: cast or gathered again.
+Differentiating that loop would keep a second copy of the parameters that each block reads, besides activations. Here a
+block keeps its residuals without its parameters; the backward pass casts or gathers these again.
+
+Three runners share the steps of `OneBlock` (fetch, run, gather_again), have the same methods forward and backward, and
+become one differentiable function by `differentiable`:
+
+| runner             | kept for the backward pass                  | a block is gathered    | computed again           |
+|--------------------|---------------------------------------------|------------------------|--------------------------|
+| `ScannedBlocks`    | residuals of each block                     | right before it runs   | as `memory.remat` says   |
+| `SegmentedBlocks`  | inputs of about sqrt(L) segments            | right before it runs   | each segment, each block |
+| `PrefetchedBlocks` | the same as `ScannedBlocks`, and two blocks | while another one runs | as `memory.remat` says   |
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,61 +22,90 @@ from jax import lax
 from optax import MaskedNode
 
 from jaxdist.parallel.blocks.branch import Choose, work_or_pass
-from jaxdist.parallel.blocks.split_backward import Halves, halve
+from jaxdist.parallel.blocks.split_backward import SplitBackward, split_backward
 from jaxdist.specs import PyTree
 
-# (diff unit, held unit, None or which leaves are wanted) -> usable unit, with MaskedNodes for what is not wanted.
-Gather = Callable[[PyTree, PyTree, PyTree | None], PyTree]
-Block = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]  # (usable unit, h, layer, keys) -> h
-# (diff, held, layers, h, keys) -> h, where leaves of diff and held, and layers, are stacked [L, ...].
-Stack = Callable[[PyTree, PyTree, jax.Array, jax.Array, PyTree], jax.Array]
-AGAIN = "rematted_computation"  # what jax.checkpoint names the forward pass that runs in the backward pass
+# (diff of one block, captured of one block, which leaves are wanted, or None for all) -> the block's parameters, ready
+# for use; MaskedNodes in the place of those that are not wanted. Its backward pass reduces gradients. For example:
+#     lambda diff, captured, wanted: jax.tree.map(lambda leaf: all_gather(leaf, "fsdp", dim=0), only(wanted, diff))
+GatherBlock = Callable[[PyTree, PyTree, PyTree | None], PyTree]
+# (parameters of one block, h, its number, dropout keys) -> h. For example:
+#     lambda params, h, layer, keys: h + jax.nn.gelu(h @ params["up"]) @ params["down"]
+RunBlock = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]
+AGAIN = "rematted_computation"  # the scope in which jax.checkpoint computes again
+
+
+class Rows(NamedTuple):
+    """The stacked blocks of a stage, or of one chunk of a stage: L rows.
+
+    diff, captured: the differentiated parameters, and those read without gradients, see `jaxdist.parallel.schedule`:
+        leaves [L, ...].
+    layers: the number of the block in each row, from 1; 0 in a row without a block: [L].
+    """
+
+    diff: PyTree
+    captured: PyTree
+    layers: jax.Array
+
+
+class _Constants(dict[int, Any]):
+    """Residuals by place. As part of a tree structure they are equal only to themselves: arrays do not compare."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
 
 
 @jax.tree_util.register_pytree_node_class
-class Kept:
-    """A function that `jax.vjp` made, without those of its residuals that are parts of the unit: what a block keeps for
-    its backward pass, but for its parameters. They are recognised by identity."""
+class BlockResiduals:
+    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block, or constants.
+
+    Parameters are recognised by identity. The caller hands in those that are `wanted`, gathered again. Constants, such
+    as rotary frequencies, would be kept once for each block.
+    """
 
     def __init__(self, pull: Callable[..., Any], unit: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(pull)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(unit))}
         self._places = tuple(places.get(id(leaf)) for leaf in leaves)
-        self._leaves = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
+        own = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
+        self._leaves = [leaf for leaf in own if isinstance(leaf, jax.core.Tracer)]
+        # The others are known when the forward pass is traced.
+        self._constants = _Constants({i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, jax.core.Tracer)})
         self._unit: Any = jax.tree.structure(unit)
 
     @property
     def wanted(self) -> PyTree:
-        """For each leaf of the unit, whether the backward pass reads it: not a bias, say."""
+        """For each parameter, whether the backward pass reads it. It reads no bias, for example."""
         count = self._unit.num_leaves
         return jax.tree.unflatten(self._unit, [place in self._places for place in range(count)])
 
     def __call__(self, unit: PyTree, grad: jax.Array) -> tuple[PyTree, jax.Array]:
-        """(gradients of trained leaves, gradient of the block's input), given what is `wanted` of the unit anew."""
+        """(gradients of trained parameters, gradient of the block's input). unit: the wanted parameters."""
         wanted = [place for place, read in enumerate(jax.tree.leaves(self.wanted)) if read]
         given, rest = dict(zip(wanted, jax.tree.leaves(unit), strict=True)), iter(self._leaves)
-        leaves = [next(rest) if place is None else given[place] for place in self._places]
+        count = self._places.count(None)
+        own = iter([self._constants[i] if i in self._constants else next(rest) for i in range(count)])
+        leaves = [next(own) if place is None else given[place] for place in self._places]
         return jax.tree.unflatten(self._treedef, leaves)(grad)
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self._leaves, (self._treedef, self._places, self._unit)
+        return self._leaves, (self._treedef, self._places, self._constants, self._unit)
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, leaves: Any) -> "Kept":
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> "BlockResiduals":
         self = object.__new__(cls)
-        self._treedef, self._places, self._unit = aux
+        self._treedef, self._places, self._constants, self._unit = aux
         self._leaves = list(leaves)
         return self
 
 
 def trained_leaves(unit: PyTree, diff: PyTree) -> list[jax.Array]:
-    """Leaves of the unit that are trained: diff has a MaskedNode in place of the others."""
-    kept = jax.tree.map(lambda leaf, part: part if isinstance(part, MaskedNode) else leaf, unit, diff)
-    return jax.tree.leaves(kept)
+    """The trained leaves of a block: diff has a MaskedNode in the place of the others."""
+    trained = jax.tree.map(lambda leaf, part: part if isinstance(part, MaskedNode) else leaf, unit, diff)
+    return jax.tree.leaves(trained)
 
 
 def _with_trained(unit: PyTree, diff: PyTree, trained: list[jax.Array]) -> PyTree:
-    """The unit with these in place of its trained leaves."""
+    """The block's parameters, with `trained` in the place of the trained leaves."""
     given = iter(trained)
     return jax.tree.map(lambda leaf, part: leaf if isinstance(part, MaskedNode) else next(given), unit, diff)
 
@@ -85,125 +121,174 @@ def put(tree: PyTree, i: jax.Array | int, unit: PyTree) -> PyTree:
     return jax.tree.map(row, tree, unit)
 
 
-def rows_of(diff: PyTree, held: PyTree) -> int:
-    """The number of rows of stacked blocks."""
-    return jax.tree.leaves((diff, held))[0].shape[0]
-
-
-def rounds_of(scan_blocks: int, blocks: int) -> int:
-    """What `lax.scan` calls unroll: of so many blocks, those of a round of the loop; all for 0."""
+def blocks_per_round(scan_blocks: int, blocks: int) -> int:
+    """The `unroll` of a `lax.scan` over so many blocks. scan_blocks: as `ModelDef.scan_blocks`; 0 means all."""
     return min(scan_blocks or blocks, blocks)
 
 
-class Blocks(NamedTuple):
-    """gather: of one unit; what is differentiable in it is what its backward reduces. block: with whatever
-    rematerialisation. choose: how rows that hold no block, with 0 in layers, are passed over; None: all hold one.
-    unroll: blocks of a round of a loop, as `ModelDef.scan_blocks`."""
+class OneBlock(NamedTuple):
+    """The steps that every runner takes for one block of a stack.
 
-    gather: Gather
-    block: Block
+    gather: its backward pass reduces gradients.
+    block: may be rematerialised.
+    choose: how a row without a block is skipped; None if every row holds a block.
+    """
+
+    gather: GatherBlock
+    block: RunBlock
     choose: Choose | None = None
-    unroll: int = 1
 
-    def fetch(
-        self, diff: PyTree, held: PyTree, i: jax.Array | int, wanted: PyTree | None = None
-    ) -> tuple[PyTree, Callable[..., Any]]:
-        """(usable block i, or what is wanted of it; what brings the gradients of its trained leaves back to diff)."""
-        own = at(held, i)
+    def fetch(self, rows: Rows, i: jax.Array | int, wanted: PyTree | None = None) -> tuple[PyTree, Callable[..., Any]]:
+        """(wanted parameters of row i, function that reduces gradients of its trained leaves to those of diff)."""
+        captured = at(rows.captured, i)
 
         def trained(diff: PyTree) -> tuple[list[jax.Array], PyTree]:
-            unit = self.gather(diff, own, wanted)
+            unit = self.gather(diff, captured, wanted)
             return trained_leaves(unit, diff), unit
 
-        found, reduce, unit = jax.vjp(trained, at(diff, i), has_aux=True)
-        return _with_trained(unit, diff, found), reduce
+        found, reduce, unit = jax.vjp(trained, at(rows.diff, i), has_aux=True)
+        return _with_trained(unit, rows.diff, found), reduce
 
-    def run(self, unit: PyTree, diff: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> tuple[jax.Array, Kept]:
-        """The output of a block, and what it keeps; the gradients are those of the trained leaves."""
+    def run(
+        self, unit: PyTree, rows: Rows, i: jax.Array | int, h: jax.Array, keys: PyTree
+    ) -> tuple[jax.Array, BlockResiduals]:
+        """(output of row i, its residuals). unit: the parameters of row i."""
+        layer = rows.layers[i]
 
         def call(trained: list[jax.Array], h: jax.Array) -> jax.Array:
-            return self.block(_with_trained(unit, diff, trained), h, layer, keys)
+            return self.block(_with_trained(unit, rows.diff, trained), h, layer, keys)
 
-        h, pull = jax.vjp(call, trained_leaves(unit, diff), h)
-        return h, Kept(pull, unit)
+        h, pull = jax.vjp(call, trained_leaves(unit, rows.diff), h)
+        return h, BlockResiduals(pull, unit)
 
-    def again(self, diff: PyTree, held: PyTree, i: jax.Array | int, wanted: PyTree) -> PyTree:
-        """What the backward pass reads of block i, gathered anew."""
+    def gather_again(self, rows: Rows, i: jax.Array | int, wanted: PyTree) -> PyTree:
+        """The parameters of row i that its backward pass reads."""
         with jax.named_scope(AGAIN):
-            return self.gather(at(diff, i), at(held, i), wanted)
+            return self.gather(at(rows.diff, i), at(rows.captured, i), wanted)
 
-    def in_row(self, layer: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
-        """work() -> (x, rest) in a row that holds a block, (passing, zeros) in another."""
-        return work() if self.choose is None else work_or_pass(self.choose, layer > 0, work, passing)
+    def after(self, rows: Rows, i: jax.Array | int, h: jax.Array, keys: PyTree) -> jax.Array:
+        """h after row i, without residuals."""
 
-    def forward(
-        self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree
-    ) -> tuple[jax.Array, PyTree]:
-        """(output of the last block, what `backward` needs). Shapes as of a `Stack`."""
+        def work() -> tuple[jax.Array, None]:
+            unit = self.gather(at(rows.diff, i), at(rows.captured, i), None)
+            return self.block(unit, h, rows.layers[i], keys), None
 
-        def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
+        return self.in_row(rows, i, work, h)[0]
+
+    def in_row(self, rows: Rows, i: jax.Array | int, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
+        """work() -> (x, rest) if row i holds a block; otherwise (passing, zeros)."""
+        return work() if self.choose is None else work_or_pass(self.choose, rows.layers[i] > 0, work, passing)
+
+
+class BlockRunner(Protocol):
+    """Forward and backward pass over rows of blocks."""
+
+    def through(self, rows: Rows, h: Any, keys: PyTree) -> Any:
+        """The output of the last block, without residuals."""
+
+    def forward(self, rows: Rows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
+        """(output of the last block, residuals for `backward`)."""
+
+    def backward(self, rows: Rows, saved: PyTree, dh: Any) -> tuple[PyTree, Any]:
+        """(gradients with respect to diff, gradient of h)."""
+
+
+def differentiable(runner: BlockRunner) -> Callable[[Rows, Any, PyTree], Any]:
+    """The function (rows, h, dropout keys) -> h, which can be differentiated once, with respect to diff and h."""
+
+    def forward(rows: Rows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
+        h, saved = runner.forward(rows, h, keys)
+        return h, (rows, saved)
+
+    def backward(residuals: PyTree, dh: Any) -> tuple[Any, Any, None]:
+        rows, saved = residuals
+        grads, dh = runner.backward(rows, saved, dh)
+        return Rows(grads, None, None), dh, None  # type: ignore[arg-type]
+
+    run = jax.custom_vjp(runner.through)
+    run.defvjp(forward, backward)
+    return run
+
+
+class ScannedBlocks(NamedTuple):
+    """A `BlockRunner` that runs one block after the other.
+
+    unroll: the number of blocks in a round of the loop, as `ModelDef.scan_blocks`.
+    """
+
+    one: OneBlock
+    unroll: int = 1
+
+    def through(self, rows: Rows, h: jax.Array, keys: PyTree) -> jax.Array:
+        """The output of the last block, without residuals."""
+        numbers, unroll = jnp.arange(len(rows.layers)), blocks_per_round(self.unroll, len(rows.layers))
+        return lax.scan(lambda h, i: (self.one.after(rows, i, h, keys), None), h, numbers, unroll=unroll)[0]
+
+    def forward(self, rows: Rows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
+        """(output of the last block, residuals for `backward`)."""
+
+        def step(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
             def work() -> tuple[jax.Array, PyTree]:
-                unit, reduce = self.fetch(diff, held, i)
-                out, kept = self.run(unit, diff, h, layers[i], keys)
+                unit, reduce = self.one.fetch(rows, i)
+                out, kept = self.one.run(unit, rows, i, h, keys)
                 return out, (kept, reduce)
 
-            return self.in_row(layers[i], work, h)
+            return self.one.in_row(rows, i, work, h)
 
-        return lax.scan(body, h, jnp.arange(len(layers)), unroll=rounds_of(self.unroll, len(layers)))
+        return lax.scan(step, h, jnp.arange(len(rows.layers)), unroll=blocks_per_round(self.unroll, len(rows.layers)))
 
-    def backward(
-        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
-    ) -> tuple[PyTree, jax.Array]:
-        """(gradients with respect to diff, gradient of the first block's input)."""
+    def backward(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+        """(gradients with respect to diff, gradient of h)."""
 
-        def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+        def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             i, (kept, reduce) = own
 
             def work() -> tuple[jax.Array, PyTree]:
-                behind, before = kept(self.again(diff, held, i, kept.wanted), dh)
-                return before, reduce(behind)[0]
+                grads, before = kept(self.one.gather_again(rows, i, kept.wanted), dh)
+                return before, reduce(grads)[0]
 
-            return self.in_row(layers[i], work, dh)
+            return self.one.in_row(rows, i, work, dh)
 
-        unroll = rounds_of(self.unroll, len(layers))
-        dh, grads = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True, unroll=unroll)
+        unroll = blocks_per_round(self.unroll, len(rows.layers))
+        dh, grads = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True, unroll=unroll)
         return grads, dh
 
-    def backward_input(
-        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, dh: jax.Array
-    ) -> tuple[PyTree, jax.Array]:
-        """(what `backward_weights` needs, gradient of the first block's input)."""
+    def backward_input(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+        """The first half of `backward`: (values for `backward_weights`, gradient of h)."""
 
-        def body(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+        def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             i, (kept, _) = own
 
             def work() -> tuple[jax.Array, PyTree]:
-                return self._halves(kept, diff, held, dh).input(self.again(diff, held, i, kept.wanted), dh)
+                unit = self.one.gather_again(rows, i, kept.wanted)
+                return self._split(kept, rows, dh).input_gradient(unit, dh)
 
-            return self.in_row(layers[i], work, dh)
+            return self.one.in_row(rows, i, work, dh)
 
-        dh, crossing = lax.scan(body, dh, (jnp.arange(len(layers)), saved), reverse=True)
+        dh, crossing = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True)
         return crossing, dh
 
-    def backward_weights(
-        self, diff: PyTree, held: PyTree, layers: jax.Array, saved: PyTree, crossing: PyTree, like: PyTree
-    ) -> PyTree:
-        """Gradients with respect to diff. like: of the shape and type of the gradient of the last block's output."""
+    def backward_weights(self, rows: Rows, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
+        """The second half of `backward`: gradients with respect to diff.
 
-        def body(_: None, own: PyTree) -> tuple[None, PyTree]:
+        crossing: the values from `backward_input`.
+        like: an array of the shape and type of dh.
+        """
+
+        def step(_: None, own: PyTree) -> tuple[None, PyTree]:
             i, (kept, reduce), crossing = own
 
             def work() -> tuple[None, PyTree]:
-                halves = self._halves(kept, diff, held, like)
-                reads, (wanted, treedef) = iter(halves.reads), jax.tree.flatten(kept.wanted)
+                split = self._split(kept, rows, like)
+                reads, (wanted, treedef) = iter(split.reads), jax.tree.flatten(kept.wanted)
                 chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
-                behind = halves.weights(jax.tree.leaves(self.again(diff, held, i, chosen)), crossing)
-                return None, reduce(behind)[0]
+                unit = self.one.gather_again(rows, i, chosen)
+                return None, reduce(split.weight_gradients(jax.tree.leaves(unit), crossing))[0]
 
-            return self.in_row(layers[i], work, None)
+            return self.one.in_row(rows, i, work, None)
 
-        return lax.scan(body, None, (jnp.arange(len(layers)), saved, crossing))[1]
+        return lax.scan(step, None, (jnp.arange(len(rows.layers)), saved, crossing))[1]
 
-    def _halves(self, kept: Kept, diff: PyTree, held: PyTree, grad: Any) -> Halves:
-        unit = jax.eval_shape(lambda: self.gather(at(diff, 0), at(held, 0), kept.wanted))
-        return halve(kept, unit, jax.eval_shape(lambda: grad))
+    def _split(self, kept: BlockResiduals, rows: Rows, grad: Any) -> SplitBackward:
+        unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))
+        return split_backward(kept, unit, jax.eval_shape(lambda: grad))

@@ -1,21 +1,22 @@
-"""The stack of blocks with its communication one block away from its computation (`parallel.prefetch`).
+"""Block prefetch (`parallel.prefetch: 1`): the communication of one block runs beside the computation of another.
 
-While block i computes, block i + 1 is gathered; in the backward pass the gradient of block i + 1 is reduced, and
-block i - 1 gathered: no computation in an iteration of either loop waits for a collective of the same iteration, so
-a scheduler can run them side by side. Differentiating a scan would gather each block right before its first use. Costs
-one more gathered block and one more block's gradients; saves two gathers, since the last two blocks are kept for the
-backward pass, which starts with both of them on the device anyway.
+This has nothing to do with prefetching batches, which is the data loader's. Figures: docs/plan.md.
 
-The first block's gather has no block to stand beside, nor has its reduction, the last one. They are in two parts: what
-the block reads late is gathered beside what reads the rest, and reduced beside what computes the rest's gradients.
+Forward: while block i computes, block i + 1 is gathered. Backward: while block i computes, the gradient of block i + 1
+is reduced and block i - 1 gathered. In a round of either loop no computation waits for a collective of the same round,
+so that XLA can run them side by side. (In a differentiated scan each block would be gathered right before it runs.)
+This costs the memory of one more gathered block and of one more block's gradients. It saves two gathers: the last two
+blocks stay gathered, because the backward pass starts with them.
 
-In a round of the backward pass the reduction is first. What follows it, the gather of the next block, and the sum of
-the shards over other axes, waits for it, and for the largest gradient of the block that computes: the reduction runs
-beside the one part of the block, these beside the other. Left alone, XLA gives collectives that are under way at once
-the time of one; and it takes those over several hosts for so slow (5 ms) that a round would begin with them, and with
-nothing beside the reduction. Figures: docs/plan.md.
-
-What rides along (`ends`: the head's tables) is gathered a slice a block, and its gradient reduced a slice a block.
+- The first block. Its gather has no other block to run beside, and neither has its reduction. Both are split in two:
+  the parameters that the block reads late are gathered while it computes with the others, and are reduced while it
+  computes the gradients of the others.
+- The order in a round of the backward pass. The reduction comes first. The gather of the next block, and the sum of
+  shards over other axes, wait for it, and for the largest gradient of the computing block. So the reduction runs beside
+  the first part of the computation, and the others beside the second. Without this order XLA would start all of them at
+  once, although they share the links; and it believes that a sum over hosts takes 5 ms, and would start it first.
+- The head. Its parameters are gathered a slice beside each block, and their gradients reduced likewise: see
+  `prefetch_embed_head.HeadSlices`.
 """
 
 import operator
@@ -30,38 +31,44 @@ from jax.tree_util import Partial
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.config.rules.xla_flags import names_given
+from jaxdist.jaxpr.walk import equations
 from jaxdist.mesh import AnyMesh, on_cpu
-from jaxdist.parallel.blocks.layers import AGAIN, Block, Blocks, Gather, at, put, rows_of, trained_leaves
-from jaxdist.parallel.blocks.prefetch_embed_head import Riders, first_reads
-from jaxdist.parallel.strategy import StrategyOptions
+from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, Rows, RunBlock, at, put, trained_leaves
+from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
+from jaxdist.parallel.options import StrategyOptions
 from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model, only
 
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
-COMBINED = 1.2  # of a block's bytes, that of a slice of the head included: what XLA makes one collective of
+COMBINED = 1.2  # XLA may combine collectives up to so many times a block's bytes: one block, and a slice of the head
 
 
 def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool] | None:
-    """What XLA:GPU is told beside a program that prefetches. To combine the collectives of one block, but not those of
-    two: its thresholds, 30 MiB, would leave each large parameter of a block to itself, to wait for its own moment. To
-    have two under way at once, or three with sums of shards. To take two rounds of a loop for one: what a round hands
-    to the next, a gathered block and gradients, would be copied. And to let computation run meanwhile, which it does by
-    itself only from Hopper on. A flag in XLA_FLAGS wins (not one in a file that it names). Figures: docs/plan.md."""
+    """Options of XLA:GPU for a program that prefetches blocks; None for another program. Figures: docs/plan.md.
+
+    - Combine the collectives of one block, but not those of two. XLA's own thresholds, 30 MiB, would leave every large
+      parameter apart.
+    - Run two collectives at once, or three where shards are summed too.
+    - Unroll loops by two. Otherwise a round would copy what it hands to the next: a gathered block, and gradients.
+    - Hide latency, which XLA does by itself only from Hopper on.
+
+    A flag in XLA_FLAGS wins, but not a flag in a file that XLA_FLAGS names.
+    """
     if not options.prefetch or not is_model(params) or on_cpu(mesh):
         return None
 
-    def gathered(leaf: Any) -> int:  # elements of one block's; what is no shard does not travel
+    def gathered(leaf: Any) -> int:  # elements, of one block; parameters that are no shards do not travel
         shard = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
         return shard * mesh.shape["fsdp"] if dim_of(leaf.sharding.spec, "fsdp") is not None else 0
 
     block = sum(map(gathered, jax.tree.leaves(params[STACKED])))
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
-    least, parts = 30 * 2**20, mesh.shape["fsdp"]  # the first: XLA's own
+    least, parts = 30 * 2**20, mesh.shape["fsdp"]  # the least is XLA's own threshold
     whole, sums = max(least, int(COMBINED * block * received)), max(least, int(COMBINED * block * reduced))
-    limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # it counts what comes out of them
+    limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # XLA counts the outputs of collectives
     if mesh.shape["data"] > 1:
-        limits["all_reduce"] = max(least, sums // parts)  # of shards
+        limits["all_reduce"] = max(least, sums // parts)  # sums shards
     sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in limits.items()}
     at_once = 3 if mesh.shape["data"] > 1 else 2
     told = {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}
@@ -69,42 +76,51 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     return {name: value for name, value in told.items() if f"--{name}" not in given}
 
 
-def known_after(tree: PyTree, i: jax.Array | int) -> jax.Array:
-    """i, which the compiler cannot know before it has the tree: it would gather what is outside of loops before all of
-    them, or once for both passes, and keep it. (Barriers are gone by the time that it combines collectives, and what a
-    loop has counted to it knows.) Read off a leaf that varies over the fewest axes, as what is gathered with i is of
-    i's type; the largest, since a small one may not have travelled."""
+def opaque_index(tree: PyTree, i: jax.Array | int) -> jax.Array:
+    """i, as a value that the compiler cannot know before it has the tree.
+
+    Otherwise it would move a gather of row i out in front of all loops, or do it once for both passes and keep the
+    result. A barrier does not help: barriers are gone when XLA combines collectives. The value is i + (one element of
+    the tree is infinite), and with infinities the step is lost anyway.
+    """
+    # i must not vary over more axes than the parameters that it gathers. Of leaves that vary over equally few axes the
+    # largest is the one that is most likely to have been communicated.
     leaf = min(jax.tree.leaves(tree), key=lambda leaf: (len(varying_axes(leaf)), -leaf.size))
-    lost = leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max  # infinity: then all is lost anyway
+    lost = leaf[(0,) * leaf.ndim] > jnp.finfo(leaf.dtype).max
     return i + lost.astype(jnp.result_type(i))
 
 
-def held_back(tree: PyTree, grads: PyTree) -> PyTree:
-    """The tree, which the compiler cannot have before it has the largest of these gradients: a small one may not have
-    travelled. Of two blocks outside of loops it would compute the first one's last, keep all that they are made of, and
-    have nothing left to hide their reduction behind. And of reductions that do not wait for each other it would make
-    one."""
+def order_after(tree: PyTree, grads: PyTree) -> PyTree:
+    """The tree, as values that the compiler cannot have before it has the largest of these gradients.
+
+    Otherwise, outside of loops, XLA would compute the first block's gradients last. It would keep everything that they
+    are computed from, have no computation left beside which to reduce them, and combine reductions that should follow
+    each other. Values become nan if an element of that gradient is infinite: then the step is lost anyway.
+    """
 
     def one(x: jax.Array) -> jax.Array:
-        axes = set(varying_axes(x))  # what varies over more would give x its type
+        axes = set(varying_axes(x))
+        # A gradient that varies over more axes would make x vary over them too.
         known = [leaf for leaf in jax.tree.leaves(grads) if set(varying_axes(leaf)) <= axes]
         if not known:
             return x
-        last = max(known, key=lambda leaf: leaf.size)
+        last = max(known, key=lambda leaf: leaf.size)  # a small one may not have been communicated at all
         return jnp.where(last[(0,) * last.ndim] > jnp.finfo(last.dtype).max, jnp.nan, x)
 
     return jax.tree.map(one, tree)
 
 
-def largest(grads: PyTree) -> list[jax.Array]:
-    """The largest of a block's gradients, if there are any: another may be the block's last, such as that of a norm,
-    which is all that a norm's parameters could wait for with tensor parallelism. They wait for none then."""
+def largest_gradient(grads: PyTree) -> list[jax.Array]:
+    """The largest of a block's gradients, or none of none: `order_after` this one alone waits for half of the block.
+
+    With tensor parallelism the largest gradient varies over `tensor`, so that a norm's parameters, which do not, cannot
+    wait for it. Given all gradients they would wait for a norm's, which may be the last that the block computes.
+    """
     return sorted(jax.tree.leaves(grads), key=lambda leaf: leaf.size)[-1:]
 
 
-def read_late(block: Block, unit: PyTree, *arguments: Any) -> PyTree:
-    """For each leaf of the unit whether block(unit, *arguments) reads it after others that make up to half of the
-    elements."""
+def read_late(block: RunBlock, unit: PyTree, *arguments: Any) -> PyTree:
+    """For each parameter whether block(unit, *arguments) reads it in the second half, counted by elements."""
     leaves, treedef = jax.tree.flatten(unit)
     order = jax.tree.leaves(first_reads(block, unit, *arguments))
     late, early, half = [True] * len(leaves), 0, sum(leaf.size for leaf in leaves) / 2
@@ -114,105 +130,122 @@ def read_late(block: Block, unit: PyTree, *arguments: Any) -> PyTree:
     return jax.tree.unflatten(treedef, late)
 
 
-def in_two(of: Blocks, diff: PyTree, held: PyTree, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
-    """What `Blocks.fetch` says of block 0, in two parts that cannot be combined. late: the leaves of the second gather,
-    and of the first reduction. What brings gradients back takes beside them what was reduced just before."""
+def split_first_fetch(one: OneBlock, rows: Rows, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
+    """`OneBlock.fetch` for block 0, in two parts that XLA cannot combine.
+
+    late: for each parameter, whether it is gathered in the second part, and its gradient reduced in the first.
+
+    The function that reduces takes (gradients, gradients that were reduced just before).
+    """
     early = jax.tree.map(operator.not_, late)
 
     def fetch(wanted: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
-        return of.fetch(only(wanted, diff), only(wanted, held), i, wanted)
+        parts = rows._replace(diff=only(wanted, rows.diff), captured=only(wanted, rows.captured))
+        return one.fetch(parts, i, wanted)
 
     def merged(first: PyTree, second: PyTree) -> PyTree:
         return jax.tree.map(lambda late, a, b: b if late else a, late, first, second)
 
-    def reduce(reduce_first: Any, reduce_second: Any, behind: list[jax.Array], before: PyTree) -> tuple[PyTree]:
-        flags: list[Any] = trained_leaves(late, diff)
-        own = [grad for grad, flag in zip(behind, flags, strict=True) if flag]
-        (ahead,) = reduce_second(held_back(own, before))
-        rest = [grad for grad, flag in zip(behind, flags, strict=True) if not flag]
-        (reduced,) = reduce_first(held_back(rest, ahead))
+    def reduce(reduce_first: Any, reduce_second: Any, grads: list[jax.Array], before: PyTree) -> tuple[PyTree]:
+        flags: list[Any] = trained_leaves(late, rows.diff)
+        own = [grad for grad, flag in zip(grads, flags, strict=True) if flag]
+        (ahead,) = reduce_second(order_after(own, before))
+        rest = [grad for grad, flag in zip(grads, flags, strict=True) if not flag]
+        (reduced,) = reduce_first(order_after(rest, ahead))
         return (merged(reduced, ahead),)
 
     first, reduce_first = fetch(early, 0)
     types = [set(varying_axes(leaf)) for leaf in jax.tree.leaves(jax.eval_shape(lambda: fetch(late, 0)[0]))]
-    # Large, for the gather of small ones is another; and of no other type than what is gathered with the index.
+    # The second part waits for a large parameter of the first, since XLA may gather small ones apart. It must not vary
+    # over other axes than the parameters of the second part: their index, and so they, would vary over these too.
     marks = [leaf for leaf in jax.tree.leaves(first) if all(set(varying_axes(leaf)) <= each for each in types)]
     mark = max(marks, key=lambda leaf: leaf.size, default=None)
-    second, reduce_second = fetch(late, 0 if mark is None else known_after(mark, 0))
+    second, reduce_second = fetch(late, 0 if mark is None else opaque_index(mark, 0))
     return merged(first, second), Partial(reduce, reduce_first, reduce_second)
 
 
-class _Ahead(NamedTuple):
-    """Both passes. inner, outer: blocks in loops, and outside. plain: a block, not rematerialised. riders, sums,
-    reduce_dtype: see `prefetched`."""
+class PrefetchedBlocks(NamedTuple):
+    """A `BlockRunner` that gathers each block while another one computes. h is (h, diff of the head's slices) before
+    the blocks, and (h, usable parameters of the head) after them.
 
-    inner: Blocks
-    outer: Blocks
-    plain: Block
-    riders: Riders
-    sums: Callable[[PyTree], PyTree] | None
+    inner, outer: blocks inside loops, and outside of them.
+    plain: a block without rematerialisation.
+    slices: the head's parameters.
+    reduce_dtype: the dtype that gradients are reduced in.
+    sums: what is done to a block's gradients besides their reduction, such as a sum over `data`; None for nothing.
+    """
+
+    inner: OneBlock
+    outer: OneBlock
+    plain: RunBlock
+    slices: HeadSlices
     reduce_dtype: Any
+    sums: Callable[[PyTree], PyTree] | None = None
 
-    def forward(
-        self, diff: PyTree, held: PyTree, layers: jax.Array, h: jax.Array, keys: PyTree, riding: PyTree
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        """((h, what rides, usable), what `backward` needs)."""
+    def through(self, rows: Rows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[jax.Array, PyTree]:
+        """(output of the last block, the head)."""
+        return self.forward(rows, h, keys)[0]
 
-        count = len(layers)
-        of = self.inner if count > 4 else self.outer  # a loop of one round is none, and rounds are taken by two
+    def forward(self, rows: Rows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+        """((output of the last block, the head), residuals for `backward`)."""
+        count, (x, sliced) = len(rows.layers), h
+        one = self.inner if count > 4 else self.outer  # XLA unrolls by two: up to 3 rounds leave no loop
 
         def turn(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-            h, _, unit, whole = carry
-            following, reduce_following = of.fetch(diff, held, i + 1)
-            whole, reduce_slice = self.riders.fetch(riding, whole, i)
-            h, kept = of.run(unit, diff, h, layers[i], keys)
-            return (h, unit, following, whole), (kept, reduce_following, reduce_slice)
+            x, _, unit, whole = carry
+            following, reduce_following = one.fetch(rows, i + 1)
+            whole, reduce_slice = self.slices.fetch(sliced, whole, i)
+            x, kept = one.run(unit, rows, i, x, keys)
+            return (x, unit, following, whole), (kept, reduce_following, reduce_slice)
 
-        shapes = jax.eval_shape(lambda: self.inner.fetch(diff, held, 0)[0])
-        first, reduce_first = in_two(self.inner, diff, held, read_late(self.plain, shapes, h, layers[0], keys))
-        saved, carry = None, (h, zeros_varying_like(first), first, self.riders.empty(riding))
+        shapes = jax.eval_shape(lambda: self.inner.fetch(rows, 0)[0])
+        late = read_late(self.plain, shapes, x, rows.layers[0], keys)
+        first, reduce_first = split_first_fetch(self.inner, rows, late)
+        saved, carry = None, (x, zeros_varying_like(first), first, self.slices.empty(sliced))
         if count > 1:
             carry, saved = lax.scan(turn, carry, jnp.arange(count - 1))
-        h, before, unit, whole = carry
-        whole, reduce_slice = self.riders.fetch(riding, whole, known_after(unit, count - 1))
-        h, end = self.outer.run(unit, diff, h, layers[-1], keys)
+        x, before, unit, whole = carry
+        whole, reduce_slice = self.slices.fetch(sliced, whole, opaque_index(unit, count - 1))
+        x, end = self.outer.run(unit, rows, -1, x, keys)
         units = only(end.wanted, unit), saved and only(saved[0].wanted, before)
-        return (h, whole), (diff, held, riding, saved, end, units, reduce_first, reduce_slice)
+        return (x, whole), (sliced, saved, end, units, reduce_first, reduce_slice)
 
-    def backward(self, residuals: PyTree, given: PyTree) -> tuple[PyTree, None, None, jax.Array, None, PyTree]:
-        """Gradients of the arguments of `forward`."""
-        (diff, held, riding, saved, end, (unit, before), reduce_first, reduce_last), (dh, dwhole) = residuals, given
-        count, grads, slices = rows_of(diff, held), self.stored(diff), self.stored(riding)
+    def backward(
+        self, rows: Rows, saved: PyTree, dh: tuple[jax.Array, PyTree]
+    ) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
+        """(gradients with respect to diff, gradients of h)."""
+        (sliced, saved, end, (unit, before), reduce_first, reduce_last), (dx, dwhole) = saved, dh
+        count, grads, slices = len(rows.layers), self.stored(rows.diff), self.stored(sliced)
 
-        def again(i: jax.Array | int, reduced: PyTree, own: PyTree, wanted: PyTree) -> PyTree:
+        def gather_again(i: jax.Array | int, reduced: PyTree, own: PyTree, wanted: PyTree) -> PyTree:
             with jax.named_scope(AGAIN):
-                return self.inner.gather(held_back(held_back(at(diff, i), reduced), largest(own)), at(held, i), wanted)
+                unit = order_after(order_after(at(rows.diff, i), reduced), largest_gradient(own))
+                return self.inner.gather(unit, at(rows.captured, i), wanted)
 
         def turn(carry: PyTree, i: jax.Array | int, saved: PyTree) -> PyTree:
-            (dh, unit, behind, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
-            (reduced,) = reduce_following(behind)
-            slices = self.riders.reduce(slices, i, reduce_slice, dwhole)
-            own, dh = kept(unit, dh)
-            before = None if isinstance(i, int) and i == 0 else again(i - 1, reduced, own, kept.wanted)
-            grads = put(grads, i + 1, self.summed(reduced, behind, own))
-            return dh, before, own, grads, slices
+            (dx, unit, following, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
+            (reduced,) = reduce_following(following)
+            slices = self.slices.reduce(slices, i, reduce_slice, dwhole)
+            own, dx = kept(unit, dx)
+            before = None if isinstance(i, int) and i == 0 else gather_again(i - 1, reduced, own, kept.wanted)
+            grads = put(grads, i + 1, self.summed(reduced, following, own))
+            return dx, before, own, grads, slices
 
-        slices = self.riders.reduce(slices, count - 1, reduce_last, dwhole)
-        behind, dh = end(unit, dh)
-        carry = held_back(dh, behind), before, behind, grads, slices
-        if count > 2:  # a scan of none would still be counted by who reads the program
+        slices = self.slices.reduce(slices, count - 1, reduce_last, dwhole)
+        own, dx = end(unit, dx)
+        carry = order_after(dx, own), before, own, grads, slices
+        if count > 2:  # readers of the program would count a scan of no rounds
             rounds = jnp.arange(count - 2, 0, -1)
             carry, _ = lax.scan(lambda carry, i: (turn(carry, i, at(saved, i)), None), carry, rounds)
         if count > 1:
             carry = turn(carry, 0, at(saved, 0))
-        dh, _, behind, grads, slices = carry
-        (reduced,) = reduce_first(behind, () if count == 1 else at(grads, 1))
-        grads = put(grads, 0, self.summed(reduced, behind, ()))
-        return as_types_of(diff, grads), None, None, dh, None, as_types_of(riding, slices)
+        dx, _, own, grads, slices = carry
+        (reduced,) = reduce_first(own, () if count == 1 else at(grads, 1))
+        grads = put(grads, 0, self.summed(reduced, own, ()))
+        return as_types_of(rows.diff, grads), (dx, as_types_of(sliced, slices))
 
     def stored(self, diff: PyTree) -> PyTree:
-        """Zeros for gradients with respect to diff, in the dtype in which they are reduced if that is narrower: nothing
-        is lost, and those of all blocks are there at the end."""
+        """Zeros for the gradients of all blocks, in the dtype of their reduction if that is narrower."""
         dtype = jnp.dtype(self.reduce_dtype)
 
         def zeros(leaf: jax.Array) -> jax.Array:
@@ -221,33 +254,18 @@ class _Ahead(NamedTuple):
         return jax.tree.map(zeros, diff)
 
     def summed(self, reduced: PyTree, whole: list[jax.Array], beside: PyTree) -> PyTree:
-        """A block's reduced gradients, which were whole, with what else is to be done to them. If they are shards now,
-        not before the largest of `beside` is there: gradients of the block that computes meanwhile."""
-        if self.sums is None or not jax.make_jaxpr(self.sums)(reduced).eqns:
+        """A block's reduced gradients after `sums`.
+
+        whole: the same gradients before their reduction.
+        beside: gradients of the block that computes meanwhile. If `reduced` are shards, their sums wait for the largest
+            of these.
+        """
+        if self.sums is None or not equations(jax.make_jaxpr(self.sums)(reduced)):
             return reduced
         shards = sum(leaf.size for leaf in jax.tree.leaves(reduced)) < sum(leaf.size for leaf in whole)
-        return self.sums(held_back(reduced, largest(beside)) if shards else reduced)
+        return self.sums(order_after(reduced, largest_gradient(beside)) if shards else reduced)
 
 
 def as_types_of(tree: PyTree, grads: PyTree) -> PyTree:
     """The gradients in the dtypes of the tree."""
     return jax.tree.map(lambda leaf, grad: grad.astype(leaf.dtype), tree, grads)
-
-
-def prefetched(
-    gather: Gather,
-    block: Block,
-    last: Block,
-    plain: Block,
-    riders: Riders,
-    reduce_dtype: Any,
-    sums: Callable[[PyTree], PyTree] | None = None,
-) -> Callable[..., tuple[jax.Array, PyTree]]:
-    """(diff, held, layers, h, keys, diff of what rides) -> (h, what rides, usable): a `Stack` that is differentiable
-    once, with respect to diff, h and what rides. What is differentiable in `gather` is what its backward reduces.
-    block: with whatever rematerialisation. last: the same, where it stands outside a loop. plain: without. sums:
-    what else is done to a block's gradients once they are reduced."""
-    ahead = _Ahead(Blocks(gather, block), Blocks(gather, last), plain, riders, sums, reduce_dtype)
-    stack = jax.custom_vjp(lambda *arguments: ahead.forward(*arguments)[0])
-    stack.defvjp(ahead.forward, ahead.backward)
-    return stack

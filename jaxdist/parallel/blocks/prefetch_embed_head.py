@@ -1,15 +1,16 @@
-"""Embedding and head of a model whose blocks are `prefetched`: their communication, too, away from the computation that
-needs it.
+"""Embedding and head around prefetched blocks: their communication, too, runs beside computation.
 
-Their tables are the largest parameters of a model with a large vocabulary. Gathered whole, as units, they would have no
-computation to hide behind: the embedding's stands before the first block, the head's after the last. So the embedding
-does not gather its tables: they rest as columns; every device looks up its columns of all devices' tokens, and an
-all-to-all brings each device all columns of its own tokens (tokens x width elements instead of vocabulary x width).
-And what the head reads is gathered in as many slices as there are blocks, one beside each block, and its gradient is
-reduced in the same slices beside the blocks of the backward pass.
+With a large vocabulary their tables are the largest parameters of a model. Gathered whole, they would have no
+computation to run beside: the embedding comes before the first block, the head after the last.
 
-Only under a strategy that gathers what it computes with (`regathers`). Where whole parameters are on the device anyway,
-embedding and head are used as they are.
+- The embedding is not gathered. Its parameters are sharded by columns: every device looks up its columns of the tokens
+  of all devices, and an all-to-all brings each device all columns of its own tokens. That sends tokens x width elements
+  instead of vocabulary x width.
+- The head's parameters are gathered in as many slices as there are blocks, one slice beside each block. Their gradients
+  are reduced in the same slices beside the blocks of the backward pass.
+
+Both are for strategies that gather parameters at each use (`regathers`). Other strategies have whole parameters on
+every device, and use embedding and head as they are.
 """
 
 import functools
@@ -24,27 +25,31 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes, all_gather, all_to_all, rank, zeros_varying_like
-from jaxdist.nn import ModelDef
-from jaxdist.parallel.strategy import Strategy, regathers
+from jaxdist.jaxpr.walk import equations
+from jaxdist.parallel.strategy import regathers
+from jaxdist.parallel.units import Units
 from jaxdist.specs import PyTree, dim_of, map_specs, only
 
-Gather = Callable[[PyTree], PyTree]
 
+class HeadSlices(NamedTuple):
+    """Parameters of the head in slices, of which each is gathered beside a block, and its gradient reduced beside one.
 
-class Riders(NamedTuple):
-    """What is gathered, and its gradient reduced, a slice beside each block. gather: of slices of diff -> usable
-    slices; its backward reduces. dims: the dim that each leaf is cut along. rounds: number of slices."""
+    gather: slices of diff -> slices ready for use. Its backward pass reduces gradients. For example:
+        lambda slices: jax.tree.map(lambda leaf: all_gather(leaf, "fsdp", dim=0), slices)
+    dims: the dim that each leaf is cut along.
+    rounds: the number of slices.
+    """
 
-    gather: Gather
+    gather: Callable[[PyTree], PyTree]
     dims: PyTree
     rounds: int
 
     def empty(self, diff: PyTree) -> PyTree:
-        """Zeros in the place of what is usable."""
+        """Zeros in the place of the whole parameters."""
         return zeros_varying_like(jax.eval_shape(self.gather, diff))
 
     def cut(self, tree: PyTree, i: jax.Array | int) -> PyTree:
-        """Slice i of every leaf. Where the rounds do not divide a dim, the last slices share elements."""
+        """Slice i of every leaf. If `rounds` does not divide a dim, the last slices share elements."""
 
         def one(dim: int, leaf: jax.Array) -> jax.Array:
             start, size = self._place(leaf.shape[dim], i)
@@ -62,12 +67,12 @@ class Riders(NamedTuple):
         return jax.tree.map(one, self.dims, tree, slices)
 
     def fetch(self, diff: PyTree, whole: PyTree, i: jax.Array | int) -> tuple[PyTree, Callable[..., Any]]:
-        """(whole, with slice i gathered; what brings the gradients of that slice back to diff)."""
+        """(whole parameters, with slice i gathered; function that reduces the gradients of that slice)."""
         found, reduce = jax.vjp(self.gather, self.cut(diff, i))
         return self.paste(whole, i, found), reduce
 
     def reduce(self, grads: PyTree, i: jax.Array | int, reduce: Callable[..., Any], whole: PyTree) -> PyTree:
-        """The gradients, with those of slice i brought back to diff. whole: gradients of what is usable."""
+        """The gradients with respect to diff, with slice i reduced. whole: gradients of the whole parameters."""
         return self.paste(grads, i, *reduce(self.cut(whole, i)))
 
     def _place(self, length: int, i: jax.Array | int) -> tuple[jax.Array | int, int]:
@@ -76,9 +81,11 @@ class Riders(NamedTuple):
         return start, size
 
 
-def riding_dims(specs: PyTree, diff: PyTree, read: PyTree, rounds: int) -> PyTree:
-    """For each leaf the dim that it is cut along, -1 where it does not ride: it is no shard over fsdp, is not trained,
-    not read, or has no other dim that is long enough."""
+def dims_of_slices(specs: PyTree, diff: PyTree, read: PyTree, rounds: int) -> PyTree:
+    """For each leaf the dim that it is cut along; -1 for a leaf without slices.
+
+    Such a leaf is no shard over fsdp, is not trained, is not read, or has no other dim that is long enough.
+    """
 
     def one(spec: P, leaf: Any, first: float) -> int:
         shard = dim_of(spec, "fsdp")
@@ -91,12 +98,12 @@ def riding_dims(specs: PyTree, diff: PyTree, read: PyTree, rounds: int) -> PyTre
 
 
 def first_reads(function: Callable[..., Any], tree: PyTree, *arguments: Any) -> PyTree:
-    """For each leaf of the tree the number of the first equation of function(tree, *arguments) that reads it; infinity
-    where none does."""
+    """For each leaf the number of the first equation of function(tree, *arguments) that reads it; infinity if none
+    does."""
     leaves, treedef = jax.tree.flatten(tree)
     traced = jax.make_jaxpr(lambda leaves: function(jax.tree.unflatten(treedef, leaves), *arguments))(leaves).jaxpr
     first: dict[Any, float] = {}
-    for i, variables in enumerate([*(equation.invars for equation in traced.eqns), traced.outvars]):
+    for i, variables in enumerate([*(equation.invars for equation in equations(traced)), traced.outvars]):
         for var in variables:
             if not isinstance(var, Literal):
                 first.setdefault(var, i)
@@ -106,8 +113,10 @@ def first_reads(function: Callable[..., Any], tree: PyTree, *arguments: Any) -> 
 def only_read(
     gather: Callable[[PyTree | None], PyTree], head: Callable[..., Any], own: PyTree, h: jax.Array, batch: PyTree
 ) -> PyTree:
-    """The embedding's unit for a tied head(own, unit, h, batch), which reads a part of it: zeros in the place of the
-    others. gather: what is wanted (None: all) -> that of the unit, usable."""
+    """The embedding's parameters that a tied head(own, embedding, h, batch) reads, and zeros in place of the others.
+
+    gather: which parameters are wanted, or None for all -> these parameters, ready for use.
+    """
     shapes = jax.eval_shape(lambda: gather(None))
     read = first_reads(lambda unit: head(own, unit, h, batch), shapes)
     wanted = jax.tree.map(math.isfinite, read)
@@ -116,7 +125,7 @@ def only_read(
 
 
 def by_columns(specs: PyTree, shapes: PyTree) -> bool:
-    """Whether all parameters of the embedding rest as columns, or can be cut into them."""
+    """Whether all parameters of the embedding are sharded by columns, or can be."""
     if not active_axes("fsdp"):
         return False
 
@@ -130,15 +139,18 @@ def by_columns(specs: PyTree, shapes: PyTree) -> bool:
 
 
 def without_fsdp(specs: PyTree) -> PyTree:
-    """The specs of columns that stay where they are."""
+    """The specs without fsdp: columns that are not gathered."""
     return map_specs(lambda spec: P(*(None if entry == "fsdp" else entry for entry in spec)), specs)
 
 
 def embed_columns(
     embed: Callable[..., jax.Array], specs: PyTree, params: PyTree, batch: PyTree, keys: PyTree
 ) -> jax.Array:
-    """h [b, S, D] of this device's samples. embed: (params, batch, keys) -> h, which works column by column. params:
-    usable columns, or whole leaves where the spec does not name fsdp."""
+    """h [b, S, D] of this device's samples.
+
+    embed: (params, batch, keys) -> h, where each column of h depends on the same column of the parameters.
+    params: columns ready for use; whole leaves where the spec does not name fsdp.
+    """
     n = lax.axis_size("fsdp")
 
     def own(spec: P, leaf: jax.Array) -> jax.Array:
@@ -156,64 +168,58 @@ def embed_columns(
     return all_to_all(h, "fsdp", split_dim=0, concat_dim=h.ndim - 1)
 
 
-class Ends(NamedTuple):
-    """Embedding and head around a prefetched stack. units: specs of units. use: as `program._use`, without its first
-    arguments. embed: (diff, held, batch) -> h, where it cannot work by columns. head: (diff, held, h, batch) -> (sum,
-    weight), where nothing rides. run: (name, function, *arguments) -> what it returns, as `program._run`."""
+class EmbedAndHead(NamedTuple):
+    """Embedding and head around prefetched blocks.
 
-    model: ModelDef
-    strategy: Strategy
-    units: PyTree
-    use: Callable[..., PyTree]
+    embed: (diff of the embedding, captured of it, batch) -> h, for an embedding that cannot work by columns.
+    head: (diff, captured, h, batch) -> (loss sum, weight sum), for a head without slices.
+    """
+
+    units: Units
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
-    run: Callable[..., Any]
 
-    def whole(self, usable: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        """The head: (sum, weight), from usable units."""
-        found: tuple[jax.Array, jax.Array] = self.run(
-            "head", self.model.head, usable["head"], usable.get("embed"), h, batch
-        )
-        return found
-
-    def embedded(self, diff: PyTree, held: PyTree, batch: PyTree) -> jax.Array:
-        """h of this device's samples."""
-        specs = self.units["embed"]
+    def embedded(self, diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
+        """h of this device's samples. diff, captured: of the embedding."""
+        units, specs = self.units, self.units.specs["embed"]
         columns = without_fsdp(specs)
 
         def usable() -> PyTree:
             with jax.named_scope("embed"):
-                return self.strategy.gather(diff["embed"], held["embed"], columns)
+                return units.strategy.gather(diff, captured, columns)
 
-        apart = self.model.columns and regathers(self.strategy, specs)
+        apart = units.model.columns and regathers(units.strategy, specs)
         if not apart or not by_columns(specs, jax.eval_shape(usable)):
-            return self.embed(diff, held, batch)
-        embed = functools.partial(self.run, "embed", self.model.embed)
+            return self.embed(diff, captured, batch)
+        embed = functools.partial(units.run, "embed", units.model.embed)
         return embed_columns(embed, specs, usable(), batch, batch["keys"])
 
-    def riders(self, diff: PyTree, held: PyTree, h: jax.Array, batch: PyTree) -> tuple[Riders, PyTree, Any]:
-        """(what rides, its diff, (usable units of the head, from what rode) -> (sum, weight) given h)."""
-        names = ("head", "embed") if self.model.tied else ("head",)
-        units, own, rest = ({name: tree[name] for name in names} for tree in (self.units, diff, held))
-        if not regathers(self.strategy, units):
-            return Riders(lambda tree: tree, {}, self.model.layers), {}, lambda _, h: self.head(diff, held, h, batch)
+    def slices(self, diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> tuple[HeadSlices, PyTree, Any]:
+        """(the head's slices, their diff, function (gathered slices, h) -> (loss sum, weight sum))."""
+        units, names, rounds = self.units, self.units.head_units, self.units.model.layers
+        specs, own, rest = ({name: tree[name] for name in names} for tree in (units.specs, diff, captured))
+        if not regathers(units.strategy, specs):
+            return HeadSlices(lambda tree: tree, {}, rounds), {}, lambda _, h: self.head(diff, captured, h, batch)
 
         def gather(tree: PyTree, wanted: PyTree) -> PyTree:
-            return {name: self.use(name, tree[name], rest[name], wanted[name]) for name in names}
+            return {name: units.gather(name, tree[name], rest[name], wanted[name]) for name in names}
 
-        every = map_specs(lambda _: True, units)
+        def loss(usable: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+            return units.run_head(usable["head"], usable.get("embed"), h, batch)
+
+        every = map_specs(lambda _: True, specs)
         shapes = jax.eval_shape(lambda: gather(own, every))
-        read = first_reads(self.whole, shapes, h, batch)
-        dims = riding_dims(units, own, read, self.model.layers)
-        ride = jax.tree.map(lambda dim: dim >= 0, dims)
+        read = first_reads(loss, shapes, h, batch)
+        dims = dims_of_slices(specs, own, read, rounds)
+        cut = jax.tree.map(lambda dim: dim >= 0, dims)
         apart = jax.tree.map(lambda dim, first: dim < 0 and math.isfinite(first), dims, read)
-        riders = Riders(lambda tree: gather(tree, ride), only(ride, dims), self.model.layers)
+        slices = HeadSlices(lambda tree: gather(tree, cut), only(cut, dims), rounds)
 
-        def head(rode: PyTree, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def pick(rides: bool, needed: bool, shape: Any, whole: Any, part: Any) -> jax.Array:
-                return whole if rides else part if needed else zeros_varying_like(shape)
+        def head(whole: PyTree, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def pick(is_cut: bool, needed: bool, shape: Any, whole: Any, part: Any) -> jax.Array:
+                return whole if is_cut else part if needed else zeros_varying_like(shape)
 
-            usable = jax.tree.map(pick, ride, apart, shapes, rode, gather(own, apart))
-            return self.whole(usable, h, batch)
+            usable = jax.tree.map(pick, cut, apart, shapes, whole, gather(own, apart))
+            return loss(usable, h, batch)
 
-        return riders, only(ride, own), head
+        return slices, only(cut, own), head

@@ -1,1 +1,1 @@
-"""Pipelines: tables of ticks, stages, and the loop that runs a table."""
+"""Pipelines: schedule tables, the assignment of blocks to stages, and the loop that runs a table."""

@@ -1,11 +1,12 @@
-"""Run the table of a pipeline: one scan over ticks. In a tick each stage computes what its row says, or nothing; then
-all stages send to their neighbours.
+"""The loop that runs a schedule table of a pipeline: one scan over ticks.
 
-What differs from stage to stage stands in `lax.cond`, so that a stage without work does none; sends stand outside,
-because all stages take part in them. Collectives inside (over `fsdp` and `tensor`, of a block) are among devices of one
-stage, which all take the same branch.
+In a tick each stage computes what its row of the table says, or nothing; then all stages send to their neighbours. Work
+is inside `lax.cond`, so that a stage without work does none. Sends are outside, because all stages take part in them.
+A block's collectives over `fsdp` and `tensor` may be inside: they connect devices of one stage, which take the same
+branch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,16 +16,18 @@ import numpy as np
 from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zeros_varying_like
+from jaxdist.config.rules.pipeline import refuse_stages
+from jaxdist.config.rules.remat import refuse_split_backward
 from jaxdist.errors import UserError
 from jaxdist.parallel.blocks.branch import Choose, Packing, by_condition, by_mask, packing_of, typed_like
-from jaxdist.parallel.blocks.layers import at, put, rows_of
-from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate
-from jaxdist.parallel.schedule import Program, Seed, Stages, seeded_loss
+from jaxdist.parallel.blocks.layers import Rows, ScannedBlocks, at, put
+from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate_slots
+from jaxdist.parallel.schedule import Program, Schedule, Seed, Stages, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import STACKED, PyTree
 
 EMBED = "embed"
-# Scopes, by which the ledger tells the work of a tick apart, and its sends.
+# Scopes by which the ledger recognises the work of a tick, and its sends.
 FORWARD, BACKWARD, TO_NEXT, TO_BEFORE = "pipeline_forward", "pipeline_backward", "pipeline.next", "pipeline.before"
 
 
@@ -39,31 +42,31 @@ def virtual_stage(chunk: jax.Array | int) -> jax.Array | int:
 
 
 def blocks_of_chunk(
-    diff: PyTree, held: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
-) -> tuple[PyTree, PyTree, jax.Array]:
-    """The rows of one chunk of stacked blocks, of diff and held, and the numbers of their blocks, from 1, 0 where a row
-    holds none: [rows]. counts: as `ModelDef.stages`."""
+    diff: PyTree, captured: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
+) -> Rows:
+    """One chunk of this stage's stacked blocks. counts: as `ModelDef.stages`."""
     if counts and len(counts) != chunks * stages_of_mesh():
         raise UserError(
             f"mesh.pipe: {stages_of_mesh()} is given, but the model was arranged for"
             f" {len(counts) // chunks} stages, with blocks={list(counts)}; give both the same"
         )
     if chunks > 1:
-        diff, held = at(cut((diff, held), chunks), chunk)
-    row, number = jnp.arange(rows_of(diff, held), dtype=jnp.int32), virtual_stage(chunk)
+        diff, captured = at(cut_into_chunks((diff, captured), chunks), chunk)
+    length = jax.tree.leaves((diff, captured))[0].shape[0]
+    row, number = jnp.arange(length, dtype=jnp.int32), virtual_stage(chunk)
     if not counts:
-        return diff, held, 1 + number * len(row) + row
+        return Rows(diff, captured, 1 + number * len(row) + row)
     before, count = jnp.asarray([np.cumsum(counts) - counts, counts], jnp.int32)[:, number]
-    return diff, held, jnp.where(row < count, 1 + before + row, 0)
+    return Rows(diff, captured, jnp.where(row < count, 1 + before + row, 0))
 
 
-def cut(blocks: PyTree, chunks: int) -> PyTree:
+def cut_into_chunks(blocks: PyTree, chunks: int) -> PyTree:
     """Stacked blocks [K, ...] as [chunks, K / chunks, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), blocks)
 
 
 def relay(run: Callable[[jax.Array, jax.Array | int], jax.Array], h: jax.Array, chunks: int) -> jax.Array:
-    """h after all blocks, one stage after the other, on the first stage: for evaluation. run: (h, chunk) -> h."""
+    """h after the blocks of all stages, on the first stage: for evaluation. run: (h, chunk) -> h."""
     if not active_axes("pipe") and chunks == 1:
         return run(h, 0)
     stage, count, h = rank("pipe"), stages_of_mesh(), to_varying(h, ("pipe",))
@@ -85,8 +88,11 @@ def on_first_stage(function: Callable[[jax.Array], PyTree], h: jax.Array) -> PyT
 
 
 def send(x: jax.Array, places: int, *, ring: bool, used: int | None = None) -> jax.Array:
-    """x of the stage before (1) or after (-1); on the stage without one zeros, unless stages form a ring. used: how
-    many of a loop's sends across a boundary carry what is used, for the ledger; None: all."""
+    """x of the stage before (places=1) or after (-1).
+
+    ring: whether the first and the last stage are neighbours. Otherwise one of them receives zeros.
+    used: how many of a loop's sends across a boundary the receiver uses, for the ledger; None for all.
+    """
     count = stages_of_mesh()
     if count == 1:
         return x
@@ -96,20 +102,20 @@ def send(x: jax.Array, places: int, *, ring: bool, used: int | None = None) -> j
 
 
 class _Row(NamedTuple):
-    """What this stage does in a tick: numbers, -1 for nothing. With all ticks, [T]."""
+    """The work of this stage in a tick: numbers, -1 for none. With a leading dim [T], the work in all ticks."""
 
-    forward: jax.Array  # of the microbatch
+    forward: jax.Array  # the microbatch
     forward_chunk: jax.Array
     forward_slot: jax.Array
     backward: jax.Array
     backward_chunk: jax.Array
     backward_slot: jax.Array
-    cotangent_slot: jax.Array  # where backward writes
+    cotangent_slot: jax.Array  # written by backward
     weights: tuple["_Weights", ...]
 
 
 class _Weights(NamedTuple):
-    """Gradients of parameters that wait for a place in a tick."""
+    """The gradients of parameters (W) that this stage computes in a tick."""
 
     microbatch: jax.Array
     chunk: jax.Array
@@ -118,9 +124,15 @@ class _Weights(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What goes from tick to tick. kept: residuals, a leading dim of slots; crossing: what B leaves to W; late: the
-    gradient of the head's input, one place or as many as residuals. grads: in the accumulation dtype. totals: loss sum
-    and weight sum."""
+    """The state that a stage hands from tick to tick.
+
+    h, dh: received from the stages before and after.
+    kept: residuals of F, with a leading dim of slots.
+    crossing: the values that B hands to W, with a leading dim of slots.
+    late: the gradient of the head's input: one slot, or as many as for residuals.
+    grads: gradients with respect to diff, in the accumulation dtype.
+    totals: (loss sum, weight sum).
+    """
 
     h: jax.Array
     dh: jax.Array
@@ -131,27 +143,42 @@ class _State(NamedTuple):
     totals: tuple[jax.Array, jax.Array]
 
 
+def pipeline_schedule(table: Callable[[int, int, int], Ticks]) -> Schedule:
+    """The schedule that runs a table over the mesh axis `pipe`.
+
+    table: (stages, microbatches, chunks) -> table. For example, in `schedules/gpipe.py`:
+
+        gpipe = pipeline_schedule(table)
+    """
+    return functools.partial(run_ticks, table)
+
+
 def run_ticks(
     table: Callable[[int, int, int], Ticks],
     program: Program,
     diff: PyTree,
-    held: PyTree,
+    captured: PyTree,
     microbatches: PyTree,
     *,
     seed: Seed,
     reduce_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Run the table for this mesh and these microbatches. What a `Schedule` returns: loss and weight are the last
-    stage's, gradients those of each stage's own parameters and of what it used of embedding and head."""
+    """Run the table for this mesh and these microbatches, as a `Schedule` does.
+
+    Loss and weight are returned on the last stage. Gradients are those of a stage's own blocks, and of embedding and
+    head as far as the stage used them.
+    """
     if program.stages is None:
-        raise UserError(
-            "schedule: pipelines run models of jaxdist.nn layers, without prefetch and offload; take"
-            " schedule='accumulate' for a loss_fn, prefetch=0 and another remat for a model"
+        refuse_stages(
+            "parallel.prefetch: 1, memory.remat: 'offload', or a loss_fn of your own",
+            allowed="parallel.schedule=accumulate; or a model of jaxdist.nn layers without these two",
         )
     stages = program.stages
     ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)
     choose = by_condition if stages.conditions else by_mask
-    machine = _Machine(ticks, allocate(ticks), stages, diff, held, microbatches, seed, reduce_dtype, choose, None)
+    machine = _Machine(
+        ticks, allocate_slots(ticks), stages, diff, captured, microbatches, seed, reduce_dtype, choose, None
+    )
     start, packing = machine.start()
     machine = machine._replace(packing=packing)
 
@@ -162,7 +189,7 @@ def run_ticks(
             state = machine.backward(state, row)
             for work in row.weights:
                 state = machine.weights(state, work)
-        # In a ring from the last stage on to the first one's next chunk, and so all boundaries together.
+        # With chunks, what the last stage sends goes on to the next chunk of the first one.
         ring, used = ticks.chunks > 1, ticks.microbatches * ticks.chunks
         h, dh = (send(x, places, ring=ring, used=used) for x, places in ((state.h, 1), (state.dh, -1)))
         return state._replace(h=h, dh=dh), None
@@ -172,11 +199,13 @@ def run_ticks(
 
 
 class _Machine(NamedTuple):
+    """The constants of the loop, and the work of a tick as functions state -> state."""
+
     ticks: Ticks
     slots: Slots
     stages: Stages
     diff: PyTree
-    held: PyTree
+    captured: PyTree
     microbatches: PyTree
     seed: Seed
     reduce_dtype: Any
@@ -184,7 +213,7 @@ class _Machine(NamedTuple):
     packing: Any
 
     def rows(self) -> _Row:
-        """Of this stage, all ticks."""
+        """The work of this stage in all ticks."""
         residuals, cotangents = self.slots.residuals, self.slots.cotangents
 
         def own(*tables_TS: np.ndarray) -> list[jax.Array]:
@@ -203,34 +232,34 @@ class _Machine(NamedTuple):
         return _Row._make([*plain, weights])
 
     def start(self) -> tuple[_State, Packing]:
-        """(zeros, of the types that they will have; how what is kept goes into them)."""
+        """(state of zeros, packing of residuals)."""
 
         def zeros(leaf: Any, *places: int) -> jax.Array:
             return to_varying(jnp.zeros((*places, *leaf.shape), leaf.dtype), {*varying_axes(leaf), "pipe"})
 
         batch = at(self.microbatches, 0)
-        h = zeros(jax.eval_shape(self.stages.embed, self.diff, self.held, batch))
+        h = zeros(jax.eval_shape(self._embed, self.diff[EMBED], batch))
         _, saved = jax.eval_shape(self._run_blocks, h, batch, jnp.zeros((), jnp.int32))
         packing = packing_of(saved)
         kept = [zeros(leaf, self.slots.residuals.size) for leaf in jax.eval_shape(packing.pack, saved)]
         crossing: PyTree = ()
         if self.ticks.weights.shape[2]:
-            blocks = self._chunks(jnp.zeros((), jnp.int32))
-            shapes, _ = jax.eval_shape(self.stages.blocks.backward_input, *blocks, saved, h)
+            blocks = self._rows(jnp.zeros((), jnp.int32))
+            shapes, _ = jax.eval_shape(self._scanned.backward_input, blocks, saved, h)
             crossing = jax.tree.map(lambda leaf: zeros(leaf, self.slots.cotangents.size), shapes)
         late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
         grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
-        totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.held, h, batch))
+        totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.captured, h, batch))
         return _State(h, h, kept, crossing, late, grads, totals), packing
 
     def forward(self, state: _State, row: _Row) -> _State:
-        """The state after the forward work of a tick: `h` is what the next stage is to get."""
+        """The state after F: `h` is sent to the next stage."""
         first = (rank("pipe") == 0) & (row.forward_chunk == 0)
         last = (rank("pipe") == self.ticks.stages - 1) & (row.forward_chunk == self.ticks.chunks - 1)
 
         def work() -> _State:
             batch = at(self.microbatches, row.forward)
-            embedded = lambda: typed_like(self.stages.embed(self.diff, self.held, batch), state.h)  # noqa: E731
+            embedded = lambda: typed_like(self._embed(self.diff[EMBED], batch), state.h)  # noqa: E731
             h, saved = self._run_blocks(self.choose(first, embedded, lambda: state.h), batch, row.forward_chunk)
             after = state._replace(h=h, kept=put(state.kept, row.forward_slot, self.packing.pack(saved)))
             return self.choose(last, lambda: typed_like(self._run_head(after, batch, row), state), lambda: after)
@@ -238,16 +267,16 @@ class _Machine(NamedTuple):
         return self.choose(row.forward >= 0, lambda: typed_like(work(), state), lambda: state)
 
     def backward(self, state: _State, row: _Row) -> _State:
-        """The state after the backward work of a tick: `dh` is what the stage before is to get."""
+        """The state after B: `dh` is sent to the stage before."""
         first = (rank("pipe") == 0) & (row.backward_chunk == 0)
         last = (rank("pipe") == self.ticks.stages - 1) & (row.backward_chunk == self.ticks.chunks - 1)
 
         def work() -> _State:
             loss = at(state.late, row.backward_slot if self.slots.late_loss else 0)
             saved = self.packing.unpack(at(state.kept, row.backward_slot))
-            parts = *self._chunks(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
+            parts = self._rows(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
             if row.weights:
-                crossing, dh = self.stages.blocks.backward_input(*parts)
+                crossing, dh = self._scanned.backward_input(*parts)
                 after = state._replace(dh=dh, crossing=put(state.crossing, row.cotangent_slot, crossing))
             else:
                 grads, dh = self.stages.blocks.backward(*parts)
@@ -257,24 +286,31 @@ class _Machine(NamedTuple):
         return self.choose(row.backward >= 0, lambda: typed_like(work(), state), lambda: state)
 
     def weights(self, state: _State, work: _Weights) -> _State:
-        """The state with the gradients of the blocks' parameters of one microbatch."""
+        """The state after W: the gradients of the blocks' parameters of one microbatch are added."""
 
         def add() -> _State:
             saved = self.packing.unpack(at(state.kept, work.slot))
             crossing = at(state.crossing, work.cotangent_slot)
-            grads = self.stages.blocks.backward_weights(*self._chunks(work.chunk), saved, crossing, state.dh)
+            grads = self._scanned.backward_weights(self._rows(work.chunk), saved, crossing, state.dh)
             return state._replace(grads=self._add_blocks(state.grads, grads, work.chunk))
 
         return self.choose(work.microbatch >= 0, lambda: typed_like(add(), state), lambda: state)
 
+    @property
+    def _scanned(self) -> ScannedBlocks:
+        """The blocks, whose backward pass can be split."""
+        if not isinstance(self.stages.blocks, ScannedBlocks):
+            refuse_split_backward()
+        return self.stages.blocks
+
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
-        return self.stages.blocks.forward(*self._chunks(chunk), h, batch["keys"])
+        return self.stages.blocks.forward(self._rows(chunk), h, batch["keys"])
 
     def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
-        """With the loss of the microbatch, and its gradients with respect to the head and to what the head reads."""
+        """The state with the loss of a microbatch, and its gradients with respect to the head and the head's input."""
 
         def seeded(units: PyTree, h: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            loss, weight = self.stages.head({**self.diff, **units}, self.held, h, batch)
+            loss, weight = self.stages.head(self.diff | units, self.captured, h, batch)
             return seeded_loss(loss, self.seed), (loss, weight)
 
         units = {name: self.diff[name] for name in self.stages.head_units}
@@ -283,29 +319,31 @@ class _Machine(NamedTuple):
         totals = jax.tree.map(jnp.add, state.totals, totals)
         return state._replace(late=late, totals=totals, grads=self._added(state.grads, grads))
 
+    def _embed(self, diff: PyTree, batch: PyTree) -> jax.Array:
+        return self.stages.embed(diff, self.captured[EMBED], batch)
+
     def _pull_embed(self, state: _State, row: _Row) -> _State:
         batch = at(self.microbatches, row.backward)
-        embed = lambda unit: self.stages.embed({**self.diff, EMBED: unit}, self.held, batch)  # noqa: E731
-        (grads,) = jax.vjp(embed, self.diff[EMBED])[1](state.dh)
+        (grads,) = jax.vjp(functools.partial(self._embed, batch=batch), self.diff[EMBED])[1](state.dh)
         return state._replace(grads=self._added(state.grads, {EMBED: grads}))
 
     def _added(self, total: PyTree, grads: PyTree) -> PyTree:
-        """The total, with the units of `grads` added."""
+        """The total plus `grads`, which may lack units."""
         wide = accumulation_dtype(self.reduce_dtype)
         return total | {
             name: jax.tree.map(lambda leaf, grad: leaf + grad.astype(wide), total[name], unit)
             for name, unit in grads.items()
         }
 
-    def _chunks(self, chunk: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
-        """The blocks of one chunk, of diff and held, and their numbers."""
+    def _rows(self, chunk: jax.Array) -> Rows:
+        """See `blocks_of_chunk`."""
         chunks, counts = self.ticks.chunks, self.stages.counts
-        return blocks_of_chunk(self.diff[STACKED], self.held[STACKED], chunk, chunks=chunks, counts=counts)
+        return blocks_of_chunk(self.diff[STACKED], self.captured[STACKED], chunk, chunks=chunks, counts=counts)
 
     def _add_blocks(self, total: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
         if self.ticks.chunks == 1:
             return self._added(total, {STACKED: grads})
-        whole = cut(total[STACKED], self.ticks.chunks)
+        whole = cut_into_chunks(total[STACKED], self.ticks.chunks)
         (sums,) = self._added({STACKED: at(whole, chunk)}, {STACKED: grads}).values()
         blocks = jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), put(whole, chunk, sums), total[STACKED])
         return {**total, STACKED: blocks}

@@ -1,8 +1,8 @@
-"""In which order blocks rest, for stages whose blocks lie apart or are not equally many.
+"""The assignment of blocks to pipeline stages: the order in which blocks are stored.
 
-The rows of stacked blocks are cut over `pipe` in equal, neighbouring parts. With v chunks, chunk c of stage s is
-virtual stage c S + s, so that a stage's rows are blocks from v places of the model. Where virtual stages have different
-numbers of blocks, each has as many rows as the largest; the rows that are left hold zeros, and are never read.
+The rows of stacked blocks are sharded over `pipe` in equal, neighbouring parts. With v chunks, chunk c of stage s is
+virtual stage c S + s, so that a stage stores blocks from v places of the model. If virtual stages have different
+numbers of blocks, each of them has as many rows as the largest. Rows without a block contain zeros, and are never read.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ from jaxdist.specs import STACKED, PyTree
 
 
 def order_of_blocks(layers: int, *, stages: int, chunks: int = 1, blocks: Sequence[int] = ()) -> np.ndarray:
-    """The block that each row holds, -1 for none: [rows]. blocks: see `arrange`. Raises `UserError`: see
-    `check_stages`."""
+    """The block in each row, -1 for none: [rows]. blocks: see `arrange`. Raises `UserError` as `check_stages` does."""
     check_stages(blocks, layers=layers, stages=stages, chunks=chunks)
     counts = np.asarray(blocks or [layers // (stages * chunks)] * (stages * chunks))
     first, row = np.cumsum(counts) - counts, np.arange(counts.max())
@@ -27,13 +26,13 @@ def order_of_blocks(layers: int, *, stages: int, chunks: int = 1, blocks: Sequen
 
 
 def rows_of_blocks(order: np.ndarray) -> np.ndarray:
-    """The row that each block rests in, [layers]: the inverse of `order_of_blocks`."""
+    """The row of each block, [layers]: the inverse of `order_of_blocks`."""
     rows = np.flatnonzero(order >= 0)
     return rows[np.argsort(order[rows])]
 
 
 def take_rows(leaf: jax.Array, which: np.ndarray, *, dim: int = 0) -> jax.Array:
-    """Rows `which` of one dim, as `leaf.take` has them; zeros where `which` is -1."""
+    """Rows `which` of one dim, as `leaf.take` returns them; zeros where `which` is -1."""
     rows = leaf[(slice(None),) * dim + (which,)]
     if (which >= 0).all():
         return rows
@@ -41,18 +40,22 @@ def take_rows(leaf: jax.Array, which: np.ndarray, *, dim: int = 0) -> jax.Array:
 
 
 def arrange_rows(blocks: PyTree, order: np.ndarray) -> PyTree:
-    """Leaves [layers, ...], in the order of the model, as they rest: [rows, ...]. order: see `order_of_blocks`."""
+    """Leaves [layers, ...], in the order of the model, in the order of storage: [rows, ...].
+
+    order: from `order_of_blocks`.
+    """
     return jax.tree.map(lambda leaf: take_rows(leaf, order), blocks)
 
 
 def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[int] = ()) -> ModelDef:
-    """The model with its blocks as `stages` stages of `chunks` chunks need them. The function that it computes is the
-    same. chunks above 1 are for the schedule `interleaved`.
+    """The model, which computes the same function, with its blocks in the order that a pipeline needs.
 
-    blocks: how many each stage has, [7, 8, 8, 7]; with chunks each virtual stage, chunk 0 of all stages first. Without,
-    equally many. Where they differ, the optimizer must leave a parameter that is zero, and whose gradient is, at zero,
-    and must not reckon with means over whole leaves, as optax.adafactor does. Parameters that exist already are put
-    into this order by `arrange_rows`.
+    chunks: above 1 for the schedule `interleaved`.
+    blocks: the number of blocks of each stage, such as [7, 8, 8, 7]; with chunks, of each virtual stage, chunk 0 of all
+        stages first. Equal numbers if left out.
+
+    With unequal numbers the optimizer must leave a zero parameter with a zero gradient at zero. It must not compute
+    means over whole leaves either, as optax.adafactor does. `arrange_rows` reorders parameters that exist already.
     """
     order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=blocks)
     if chunks == 1 and not uneven(blocks):

@@ -1,12 +1,12 @@
-"""Tables of a pipeline: what every stage does at every tick, the rules that a table keeps, the buffers that it needs.
+"""Schedule tables of pipelines: the work of every stage at every tick, the rules of a table, the buffers that it needs.
 
-In a tick a stage runs at most one forward (F), then at most one backward (B), then gradients of parameters (W). After
-the tick every stage sends what F gave to the next stage and what B gave to the one before, in a ring. What arrives is
-used in the next tick or lost: nothing is buffered between stages.
+In a tick a stage runs at most one forward pass (F), then at most one backward pass (B), then gradients of parameters
+(W). After the tick it sends the output of F to the next stage, and the output of B to the stage before, in a ring. The
+receiver uses them in the next tick; otherwise they are lost, because stages buffer nothing that they receive.
 
-The blocks of a stage may be cut into chunks: chunk c of stage s is virtual stage c * S + s, so that a microbatch goes
-round the ring once a chunk (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). The split of the backward pass into
-B (gradient of the input) and W is that of Qi et al. 2024 (arXiv 2401.10241).
+The blocks of a stage may be cut into chunks: chunk c of stage s is virtual stage c * S + s. A microbatch then goes
+round the ring once for each chunk (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). The backward pass may be
+split into B, the gradient of the input, and W, as Qi et al. 2024 do (arXiv 2401.10241).
 
 Dims of arrays: T ticks, S stages, W places for a W in a tick, M microbatches, v chunks, K = v * S virtual stages.
 """
@@ -18,16 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.errors import UserError
-
 SCHEDULES = "jaxdist.parallel.schedules"
 
 
 class Ticks(NamedTuple):
-    """What every stage of a pipeline does at every tick. int32, -1 where a stage does nothing.
+    """The work of every stage of a pipeline at every tick.
 
-    microbatches: M. chunks: v, into which the blocks of a stage are cut. forward, backward: [T, S, 2] of (microbatch,
-    chunk). weights: [T, S, W, 2], gradients of parameters, at most W in a tick; with W = 0, B computes them too.
+    microbatches: M.
+    chunks: v, the number of chunks that the blocks of a stage are cut into.
+    forward, backward: (microbatch, chunk), [T, S, 2] int32; -1 where a stage has none.
+    weights: the same for gradients of parameters, at most W in a tick: [T, S, W, 2]. With W = 0, B computes them too.
+
+    Two stages, one microbatch: forward[..., 0] is [[0, -1], [-1, 0], [-1, -1]], and backward[..., 0] is
+    [[-1, -1], [-1, 0], [0, -1]].
     """
 
     microbatches: int
@@ -48,7 +51,7 @@ class Ticks(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The tick of each piece of work: [M, v, S]. With W = 0 `weights` is `backward`."""
+    """The ticks of F, B and W of each microbatch and chunk: [M, v, S]. With W = 0 `weights` is `backward`."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -56,10 +59,11 @@ class Moments(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Places for arrays of one kind, the same number on every stage, and the place that each piece of work uses.
+    """A buffer on every stage for arrays of one kind, and the slot that each F, B and W reads or writes.
 
-    size: the number of places, the fewest possible on the stage that needs most. forward, backward: [T, S], weights:
-    [T, S, W]: int32, -1 where nothing is read or written.
+    size: the number of slots. It is the same on all stages: the fewest that the stage with the most arrays can do with.
+    forward, backward: slots, [T, S] int32; -1 where nothing is read or written.
+    weights: the same, [T, S, W].
     """
 
     size: int
@@ -69,12 +73,12 @@ class Buffer(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The buffers of a table, see `allocate`.
+    """The buffers of a table, made by `allocate_slots`.
 
-    residuals: what F keeps: written by F, read by B and W. cotangents: what B keeps for W: written by B, read by W;
-    size 0 with W = 0, where B is all there is. late_loss: whether the last virtual stage has a B in a later tick than
-    its F, so that the gradient of the loss, computed beside F, has to wait (the place of the residuals of that F is its
-    own until then).
+    residuals: written by F, read by B and W.
+    cotangents: written by B, read by W. Size 0 with W = 0.
+    late_loss: whether a B of the last virtual stage is in a later tick than its F. The gradient of the loss, computed
+        beside F, then waits in a buffer as large as that of the residuals, in the same slot as these.
     """
 
     residuals: Buffer
@@ -82,45 +86,24 @@ class Slots(NamedTuple):
     late_loss: bool
 
 
-def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, chunked: bool = False) -> None:
-    """Raise `UserError` unless `schedule` has a table for these counts. chunked: whether it can take chunks > 1."""
-    assert stages >= 1, stages
-    if chunks < 1 or (chunks > 1 and not chunked):
-        allowed = "1 and more" if chunked else "1; or parallel.schedule=interleaved"
-        raise UserError(f"parallel.chunks: {chunks} is not for parallel.schedule {schedule}; allowed: {allowed}")
-    if microbatches < 1:
-        raise UserError(
-            f"parallel.microbatches: {microbatches} is below 1; allowed: 1 and more; the more, the less the"
-            f" {stages} stages wait, {4 * stages} say"
-        )
-    if chunks > 1 and microbatches % stages:
-        below = microbatches - microbatches % stages
-        near = " or ".join(str(n) for n in (below, below + stages) if n)
-        raise UserError(
-            f"parallel.microbatches: {microbatches} is no multiple of the {stages} stages, as schedule"
-            f" {schedule} with parallel.chunks {chunks} needs; nearest that work: {near}; or"
-            " parallel.chunks=1"
-        )
-
-
-def ticks_of(forward_TS2: np.ndarray, backward_TS2: np.ndarray, *, microbatches: int, chunks: int = 1) -> Ticks:
-    """A table without W from (microbatch, chunk) pairs, both of which are -1 where a stage does nothing."""
+def ticks_from_pairs(forward_TS2: np.ndarray, backward_TS2: np.ndarray, *, microbatches: int, chunks: int = 1) -> Ticks:
+    """A table without W, made of pairs (microbatch, chunk); (-1, -1) where a stage does nothing."""
     forward, backward = (np.ascontiguousarray(table, dtype=np.int32) for table in (forward_TS2, backward_TS2))
     return Ticks(microbatches, chunks, forward, backward, np.empty((*forward.shape[:2], 0, 2), np.int32))
 
 
-def in_order(forward_TS: np.ndarray, backward_TS: np.ndarray, *, microbatches: int) -> Ticks:
-    """A table without chunks and W from numbers of microbatches; those outside 0 ... M - 1 mean nothing is done."""
+def ticks_from_numbers(forward_TS: np.ndarray, backward_TS: np.ndarray, *, microbatches: int) -> Ticks:
+    """A table without chunks and W, made of numbers of microbatches; outside 0 ... M - 1 a stage does nothing."""
 
     def pairs(number_TS: np.ndarray) -> np.ndarray:
         inside = (number_TS >= 0) & (number_TS < microbatches)
         return np.where(inside[..., None], np.stack([number_TS, np.zeros_like(number_TS)], axis=-1), -1)
 
-    return ticks_of(pairs(forward_TS), pairs(backward_TS), microbatches=microbatches)
+    return ticks_from_pairs(pairs(forward_TS), pairs(backward_TS), microbatches=microbatches)
 
 
 def _moments(kind: str, table_TSN2: np.ndarray, ticks: Ticks) -> np.ndarray:
-    """The tick of each pair in the table: [M, v, S]. Asserts that every stage has every pair once, and no other."""
+    """The tick of each pair in the table: [M, v, S]. Asserts that every stage has every pair exactly once."""
     sizes = ticks.microbatches, ticks.chunks
     tick, stage, place = np.nonzero((table_TSN2 != -1).any(axis=-1))
     pair = table_TSN2[tick, stage, place]
@@ -143,18 +126,19 @@ def _moments(kind: str, table_TSN2: np.ndarray, ticks: Ticks) -> np.ndarray:
 
 
 def moments(ticks: Ticks) -> Moments:
-    """When each piece of work is done. Asserts that each is done once on every stage."""
+    """The ticks of all F, B and W. Asserts that every stage has each of them exactly once."""
     forward = _moments("F", ticks.forward[:, :, None], ticks)
     backward = _moments("B", ticks.backward[:, :, None], ticks)
     return Moments(forward, backward, _moments("W", ticks.weights, ticks) if ticks.weights.shape[2] else backward)
 
 
-def check(ticks: Ticks) -> None:
-    """Assert that the table can be run: the message of an AssertionError names stage, tick and microbatch.
+def check_table(ticks: Ticks) -> None:
+    """Assert that the table can be run. The message of an AssertionError names stage, tick and microbatch.
 
-    Every stage has one F, one B and, with W > 0, one W of every (microbatch, chunk). F of a virtual stage is in the
-    tick after F of the one before; B is in the tick after B of the next one, on the last not before its own F; W is not
-    before its B.
+    - Every stage has one F, one B and, with W > 0, one W of every (microbatch, chunk).
+    - F of a virtual stage is in the tick after F of the virtual stage before.
+    - B is in the tick after B of the next virtual stage; on the last one it is not before its own F.
+    - W is not before its B.
     """
     shape = ticks.forward.shape
     assert len(shape) == 3 and shape[2] == 2, f"forward has shape {shape}, not [ticks, stages, 2]"
@@ -184,58 +168,61 @@ def check(ticks: Ticks) -> None:
         raise AssertionError(f"{where(m, k)} has W at tick {weights_MK[m, k]}, before its B at {backward_MK[m, k]}")
 
 
-def _colour(first_MvS: np.ndarray, last_MvS: np.ndarray) -> np.ndarray:
-    """A place for each item, in use from its first to its last tick: [M, v, S]; the lowest that is free, by start.
+def _slots(first_MvS: np.ndarray, last_MvS: np.ndarray) -> np.ndarray:
+    """A slot for each item from its first to its last tick: [M, v, S].
 
-    Going through intervals by their start needs as many places as intervals overlap at most, the fewest possible.
+    Items take the lowest free slot, in the order of their first ticks. This is the colouring of an interval graph, and
+    needs the fewest slots possible: as many as intervals overlap at most.
     """
-    place_MvS = np.empty_like(first_MvS)
+    slot_MvS = np.empty_like(first_MvS)
     for stage in range(first_MvS.shape[2]):
         first, last = first_MvS[..., stage].ravel(), last_MvS[..., stage].ravel()
         free: list[int] = []
-        used: list[tuple[int, int]] = []  # (last tick, place)
+        used: list[tuple[int, int]] = []  # (last tick, slot)
         for item in np.argsort(first, kind="stable"):
-            # Strictly before: in the tick of its last use a place is read after it would be written.
+            # Not in the tick of its last use: F writes before B and W read.
             while used and used[0][0] < first[item]:
                 heapq.heappush(free, heapq.heappop(used)[1])
-            place = heapq.heappop(free) if free else len(used)
-            heapq.heappush(used, (int(last[item]), place))
-            place_MvS[..., stage].flat[item] = place
-    return place_MvS
+            slot = heapq.heappop(free) if free else len(used)
+            heapq.heappush(used, (int(last[item]), slot))
+            slot_MvS[..., stage].flat[item] = slot
+    return slot_MvS
 
 
-def _look_up(place_MvS: np.ndarray, table_TSN2: np.ndarray) -> np.ndarray:
-    """The place of each pair in the table, -1 where there is none: [T, S, N]."""
+def _look_up(slot_MvS: np.ndarray, table_TSN2: np.ndarray) -> np.ndarray:
+    """The slot of each pair in the table, -1 where there is none: [T, S, N]."""
     microbatch_TSN, chunk_TSN = table_TSN2[..., 0], table_TSN2[..., 1]
     stage_S1 = np.arange(table_TSN2.shape[1])[:, None]
-    return np.where(microbatch_TSN >= 0, place_MvS[microbatch_TSN, chunk_TSN, stage_S1], -1).astype(np.int32)
+    return np.where(microbatch_TSN >= 0, slot_MvS[microbatch_TSN, chunk_TSN, stage_S1], -1).astype(np.int32)
 
 
-def allocate(ticks: Ticks) -> Slots:
-    """Places in buffers for what is kept between F, B and W, as few as the table allows. Checks the table.
+def allocate_slots(ticks: Ticks) -> Slots:
+    """The fewest slots for residuals and cotangents that the table allows. Checks the table.
 
-    A place of `residuals` is in use from the tick of F to that of the last use, B or, with W > 0, W, both included: a
-    stage runs F before B and W, so that F cannot take what they free in its own tick. A place of `cotangents` is in use
-    from the tick of B to that of W, for a W in the tick of its B too.
+    Residuals keep their slot from the tick of F to the tick of W (of B with W = 0), both included: F, which comes first
+    in a tick, cannot use a slot that B or W frees in the same tick. Cotangents keep theirs from the tick of B to the
+    tick of W, both included.
     """
-    check(ticks)
+    check_table(ticks)
     forward, backward, weights = moments(ticks)
     nothing_TS = np.full(ticks.forward.shape[:2], -1, np.int32)
-    residual_MvS = _colour(forward, weights)
+    residual_MvS = _slots(forward, weights)
     tables = ticks.forward[:, :, None], ticks.backward[:, :, None], ticks.weights
     reads_F, reads_B, reads_W = (_look_up(residual_MvS, table) for table in tables)
     residuals = Buffer(int(residual_MvS.max()) + 1, reads_F[..., 0], reads_B[..., 0], reads_W)
     late = bool((backward > forward)[:, -1, -1].any())
     if not ticks.weights.shape[2]:
         return Slots(residuals, Buffer(0, nothing_TS, nothing_TS, reads_W), late)
-    cotangent_MvS = _colour(backward, weights)
+    cotangent_MvS = _slots(backward, weights)
     reads_B, reads_W = (_look_up(cotangent_MvS, table) for table in tables[1:])
     return Slots(residuals, Buffer(int(cotangent_MvS.max()) + 1, nothing_TS, reads_B[..., 0], reads_W), late)
 
 
 def table_of(schedule: str) -> Callable[..., Ticks] | None:
-    """The function table(stages, microbatches, chunks) beside a schedule, which is a name or a dotted path. None: the
-    schedule is no pipeline's."""
+    """The function table(stages, microbatches, chunks) in the module of a schedule; None if it is no pipeline.
+
+    schedule: a name or a dotted path.
+    """
     found: Callable[..., Ticks] | None = getattr(importlib.import_module(_module(schedule)), "table", None)
     return found
 

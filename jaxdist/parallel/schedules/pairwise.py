@@ -1,7 +1,7 @@
 """Gradient accumulation in a fixed order: microbatches 0 and 1, 2 and 3, ...; then pairs of pairs.
 
-Where devices go on in the same order (collective algorithm `ordered`), the sum does not depend on how many devices the
-microbatches are spread over: `parallel.grad_sync.deterministic`.
+The devices' gradients can be summed in the same order, by the collective algorithm `ordered`. The result then does not
+depend on how many devices the microbatches are spread over: `parallel.grad_sync.deterministic`.
 """
 
 from typing import Any
@@ -12,25 +12,27 @@ from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.config.entries import ScheduleFacts
-from jaxdist.errors import UserError
-from jaxdist.parallel.schedule import Program, Seed, run_microbatch
+from jaxdist.config.rules.grad_sync import check_pairs
+from jaxdist.parallel.schedule import Program, Seed
+from jaxdist.parallel.schedules.accumulate import run_microbatch
 from jaxdist.specs import PyTree
 
-FACTS = ScheduleFacts(one_stage=True, chunks=False)
+FACTS = ScheduleFacts(one_stage=True, chunks=False, halves=True, deterministic=True)
 
 
 def pairwise(
-    program: Program, diff: PyTree, held: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
+    program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree]:
-    """A `Schedule`. The number of microbatches M must be a power of two. Memory: one microbatch's activations and
-    log2(M) + 1 copies of the gradients."""
+    """A `Schedule` for M microbatches, where M is a power of two.
+
+    Its memory: the activations of one microbatch, and log2(M) + 1 copies of the gradients.
+    """
     count = jax.tree.leaves(microbatches)[0].shape[0]
-    if count & (count - 1):
-        raise UserError(f"parallel.microbatches={count}: schedule 'pairwise' needs a power of two, say 4 or 8")
+    check_pairs(count)
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        result = run_microbatch(program, diff, held, microbatch, seed=seed, reduce_dtype=reduce_dtype)
-        return lax.optimization_barrier(result)  # fused with what follows, other roundings could come out
+        result = run_microbatch(program, diff, captured, microbatch, seed=seed, reduce_dtype=reduce_dtype)
+        return lax.optimization_barrier(result)  # fused with the sum, it could be rounded differently
 
     def total(parts: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         length = jax.tree.leaves(parts)[0].shape[0]

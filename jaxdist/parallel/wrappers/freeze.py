@@ -10,22 +10,24 @@ from jaxdist.specs import PyTree, map_specs
 
 
 def freezing(strategy: Strategy, patterns: Sequence[str]) -> Strategy:
-    """The strategy without gradients for parameters whose path fits a pattern: `diff` and gradients have a MaskedNode
-    in their place, and what would be their diff is held."""
+    """The strategy without gradients for parameters whose path fits a pattern ("embed.*").
+
+    In diff and in gradients a MaskedNode stands for each of them; their part of diff is captured.
+    """
     if not patterns:
         return strategy
 
     def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
-        diff, held = strategy.begin(params, specs, stacked)
+        diff, captured = strategy.begin(params, specs, stacked)
         trained = leave_out(diff, patterns)
         frozen = map_specs(lambda _, leaf, kept: leaf if isinstance(kept, MaskedNode) else (), specs, diff, trained)
-        return trained, map_specs(lambda _, *pair: pair, specs, held, frozen)
+        return trained, map_specs(lambda _, *pair: pair, specs, captured, frozen)
 
-    def gather(diff: PyTree, held: PyTree, specs: PyTree) -> PyTree:
+    def gather(diff: PyTree, captured: PyTree, specs: PyTree) -> PyTree:
         whole = map_specs(
-            lambda _, leaf, pair: Frozen(pair[1]) if isinstance(leaf, MaskedNode) else leaf, specs, diff, held
+            lambda _, leaf, pair: Frozen(pair[1]) if isinstance(leaf, MaskedNode) else leaf, specs, diff, captured
         )
-        return strategy.gather(whole, map_specs(lambda _, pair: pair[0], specs, held), specs)
+        return strategy.gather(whole, map_specs(lambda _, pair: pair[0], specs, captured), specs)
 
     def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
         return strategy.reduce(grads, residual, leave_out(specs, patterns))

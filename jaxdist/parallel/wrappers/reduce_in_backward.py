@@ -1,9 +1,10 @@
-"""Gradients of blocks that are summed as the backward pass produces them, so that the sum of one block can travel while
-the next is computed (DDP: Li et al. 2020, section 3.2.3).
+"""Gradients of blocks that are summed while the backward pass still computes (DDP: Li et al. 2020, section 3.2.3).
 
-Only blocks that fill a bucket: smaller ones are cheaper fused with others at the end; shards of smaller ones too where
-the step prefetches, and has something to hide them behind. Only where a step has one backward pass: a sum for each
-microbatch would send as many times the bytes.
+The sum of one block's gradients can travel while the next block is computed. Two kinds of blocks are left to the end of
+the step:
+- blocks that do not fill a bucket: they are cheaper fused with others. With prefetching, sums of shards of smaller
+  blocks travel too, since the step has something to hide them behind.
+- all blocks of a step with several backward passes: a sum for each microbatch would send as many times the bytes.
 """
 
 import functools
@@ -17,13 +18,16 @@ from jax.sharding import PartitionSpec as P
 from optax import MaskedNode
 
 from jaxdist.collectives import active_axes, to_varying, varying_axes
-from jaxdist.parallel.strategy import Strategy, StrategyOptions
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import STACKED, PyTree, claimed_axes, map_specs, only, spec_leaves
 
 
-def overlapping(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
-    """The strategy with a `reduce_block`, if it can have one; `reduce` then leaves alone what that sums. once: the step
-    has one backward pass."""
+def reducing_in_backward(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
+    """The strategy with a `reduce_block`, if it can have one. `reduce` then leaves out the sums of `reduce_block`.
+
+    once: whether the parameters are those of a model with blocks, and a step has one backward pass.
+    """
     feedback = options.sync.wire_dtype == "int8"  # needs the residual, which only `reduce` is given
     if not once or not strategy.leafwise or feedback:
         return strategy
@@ -64,8 +68,11 @@ reduced_behind.defvjp(lambda tree, _: (tree, None), lambda reduce, _, grads: (re
 
 
 def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -> PyTree:
-    """For each leaf of stacked blocks, whether one block's gradients that are summed over the same axes fill a
-    bucket; or, of shards over fsdp, have a block's computation beside them (`prefetch`)."""
+    """For each leaf of stacked blocks, whether its gradient is summed during the backward pass.
+
+    That is where the gradients of one block that are summed over the same axes fill a bucket together; or where they
+    are shards over `fsdp`, and prefetching has a block's computation to hide them behind.
+    """
     size: Counter[tuple[str, ...]] = Counter()
     for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
         size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize

@@ -1,31 +1,29 @@
-"""Embedding and head on a pipeline: one stage uses them, and all of them keep a part.
+"""Embedding and head of a pipeline: one stage computes with them, and every stage stores a part.
 
-Without this every stage would keep whole copies of both, with their optimizer state. At rest their parameters are split
-over `pipe` as well, after what the strategy does; they are gathered at the start of a step, and their gradients, which
-stages hold parts of as summands, are reduce-scattered at its end. Both stand outside of the schedule, whose conditions
-not all stages take.
+Without this every stage would store whole copies of both, with their optimizer state. Their parameters are sharded over
+`pipe` as well, after the strategy has placed them. They are gathered at the start of a step. Their gradients are
+summands on several stages, and are reduce-scattered at the end of the step. Both collectives stand outside the
+schedule, because not all stages take its conditions.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import all_gather, reduce_scatter
 from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import STACKED, PyTree, dim_of, is_model, map_named, map_specs, split_over
 
-if TYPE_CHECKING:
-    from jaxdist.parallel.strategy import Strategy, StrategyOptions
 
+def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy:
+    """The strategy; units of a model that are not stacked are sharded over `pipe` besides.
 
-def spreading(strategy: Strategy, options: StrategyOptions) -> Strategy:
-    """The strategy, with the units of a model that are not stacked split over `pipe` at rest. It sees them as without:
-    the axis is the last of its dim's entry, so that what is gathered over it is a shard over `fsdp`; and specs that
-    name it keep `finish` from summing over it."""
+    `pipe` is the last axis of its dim's entry, so that a gather over it gives a shard over `fsdp`, as the strategy
+    expects it. `finish` does not sum over `pipe` where a spec names it.
+    """
     split = functools.partial(split_over, axis="pipe", min_bytes=options.min_shard_bytes)
 
     def place(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:

@@ -1,7 +1,7 @@
-"""Compile the train step of a configuration for GPUs that are not there (jax's deviceless compilation).
+"""Ahead-of-time compilation of a train step for GPUs that are not there (jax's deviceless compilation).
 
-What comes out is the program that would run: its memory, its collectives, its schedule. Not its speed: kernels of
-matrix products are chosen on the device.
+It gives the program that would run: its memory, its collectives, its schedule. It does not give its speed, because the
+kernels of matrix products are chosen on the device.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxdist.build import Parts, assemble, attention_of, precision_of
+from jaxdist.build import Parts, assemble
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts, make_mesh
@@ -32,8 +32,8 @@ INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm")  # ptxas and libdevice, where there is no CUDA toolkit
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")  # to compile its attention
-# What is left of a GPU's memory for jax, at most: CUDA, NCCL and cuBLAS keep some of their own. An assumption.
-MOST = 0.95
+# The most of a GPU's memory that jax can have, as CUDA, NCCL and cuBLAS take some themselves. An assumption.
+USABLE_SHARE = 0.95
 # XLA's one-kernel sums of a few bytes are for devices of one host. Without devices it takes all for such, and for
 # groups of 64 the kernel does not compile (jax 0.12.0.1: "size mismatch when packing elements for LLVM struct").
 ACROSS_HOSTS = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -41,8 +41,14 @@ DEFAULT_FRACTION = 0.75  # what jax takes unless told otherwise: jax, docs/gpu_m
 
 
 class Planned(NamedTuple):
-    """A step, compiled. text: its HLO, as scheduled. devices: of the mesh, on so many hosts. attention: the kernel.
-    lower_s, compile_s: seconds that tracing and compiling took on this machine."""
+    """A compiled step.
+
+    devices, hosts: of the mesh
+    attention: the kernel
+    parameters: how many the model has
+    text: the HLO, scheduled
+    lower_s, compile_s: seconds that tracing and compiling took on this machine
+    """
 
     gpu: Gpu
     devices: int
@@ -57,19 +63,22 @@ class Planned(NamedTuple):
     compile_s: float
 
 
-class Verdict(NamedTuple):
-    """fits: whether a GPU's memory holds the step. spare: bytes left of what jax can be given (negative: missing).
-    fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
+class FitVerdict(NamedTuple):
+    """Whether a step fits into the memory of a GPU.
+
+    spare: bytes left of what jax can have; negative: bytes missing
+    fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough
+    """
 
     fits: bool
     spare: float
     fraction: float
 
 
-def verdict(footprint: Footprint, gpu: Gpu) -> Verdict:
-    """The peak of a step beside the memory of a GPU."""
-    spare = MOST * gpu.memory - footprint.peak
-    return Verdict(spare >= 0, spare, footprint.peak / gpu.memory)
+def fit_verdict(footprint: Footprint, gpu: Gpu) -> FitVerdict:
+    """The verdict for a step on a GPU."""
+    spare = USABLE_SHARE * gpu.memory - footprint.peak
+    return FitVerdict(spare >= 0, spare, footprint.peak / gpu.memory)
 
 
 def plugin_library() -> Path:
@@ -121,8 +130,13 @@ def target_config(gpu: Gpu, library: Path) -> str:
 
 
 def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int) -> Mesh:
-    """The mesh of a configuration on GPUs that are not there. text: of `target_config`. hosts: None for as many as the
-    mesh needs. Raises `UserError` unless the mesh takes them all."""
+    """The mesh of a configuration on GPUs that are not there.
+
+    text: from `target_config`
+    hosts: None for as many as the mesh needs
+
+    Raises `UserError` unless the mesh takes all GPUs of the hosts.
+    """
     sizes = asdict(config.mesh)
     needed = 1
     for size in sizes.values():
@@ -143,20 +157,19 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
 
 
 def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
-    """The very step that trains, traced and compiled."""
-    attention, _ = attention_of(config, precision_of(config.precision), mesh)
-    check_toolkit(config, attention)
+    """Trace and compile the step of a configuration, the very one that trains."""
     start = time.perf_counter()
     parts = assemble(config, mesh)
+    check_toolkit(config, parts.attention[0])
     lowered = parts.step.lower(parts.target, batch_of(config, mesh))
     traced = time.perf_counter()
     hosts = count_hosts(mesh)
     program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
     done = time.perf_counter()
-    return read(program, config, parts, gpu, hosts, rates, attention, (traced - start, done - traced))
+    return planned_of(program, config, parts, gpu, hosts, rates, parts.attention[0], (traced - start, done - traced))
 
 
-def read(
+def planned_of(
     program: Any,
     config: Config,
     parts: Parts,
@@ -166,7 +179,7 @@ def read(
     attention: str,
     seconds: tuple[float, float],
 ) -> Planned:
-    """What is to be said of a compiled step. seconds: that tracing and compiling took."""
+    """The `Planned` of a compiled step. seconds: that tracing and compiling took."""
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
     return Planned(
@@ -184,5 +197,5 @@ def read(
 
 
 def memory_fraction() -> float:
-    """What jax takes of a GPU's memory here, by its environment variable."""
+    """The part of a GPU's memory that jax takes here, by its environment variable."""
     return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEFAULT_FRACTION))

@@ -1,5 +1,4 @@
-"""What is known of GPUs that a step can be compiled for, and what is assumed of them. Figures are the makers', for
-dense products; nobody has measured them here."""
+"""The table of GPUs that a step can be compiled for. Its figures are the maker's, for dense products, not measured."""
 
 from typing import NamedTuple
 
@@ -12,8 +11,15 @@ PRODUCTS, NETWORK = 0.809, 0.889
 
 
 class Gpu(NamedTuple):
-    """description: what XLA calls it. memory: bytes. bf16, fp8: FLOPs a second, dense; fp8 0 where it has none.
-    bandwidth: of its memory, bytes a second. nvlink: bytes a second that it sends. source: of the figures."""
+    """A GPU.
+
+    description: its name in XLA
+    memory: bytes
+    bf16, fp8: dense FLOPs a second; 0 where it has no fp8
+    bandwidth: of its memory, bytes a second
+    nvlink: bytes a second that it sends
+    source: where the figures are from
+    """
 
     description: str
     memory: int
@@ -25,68 +31,26 @@ class Gpu(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """What a replay assumes of it."""
+        """The rates that a replay assumes."""
         return Rates(PRODUCTS * self.bf16, self.bandwidth, NETWORK * self.nvlink)
 
 
 # memory: `device_memory_size` of XLA's descriptions, xla/backends/gpu/target_config/specs, what CUDA reports as the
 # device's whole memory.
 GPUS: dict[str, Gpu] = {
-    "a100-40": Gpu(
-        "NVIDIA A100-SXM4-40GB",
-        42_331_013_120,
-        312e12,
-        0.0,
-        1.555e12,
-        300e9,
-        "NVIDIA A100 datasheet: A100 40GB SXM; NVLink 600 GB/s both ways",
-    ),
-    "a100-80": Gpu(
-        "NVIDIA A100-SXM4-80GB",
-        85_100_068_864,
-        312e12,
-        0.0,
-        2.039e12,
-        300e9,
-        "NVIDIA A100 datasheet: A100 80GB SXM; NVLink 600 GB/s both ways",
-    ),
-    "h100": Gpu(
-        "NVIDIA H100 80GB HBM3",
-        84_942_979_072,
-        989.4e12,
-        1978.9e12,
-        3.35e12,
-        450e9,
-        "NVIDIA H100 datasheet: H100 SXM, figures with sparsity halved; NVLink 900 GB/s both ways",
-    ),
-    "h200": Gpu(
-        "NVIDIA H200 141GB HBM3e",
-        151_397_597_184,
-        989.4e12,
-        1978.9e12,
-        4.8e12,
-        450e9,
-        "NVIDIA H200 datasheet: H200 SXM, figures with sparsity halved; NVLink 900 GB/s both ways",
-    ),
-    "b200": Gpu(
-        "NVIDIA B200",
-        191_514_411_008,
-        2250e12,
-        4500e12,
-        8.0e12,
-        900e9,
-        "NVIDIA DGX B200 datasheet, an eighth of it, figures with sparsity halved; NVLink 1.8 TB/s both ways",
-    ),
-    "gb200": Gpu(
-        "NVIDIA GB200",
-        197_897_748_480,
-        2500e12,
-        5000e12,
-        8.0e12,
-        900e9,
-        "NVIDIA GB200 NVL72 page, half of a superchip, figures with sparsity halved; NVLink 3.6 TB/s both ways for two",
-    ),
-}
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 0.0, 1.555e12, 300e9,
+     "NVIDIA A100 datasheet: A100 40GB SXM; NVLink 600 GB/s both ways"),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_100_068_864, 312e12, 0.0, 2.039e12, 300e9,
+     "NVIDIA A100 datasheet: A100 80GB SXM; NVLink 600 GB/s both ways"),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 1978.9e12, 3.35e12, 450e9,
+     "NVIDIA H100 datasheet: H100 SXM, figures with sparsity halved; NVLink 900 GB/s both ways"),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", 151_397_597_184, 989.4e12, 1978.9e12, 4.8e12, 450e9,
+     "NVIDIA H200 datasheet: H200 SXM, figures with sparsity halved; NVLink 900 GB/s both ways"),
+    "b200": Gpu("NVIDIA B200", 191_514_411_008, 2250e12, 4500e12, 8.0e12, 900e9,
+     "NVIDIA DGX B200 datasheet, an eighth of it, figures with sparsity halved; NVLink 1.8 TB/s both ways"),
+    "gb200": Gpu("NVIDIA GB200", 197_897_748_480, 2500e12, 5000e12, 8.0e12, 900e9,
+     "NVIDIA GB200 NVL72 page, half of a superchip, figures with sparsity halved; NVLink 3.6 TB/s both ways for two"),
+}  # fmt: skip
 
 
 def gpu_of(device_kind: str) -> Gpu | None:

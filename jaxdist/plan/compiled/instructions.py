@@ -1,6 +1,6 @@
-"""A compiled program's text, taken apart: computations, and their instructions in the order of their schedule.
+"""The parser of HLO text: computations, and their instructions in the order of their schedule.
 
-Costs of single instructions are here as well: floating-point operations of matrix products, and bytes read and written.
+The costs of single instructions are here as well: FLOPs of matrix products, and bytes read and written.
 """
 
 import math
@@ -8,11 +8,23 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxdist.plan.compiled.hlo import BITS
+# Names of collectives in HLO -> in the ledger.
+HLO_OPS = {
+    "all-reduce": "psum",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "collective-permute": "ppermute",
+    "all-to-all": "all_to_all",
+}
+BITS = {"pred": 8, "s4": 4, "u4": 4}  # the names of other types have them: f32, bf16, s8, f8e4m3fn
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _ARRAY = re.compile(r"\b(pred|bf16|c64|c128|[suf]\d+)(\w*)\[([\d,]*)\]")
+_RUNS = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _INDEX = re.compile(r"/\*.*?\*/")
 FREE = frozenset(
     {
@@ -31,12 +43,16 @@ FREE = frozenset(
 MOVES = frozenset({"bitcast", "reshape", "copy", "convert"})
 UPDATE = "dynamic-update-slice"
 READS = frozenset({"dynamic-slice", "slice", "gather"})
-Array = tuple[str, tuple[int, ...]]  # dtype, dims
+HloArray = tuple[str, tuple[int, ...]]  # dtype, dims
 
 
 class Instruction(NamedTuple):
-    """shape: of the result, as text. operands: names of instructions in the same computation. rest: what follows them:
-    attributes, metadata, backend_config."""
+    """One instruction of a computation.
+
+    shape: of the result, as text: "f32[8,16]{1,0}"
+    operands: names of instructions in the same computation
+    rest: the text behind the operands: attributes, metadata, backend_config
+    """
 
     name: str
     shape: str
@@ -49,23 +65,62 @@ class Instruction(NamedTuple):
         found = re.search(rf"\b{key}=%?([\w.-]+)", self.rest)
         return None if found is None else found[1]
 
+    @property
+    def branches(self) -> list[str]:
+        """The computations of a conditional."""
+        named = [each.strip(" %") for group in _BRANCHES.findall(self.rest) for each in group.split(",")]
+        return named or [each for key in ("true_computation", "false_computation") if (each := self.called(key))]
+
+    @property
+    def runs(self) -> list[str]:
+        """All computations that it runs."""
+        return list(dict.fromkeys([*_RUNS.findall(self.rest), *self.branches]))
+
+    @property
+    def trips(self) -> int | None:
+        """The rounds of a while, if the program says how many."""
+        found = _TRIPS.search(self.rest) if self.opcode == "while" else None
+        return None if found is None else int(found[1])
+
+    @property
+    def op_name(self) -> str:
+        """The named scopes that it was traced under; "" if it has no metadata."""
+        found = _OP_NAME.search(self.rest)
+        return "" if found is None else found[1]
+
 
 Computation = dict[str, Instruction]
 
 
-def arrays(shape: str) -> list[Array]:
+def arrays(shape: str) -> list[HloArray]:
     """The arrays in a shape, tuples flattened."""
     found = _ARRAY.findall(shape)
     return [(kind + more, tuple(int(dim) for dim in dims.split(",") if dim)) for kind, more, dims in found]
 
 
+def array_bytes(array: HloArray) -> int:
+    """Bytes of one array."""
+    dtype, dims = array
+    return math.prod(dims) * (BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])) // 8
+
+
 def nbytes(shape: str) -> int:
     """Bytes of a shape, tuples summed."""
+    return sum(map(array_bytes, arrays(shape)))
 
-    def bits(dtype: str) -> int:
-        return BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])
 
-    return sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in arrays(shape))
+def group_size(rest: str) -> int:
+    """Devices of a group of a collective, from its attributes."""
+    if (explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", rest)) is not None:
+        return len(explicit[1].split(","))
+    if (iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)) is not None:
+        return int(iota[2])
+    if (named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest)) is not None:  # jax 0.12
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])  # 'fsdp':(4)2: two parts of an axis, 4 apart
+        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
+    pairs = re.findall(r"\{(\d+),(\d+)\}", (re.search(r"source_target_pairs=\{(.*?)\}\}", rest + "}}") or [""])[0])
+    return max(1, len({rank for pair in pairs for rank in pair}))
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -100,16 +155,15 @@ def _closing(text: str) -> int:
     return len(text) - 1
 
 
-class Costs:
-    """What instructions cost on one device, assuming nothing but their shapes."""
+class InstructionCosts:
+    """FLOPs and bytes of instructions on one device, from their shapes alone."""
 
     def __init__(self, computations: dict[str, Computation]) -> None:
         self.computations = computations
         self._flops: dict[str, float] = {}
 
     def flops(self, own: Instruction, inside: Computation) -> float:
-        """Floating-point operations of the matrix products of an instruction, those in what it calls included. Others
-        are not counted: they are bound by memory."""
+        """FLOPs of the matrix products in an instruction and in what it calls. Other FLOPs are bound by memory."""
         if own.opcode == "dot":
             return _of_dot(own, inside)
         if own.opcode == "custom-call":
@@ -123,7 +177,7 @@ class Costs:
         return self._flops[name]
 
     def bytes(self, own: Instruction, inside: Computation) -> float:
-        """Bytes read and written in memory. Of what a fusion only slices, or updates a slice of, the slice counts."""
+        """Bytes read and written in memory. Where a fusion only reads or updates a slice, the slice counts."""
         body = self.computations.get(own.called() or "")
         if own.opcode.removesuffix("-start") != "fusion" or body is None:
             return nbytes(own.shape) + sum(nbytes(inside[each].shape) for each in own.operands if each in inside)
@@ -131,7 +185,7 @@ class Costs:
 
 
 def _written(body: Computation) -> int:
-    """By a fusion: its results, or the slices of them that it updates in place."""
+    """Bytes that a fusion writes: its results, or the slices of them that it updates in place."""
     root = list(body.values())[-1]
     written = 0
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -147,7 +201,8 @@ def _written(body: Computation) -> int:
 
 
 def _read_of_parameters(body: Computation) -> Iterator[int]:
-    source: dict[str, str] = {}  # of an instruction that only moves another: that one
+    """Bytes that a fusion reads of each of its operands."""
+    source: dict[str, str] = {}  # {an instruction that only moves another: the other}
     users: dict[str, list[Instruction]] = {}
     for each in body.values():
         if each.opcode in MOVES and each.operands:

@@ -1,4 +1,4 @@
-"""What a step takes of a device's memory, compiled: the compiler's own account of its buffers."""
+"""Memory of a compiled step on one device, by the compiler's own account of its buffers."""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +16,14 @@ from jaxdist.specs import BATCH_SPEC, PyTree, bytes_per_device
 
 
 class Footprint(NamedTuple):
-    """Bytes on one device. arguments: state and batch; outputs: the new state, metrics; aliased: outputs that lie in
-    arguments' buffers; temporary: the most that lives beside these at any time. host: of its host memory."""
+    """Bytes of a step on one device.
+
+    arguments: state and batch
+    outputs: the new state and the metrics
+    aliased: outputs that are written into buffers of arguments
+    temporary: the most that is allocated beside these at any time
+    host: in host memory
+    """
 
     arguments: int
     outputs: int
@@ -27,7 +33,7 @@ class Footprint(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most of the device's own memory that the step takes at any time."""
+        """The most memory of the device that the step takes at any time."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
 
@@ -44,8 +50,10 @@ def check_windows(config: Config) -> None:
 
 
 def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """The global batch of one step, laid out. source: None where no data has been read; raises `UserError` then for
-    what `check_windows` refuses."""
+    """The shapes of the global batch of one step, with their shardings.
+
+    source: None if no data has been read; `UserError` is raised then as by `check_windows`
+    """
     sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
     if source is None:
         check_windows(config)
@@ -54,34 +62,35 @@ def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dic
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
 
-def held(tree: PyTree, *, on_host: bool = False) -> int:
-    """Exact bytes of a tree of laid-out arrays in one device's own memory, or in its part of host memory."""
+def resident_bytes(tree: PyTree, *, on_host: bool = False) -> int:
+    """Exact bytes of a tree of sharded arrays in one device's memory, or in its part of host memory."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if (leaf.sharding.memory_kind == HOST) == on_host]
     return sum(bytes_per_device(leaf, leaf.sharding.spec, leaf.sharding.mesh) for leaf in leaves)
 
 
 def compile_step(parts: Parts, batch: PyTree) -> Any:
-    """The step as `jax.stages.Compiled`, for the devices of its state's mesh. For simulated devices code is not
-    optimised: that is a third of the time, and comes after buffers and collectives are settled."""
+    """The step as `jax.stages.Compiled`, for the devices of its state's mesh."""
+    # Optimisation of CPU code takes a third of the time, and comes after buffers and collectives are settled.
     simulated = on_cpu(parts.target.step.sharding.mesh)
     options = {"xla_backend_optimization_level": 0} if simulated else {}
     return parts.step.lower(parts.target, batch).compile(compiler_options=options)
 
 
 def footprint_of(program: Any, config: Config, parts: Parts) -> Footprint | None:
-    """The account of a compiled step (`jax.stages.Compiled`); None where the backend keeps none.
+    """The memory of a compiled step (`jax.stages.Compiled`); None where the backend keeps no account of it.
 
-    CPU devices have no memory of their own: their compiler counts what rests in host memory as the device's, and
-    nothing is fetched. So that the figures are those of devices that do, this is taken out, and while the optimizer
-    runs there are the gradients and all that was fetched. (What the compiler needs beside these then is not counted.)
+    CPU devices have no memory of their own: their compiler counts arrays in host memory as the device's, and fetches
+    nothing. The figures here are those of a device that has. So these arrays are taken out, and `temporary` has room
+    for the gradients and the fetched arrays, which are all there while the optimizer runs. (What the compiler needs
+    beside these at that time is not counted.)
     """
     analysis = program.memory_analysis()
     if analysis is None:
         return None
-    host, temporary = held(parts.target, on_host=True), int(analysis.temp_size_in_bytes)
+    host, temporary = resident_bytes(parts.target, on_host=True), int(analysis.temp_size_in_bytes)
     inside = 0 if analysis.host_argument_size_in_bytes else host
     if inside:
-        temporary = max(temporary, held(leave_out(parts.target.params, config.optimizer.freeze)) + host)
+        temporary = max(temporary, resident_bytes(leave_out(parts.target.params, config.optimizer.freeze)) + host)
     return Footprint(
         int(analysis.argument_size_in_bytes) - inside,
         int(analysis.output_size_in_bytes) - inside,

@@ -1,29 +1,40 @@
-"""How much of a compiled step's communication is hidden behind computation, read from its schedule alone.
+"""Replay of a compiled step's schedule: the share of its communication that is hidden behind computation.
 
-Nothing runs. The schedule is replayed on one compute stream and one communication stream, loops as often as they run,
-with assumed rates: a collective starts when both streams have come to it, and what comes after its done waits for its
-end. The communication time that nobody waits for is hidden. The share compares schedules; it says nothing about
-seconds: products are not tuned ahead of time, the network is taken as a straight line, and neither stream slows the
-other.
+Nothing runs on a device. The schedule is replayed with assumed rates on one compute stream and one communication
+stream, loops as often as they run. A collective starts when both streams have come to it. Instructions after its
+"-done" wait for its end. Communication time that no computation waits for is hidden. The share compares schedules. It
+does not predict seconds: products are not tuned ahead of time, the network's time is linear in bytes, and neither
+stream slows the other.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxdist.plan.compiled.hlo import OPS, group_size
-from jaxdist.plan.compiled.instructions import FREE, Computation, Costs, Instruction, arrays, nbytes, parse
+from jaxdist.plan.compiled.instructions import (
+    FREE,
+    HLO_OPS,
+    Computation,
+    Instruction,
+    InstructionCosts,
+    arrays,
+    group_size,
+    nbytes,
+    parse,
+)
 from jaxdist.plan.traced.ledger import wire_bytes
 
 WORTH_FLOPS = 1e8  # a matrix product below this is none: sums and scales written as products
-_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Rates(NamedTuple):
-    """What is assumed of a device. flops: a second, of matrix products. memory: bytes a second read and written.
-    network: bytes a second that it sends in a collective. latency: seconds of every collective besides."""
+    """Assumed rates of a device.
+
+    flops: a second, of matrix products
+    memory: bytes a second, read and written
+    network: bytes a second that it sends in a collective
+    latency: seconds that every collective takes besides
+    """
 
     flops: float
     memory: float
@@ -32,10 +43,18 @@ class Rates(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """One collective of the program. wire_bytes: what one device sends in one call. calls: a step. loop: rounds of the
-    loops around it, the outermost first; () outside of loops. asynchronous: issued and awaited apart. needed, between,
-    stall: seconds by the rates, of one call on average: what it takes, the computation between its start and its done,
-    and how long the computation waits for it. products: matrix products in between, of one call. name: op_name."""
+    """One collective of the program, replayed.
+
+    wire_bytes: what one device sends in one call
+    calls: in a step
+    loop: lengths of the loops around it, the outermost first; () outside of loops
+    asynchronous: whether its start and its done are two instructions
+    needed: seconds of a call, by the rates
+    between: seconds of computation between start and done, the mean of the calls
+    stall: seconds that computation waits for it, the mean of the calls
+    products: matrix products between start and done, the mean of the calls
+    name: the op_name of its metadata
+    """
 
     op: str
     dtype: str
@@ -52,8 +71,11 @@ class Travel(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """rates: what was assumed. communication, stall, compute: seconds of a step by these. unknown_loops: loops whose
-    length the program does not say; they count as one round."""
+    """The replay of a step.
+
+    communication, stall, compute: seconds of a step, by the rates
+    unknown_loops: loops whose length is not in the program; they count as one round
+    """
 
     rates: Rates
     travels: list[Travel]
@@ -69,7 +91,7 @@ class Overlap(NamedTuple):
 
     @property
     def synchronous_in_loops(self) -> list[Travel]:
-        """Collectives in loops that everything waits for."""
+        """Collectives in loops whose start and done are one instruction: all computation waits for them."""
         return [each for each in self.travels if each.loop and not each.asynchronous]
 
     @property
@@ -132,13 +154,18 @@ class _Total(NamedTuple):
 
 
 class _Replay:
-    """The two streams. now: time of the compute stream; free: when the communication stream has sent all it was given.
-    flying: end of each collective that is under way, by its start. weight: how often what runs now is counted."""
+    """The two streams.
+
+    now: the time of the compute stream
+    free: the time when the communication stream has sent everything
+    compute: seconds of computation so far
+    flying: {(computation, start instruction): when that collective ends}
+    met, totals: the collectives so far, and their sums over calls
+    """
 
     def __init__(self, computations: dict[str, Computation], rates: Rates) -> None:
-        self.computations, self.rates, self.costs = computations, rates, Costs(computations)
+        self.computations, self.rates, self.costs = computations, rates, InstructionCosts(computations)
         self.now = self.free = self.compute = 0.0
-        self.weight = 1
         self.flying: dict[tuple[str, str], float] = {}
         self.met: dict[tuple[str, str], _Met] = {}
         self.totals: dict[tuple[str, str], _Total] = {}
@@ -146,7 +173,7 @@ class _Replay:
         self._cost: dict[tuple[str, str], tuple[float, float]] = {}
 
     def run(self, name: str, loop: tuple[int, ...]) -> None:
-        """One run of a computation, instruction after instruction."""
+        """Run a computation once, instruction after instruction."""
         body = self.computations[name]
         for own in body.values():
             if own.opcode in FREE or own.opcode.endswith("-update"):
@@ -154,7 +181,7 @@ class _Replay:
             if own.opcode == "while":
                 self._loop(own, loop)
             elif own.opcode == "conditional":
-                self.run(max(branches_of(own), key=lambda branch: self._sent(branch)), loop)
+                self.run(max(own.branches, key=lambda branch: self._sent(branch)), loop)
             elif own.opcode.endswith("-done"):
                 if own.operands and (name, own.operands[0]) in self.flying:
                     self._await((name, own.operands[0]))
@@ -166,15 +193,14 @@ class _Replay:
                 self._work(name, own, body)
 
     def settle(self) -> None:
-        """Wait for what has no done."""
+        """Wait for the collectives without a done."""
         for key in list(self.flying):
             self._await(key)
 
     def _loop(self, own: Instruction, loop: tuple[int, ...]) -> None:
-        """Round after round, until two in a row are alike: the others are as these."""
-        known = _TRIPS.search(own.rest)
-        trips = int(known[1]) if known else 1
-        if known is None:
+        """Run a loop, round after round, until two rounds in a row take the same times; the others are multiplied."""
+        trips = own.trips or 1
+        if own.trips is None:
             self.unknown.add(own.name)
         body, before = own.called("body"), None
         assert body is not None
@@ -220,41 +246,33 @@ class _Replay:
 
     def _collective(self, own: Instruction, body: Computation) -> Instruction | None:
         """The collective that an instruction is, or wraps."""
-        if own.opcode.removesuffix("-start") in OPS:
+        if own.opcode.removesuffix("-start") in HLO_OPS:
             return own
         if own.opcode.removesuffix("-start") in ("async", "fusion", "call"):
             inside = self.computations.get(own.called() or own.called("to_apply") or "", {})
-            return next((each for each in inside.values() if each.opcode in OPS), None)
+            return next((each for each in inside.values() if each.opcode in HLO_OPS), None)
         return None
 
     def _meet(self, where: str, own: Instruction, real: Instruction, loop: tuple[int, ...]) -> _Met:
         body = self.computations[where]
-        op, n = OPS[real.opcode.removesuffix("-start")], group_size(real.rest)
+        op, n = HLO_OPS[real.opcode.removesuffix("-start")], group_size(real.rest)
         shapes = [body[each].shape for each in own.operands if each in body]
         sent = wire_bytes(op, sum(map(nbytes, shapes)), n)
         largest = max((array for shape in shapes for array in arrays(shape)), key=lambda array: math.prod(array[1]))
         apart = own.opcode.endswith("-start") and '"is_sync":true' not in own.rest
-        named = re.search(r'op_name="([^"]*)"', real.rest)
         needed = sent / self.rates.network + self.rates.latency
-        return _Met(op, largest[0], n, sent, loop, apart, needed, named[1] if named else real.name)
+        return _Met(op, largest[0], n, sent, loop, apart, needed, real.op_name or real.name)
 
     def _sent(self, name: str) -> float:
-        """Bytes that a branch of a condition sends: the one that sends most is replayed."""
+        """Bytes that a branch of a condition sends. The branch that sends most is replayed."""
         body, total = self.computations[name], 0.0
         for own in body.values():
             if (real := self._collective(own, body)) is not None:
                 total += self._meet(name, own, real, ()).wire_bytes
             elif own.opcode in ("while", "call", "conditional"):
-                trips = _TRIPS.search(own.rest) if own.opcode == "while" else None
-                inside = branches_of(own) or [own.called("body") or own.called("to_apply") or name]
-                total += max(map(self._sent, inside)) * (int(trips[1]) if trips else 1)
+                inside = own.branches or [own.called("body") or own.called("to_apply") or name]
+                total += max(map(self._sent, inside)) * (own.trips or 1)
         return total
-
-
-def branches_of(own: Instruction) -> list[str]:
-    """The computations of a conditional."""
-    named = [each.strip(" %") for group in _BRANCHES.findall(own.rest) for each in group.split(",")]
-    return named or [each for key in ("true_computation", "false_computation") if (each := own.called(key))]
 
 
 def _alike(one: Iterable[float], other: Iterable[float]) -> bool:

@@ -1,4 +1,4 @@
-"""What was compiled ahead of time, as text and for programs."""
+"""Reports of a step that was compiled ahead of time: as text, and as JSON."""
 
 from collections import defaultdict
 from typing import Any
@@ -6,17 +6,20 @@ from typing import Any
 import jax
 
 from jaxdist.config.schema import Config
-from jaxdist.plan.compiled.ahead_of_time import MOST, Planned, memory_fraction, verdict
+from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE, Planned, fit_verdict, memory_fraction
 from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
-from jaxdist.plan.report.text import amount
 from jaxdist.plan.traced.sharding import aligned
+from jaxdist.specs import format_bytes
 
 HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "products", "waits", "what")
 
 
-def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
-    """Memory with the verdict, collectives, overlap (the `rows` largest of each loop; 0: all). network: as given to
-    `with_network`."""
+def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
+    """The report of a compiled step: memory with the verdict, collectives, overlap.
+
+    rows: how many collectives of each loop, the longest waits first; 0: all
+    network: as given to `with_network`
+    """
     gpu, footprint = planned.gpu, planned.footprint
     level = str(jax.config.values["jax_optimization_level"]).replace("UNKNOWN", "XLA's own")
     head = (
@@ -24,16 +27,16 @@ def to_text(planned: Planned, *, rows: int = 12, network: float | None = None) -
         f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
         f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s"
     )
-    memory = [(f"  {name}", amount(size), f"{size:,}") for name, size in memory_of(planned).items()]
+    memory = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in memory_of(planned).items()]
     text = [head, "", "Memory of a device:", *aligned(memory, right=(1, 2)), verdict_text(planned)]
     if footprint.host:
-        text.append(f"and {amount(footprint.host)} of host memory a device")
+        text.append(f"and {format_bytes(footprint.host)} of host memory a device")
     apart = planned.hosts > 1 and network is None
     return "\n".join([*text, "", *_collectives(planned), "", *overlap_text(planned.overlap, rows=rows, apart=apart)])
 
 
 def memory_of(planned: Planned) -> dict[str, int]:
-    """Bytes of one device, by what they are for."""
+    """{purpose: bytes of one device}."""
     each = planned.footprint
     return {
         "arguments (state, batch)": each.arguments,
@@ -47,13 +50,13 @@ def memory_of(planned: Planned) -> dict[str, int]:
 
 def verdict_text(planned: Planned) -> str:
     """One line: fits or not, by how much."""
-    found = verdict(planned.footprint, planned.gpu)
-    basis = f"of the {MOST:.0%} of a GPU's memory that JAX is assumed to get at most"
+    found = fit_verdict(planned.footprint, planned.gpu)
+    basis = f"of the {USABLE_SHARE:.0%} of a GPU's memory that JAX is assumed to get at most"
     if not found.fits:
-        return f"does not fit, by {amount(-found.spare)} {basis}"
-    enough = min(MOST, round(found.fraction + 0.02, 2))
+        return f"does not fit, by {format_bytes(-found.spare)} {basis}"
+    enough = min(USABLE_SHARE, round(found.fraction + 0.02, 2))
     more = f"; set XLA_PYTHON_CLIENT_MEM_FRACTION={enough:.2f} or more" if found.fraction > memory_fraction() else ""
-    return f"fits, with {amount(found.spare)} to spare {basis}{more}"
+    return f"fits, with {format_bytes(found.spare)} to spare {basis}{more}"
 
 
 def _collectives(planned: Planned) -> list[str]:
@@ -66,17 +69,19 @@ def _collectives(planned: Planned) -> list[str]:
             total[1] += each.wire_bytes
     lines = [("op", "dtype", "n", "calls", "sent")]
     lines += [
-        (op, dtype, str(n), f"{calls:.0f}", amount(sent))
+        (op, dtype, str(n), f"{calls:.0f}", format_bytes(sent))
         for (op, dtype, n), (calls, sent) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
     sent, ideal = sum(each[1] for each in totals.values()), 6 * planned.parameters
     share = f", {sent / ideal:.3f} x 6 bytes a parameter" if sent else ""
-    return [f"A device sends {amount(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
+    return [f"A device sends {format_bytes(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
 
 
 def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list[str]:
-    """The replay: what is assumed, the shares, and each collective by the loop that it is in. apart: the rate inside a
-    host is assumed between hosts, which nobody has said."""
+    """The lines of a replay: the assumed rates, the shares, and the collectives by the loop they are in.
+
+    apart: whether to say that the rate inside a host is assumed between hosts too
+    """
     rates, between = found.rates, ", between hosts too: give --network" if apart else ""
     text = [
         "Overlap, by a replay of the compiled schedule; assumed, not measured: "
@@ -105,7 +110,7 @@ def _row(each: Travel) -> tuple[str, ...]:
         each.op,
         each.dtype,
         str(each.group_size),
-        amount(each.wire_bytes),
+        format_bytes(each.wire_bytes),
         str(each.calls),
         "async" if each.asynchronous else "SYNC",
         *micro,
@@ -115,10 +120,12 @@ def _row(each: Travel) -> tuple[str, ...]:
     )
 
 
-def to_json(planned: Planned, config: Config) -> dict[str, Any]:
-    """{"gpu", "devices", "memory", "fits", "spare_bytes", "collectives", "overlap", ...}. Everything in "overlap" that
-    is seconds rests on "assumed"."""
-    found, replay = verdict(planned.footprint, planned.gpu), planned.overlap
+def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
+    """The report as JSON: {"gpu", "devices", "memory", "fits", "spare_bytes", "collectives", "overlap", ...}.
+
+    All seconds in "overlap" follow from the rates in "assumed".
+    """
+    found, replay = fit_verdict(planned.footprint, planned.gpu), planned.overlap
     return {
         "gpu": planned.gpu.description,
         "devices": planned.devices,
@@ -150,5 +157,5 @@ def to_json(planned: Planned, config: Config) -> dict[str, Any]:
 
 
 def with_network(rates: Rates, network: float | None, latency: float) -> Rates:
-    """The rates, with what the user assumes: GB/s sent (None: the table's), microseconds."""
+    """The rates, with a user's own. network: GB/s sent (None: the table's). latency: microseconds."""
     return rates._replace(network=network * 1e9 if network else rates.network, latency=latency * 1e-6)

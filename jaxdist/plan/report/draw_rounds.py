@@ -69,7 +69,7 @@ def lanes(found: Sequence[Arrow]) -> list[list[Arrow]]:
     return rows
 
 
-def draw(rounds: Sequence[Round], n: int, *, whole: int, title: str, inner: int | None = None) -> str:
+def draw_rounds(rounds: Sequence[Round], n: int, *, whole: int, title: str, inner: int | None = None) -> str:
     """SVG of the rounds of n ranks. whole: the bytes called N. inner: ranks in a row shaded as a neighbourhood."""
     rows = [lanes(arrows(messages)) for messages in rounds]
     height = _TOP + _BOTTOM + sum(len(lane) * _LANE + _GAP for lane in rows)
@@ -136,8 +136,7 @@ def svg_text(figure: Figure, *, title: str, data: dict[str, Any]) -> str:
 
 
 def data_of(svg: str) -> dict[str, Any]:
-    """What is written into a picture besides its lines; by `draw`: {"N": bytes, "rounds": [[[source, target, bytes],
-    ...], ...]}."""
+    """The data in a picture; of `draw_rounds`: {"N": bytes, "rounds": [[[source, target, bytes], ...], ...]}."""
     description = next(ElementTree.fromstring(svg).iter(_DC)).text
     data: dict[str, Any] = json.loads(description or "{}")
     return data

@@ -1,4 +1,4 @@
-"""The pipeline of a configuration, before it runs: its table, in words and as a picture."""
+"""Reports of a configuration's pipeline before it runs: its table, in words and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,17 @@ from jaxdist import registry
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate, table_of
-from jaxdist.plan.report.timeline import draw, simulate, to_text
+from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate_slots, table_of
+from jaxdist.plan.report.timeline import draw_timeline, simulate, table_text
 
-WIDEST = 40  # ticks: more do not fit beside each other on a terminal
+TERMINAL_TICKS = 40  # ticks: more do not fit beside each other on a terminal
 
 
-def ticks_of(config: Config) -> Ticks:
-    """The table that a configuration runs, with a stage for each place on the mesh axis pipe. Raises `UserError` where
-    there is none, or none for these counts."""
+def configured_ticks(config: Config) -> Ticks:
+    """The table of a configuration's schedule, with a stage for each coordinate of the mesh axis pipe.
+
+    Raises `UserError` if the schedule has no table, or none for these counts.
+    """
     parallel, stages = config.parallel, config.mesh.pipe
     table = table_of(parallel.schedule)
     if table is None:
@@ -32,8 +34,11 @@ def ticks_of(config: Config) -> Ticks:
 
 
 def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
-    """The table in a few lines: ticks, bubble, what is kept, what is sent; drawn as text if it is narrow. name: of the
-    schedule. blocks: see `simulate`."""
+    """A table in a few lines: ticks, bubble, what is kept, what is sent; drawn as text too, if it is narrow.
+
+    name: of the schedule
+    blocks: see `simulate`
+    """
     line, split, done = simulate(ticks, blocks=blocks), ticks.weights.shape[2] > 0, ticks.microbatches * ticks.chunks
     chunks, kept, times = "", "microbatches", "once"
     if ticks.chunks > 1:
@@ -43,7 +48,7 @@ def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
         speed, costs = f"a stage takes the time of its blocks, {', '.join(map(str, blocks))}", "and B costs two F"
     costs = "and F, B and W cost the same" if split else costs
     most, first, last = int(line.most_live.max()), line.most_live[0], line.most_live[-1]
-    late = f"; and what up to {allocate(ticks).cotangents.size} B leave for W" if split else ""
+    late = f"; and what up to {allocate_slots(ticks).cotangents.size} B leave for W" if split else ""
     text = [
         f"Timeline of {name}: {ticks.stages} stages, {ticks.microbatches} microbatches{chunks}",
         f"{ticks.length} ticks; a stage runs F in {done} of them and B in {done}",
@@ -52,11 +57,11 @@ def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
         f"a microbatch crosses each boundary {times} forward and {times} back: {done} of the {ticks.length} sends each"
         " way, one a tick; the others carry nothing",
     ]
-    return "\n".join([*text, *(["", to_text(ticks)] if ticks.length <= WIDEST else [])])
+    return "\n".join([*text, *(["", table_text(ticks)] if ticks.length <= TERMINAL_TICKS else [])])
 
 
-def show(config: Config, ticks: Ticks, path: Path) -> str:
-    """Draw the table of a configuration to `path`, PNG or SVG; returns it `described`."""
+def show_pipeline(config: Config, ticks: Ticks, path: Path) -> str:
+    """Draw the table of a configuration to `path`, PNG or SVG, and return it in words (see `described`)."""
     name, blocks = config.parallel.schedule, uneven(config.parallel.stages)
-    draw(ticks, path, name=name, blocks=blocks)
+    draw_timeline(ticks, path, name=name, blocks=blocks)
     return described(ticks, name=name, blocks=blocks)

@@ -7,18 +7,11 @@ from jaxdist.plan.explain import Explanation
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.ledger import SENDS, Collective
 from jaxdist.plan.traced.sharding import aligned, rows_as_text
-
-
-def amount(nbytes: float) -> str:
-    """ "1.50 GiB", "12.0 KiB", "17 B"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+from jaxdist.specs import format_bytes
 
 
 def pytorch_term(each: Collective) -> str:
-    """What this is called where the user comes from."""
+    """The name of a collective in PyTorch."""
     if (each.phase, each.purpose) in SENDS.values():
         return "point to point"
     if "tensor" in each.axes:
@@ -33,9 +26,15 @@ def pytorch_term(each: Collective) -> str:
     return "DDP buckets, HSDP all-reduce" if summed else "point to point"
 
 
-def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False) -> str:
-    """The report: collectives (the `rows` largest; 0: all), totals by axes, memory of a device. parameters: also how
-    each rests. activations: also what is kept for the backward pass, the `rows` largest."""
+def explanation_text(
+    explanation: Explanation, *, rows: int = 24, parameters: bool = False, activations: bool = False
+) -> str:
+    """The report of an explanation: collectives, totals by axes, memory of a device.
+
+    rows: how many collectives and saved arrays, the largest first; 0: all
+    parameters: add the sharding table
+    activations: add the arrays saved for the backward pass
+    """
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
     rows = rows or max(len(collectives), len(explanation.activations or ()))
     lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
@@ -48,9 +47,9 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
                 "+".join(each.axes),
                 str(each.group_size),
                 each.dtype,
-                amount(each.bytes_per_call),
+                format_bytes(each.bytes_per_call),
                 str(each.calls),
-                amount(each.wire_bytes),
+                format_bytes(each.wire_bytes),
                 each.link,
                 each.phase,
                 what,
@@ -60,15 +59,19 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
         )
     text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
     if rest := collectives[rows:]:
-        text.append(f"... and {len(rest)} more, {amount(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)")
+        text.append(
+            f"... and {len(rest)} more, {format_bytes(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)"
+        )
     total = explanation.ledger.wire_bytes
-    axes = [f"over {'+'.join(name)} {amount(sent)}" for name, sent in explanation.ledger.total("axes").items()]
-    links = [f"{name} {amount(sent)}" for name, sent in explanation.ledger.total("link").items()]
+    axes = [f"over {'+'.join(name)} {format_bytes(sent)}" for name, sent in explanation.ledger.total("axes").items()]
+    links = [f"{name} {format_bytes(sent)}" for name, sent in explanation.ledger.total("link").items()]
     parts = f": {', '.join(axes)}; {', '.join(links)}" if total else ""
-    text += ["", f"A device sends {amount(total)} a step{parts}"]
+    text += ["", f"A device sends {format_bytes(total)} a step{parts}"]
     if explanation.added is not None:
         sent = sum(each.wire_bytes for each in explanation.added)
-        text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {amount(sent)}")
+        text.append(
+            f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {format_bytes(sent)}"
+        )
     text += _compiled(explanation)
     text += ["", *memory_text(explanation)]
     if explanation.activations is None:
@@ -81,7 +84,7 @@ def to_text(explanation: Explanation, *, rows: int = 24, parameters: bool = Fals
 
 
 def _on_stages(calls: tuple[int, ...]) -> str:
-    """Which stages of a pipeline make a call, where not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
+    """The stages of a pipeline that make a call, if not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
     found = [stage for stage, count in enumerate(calls) if count]
     if len(found) in (0, len(calls)):
         return ""
@@ -91,8 +94,8 @@ def _on_stages(calls: tuple[int, ...]) -> str:
 
 
 def memory_text(explanation: Explanation) -> list[str]:
-    """The table of what a device holds, line by line."""
-    held = [(f"  {name}", amount(size), f"{size:,}") for name, size in explanation.memory.items()]
+    """The lines of the memory table of a device."""
+    held = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in explanation.memory.items()]
     text = ["Memory of a device:", *aligned(held, right=(1, 2))]
     if explanation.empty_rows:
         text.append(
@@ -103,7 +106,7 @@ def memory_text(explanation: Explanation) -> list[str]:
 
 
 def remedies_text(table: Table) -> str:
-    """The table of `plan.remedies`: what each change saves on a device and costs, the best first."""
+    """The table of remedies: what each change saves on a device and what it costs, the best first."""
     now = table.now
     lines = [("remedy", "peak", "saves", "", "FLOPs", "sent")]
     compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
@@ -112,23 +115,23 @@ def remedies_text(table: Table) -> str:
         lines.append(
             (
                 " ".join(each.overrides),
-                amount(cost.memory.peak),
+                format_bytes(cost.memory.peak),
                 signed(saved),
                 f"{saved / now.memory.peak:.1%}",
                 _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
-                _more(cost.wire_bytes, now.wire_bytes, amount(cost.wire_bytes)),
+                _more(cost.wire_bytes, now.wire_bytes, format_bytes(cost.wire_bytes)),
             )
         )
     text = [
-        f"Remedies. As it is, a device needs {amount(now.memory.peak)} at the peak of a step (state, batch, and "
-        f"{amount(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and sends "
-        f"{amount(now.wire_bytes)}:",
+        f"Remedies. As it is, a device needs {format_bytes(now.memory.peak)} at the peak of a step (state, batch, and "
+        f"{format_bytes(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and "
+        f"sends {format_bytes(now.wire_bytes)}:",
         *aligned(lines, right=(1, 2, 3, 4, 5)),
     ]
     for each, cost in compiled:
         if moved := cost.memory.host - now.memory.host:
             text.append(
-                f"{' '.join(each.overrides)}: {amount(moved)} a device rests in host memory; each step fetches "
+                f"{' '.join(each.overrides)}: {format_bytes(moved)} a device rests in host memory; each step fetches "
                 "it and puts it back"
             )
     for each in table.remedies:
@@ -139,16 +142,16 @@ def remedies_text(table: Table) -> str:
 
 def signed(nbytes: float) -> str:
     """ "1.50 GiB", "-12.00 KiB"."""
-    return "-" * (nbytes < 0) + amount(abs(nbytes))
+    return "-" * (nbytes < 0) + format_bytes(abs(nbytes))
 
 
 def _more(value: float, before: float, alone: str) -> str:
-    """By how much, in percent; where there was nothing, how much there is."""
+    """The growth of a figure in percent: "+12.5%"; `alone` if it was 0 before."""
     return f"{value / before - 1:+.1%}" if before else alone
 
 
 def _compiled(explanation: Explanation) -> list[str]:
-    """The ledger beside what was compiled, by op; nothing where nothing was."""
+    """The lines that compare the ledger with the compiled program, by op; none if nothing was compiled."""
     if not explanation.compiled:
         return []
     lines = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
@@ -171,7 +174,7 @@ def _compiled(explanation: Explanation) -> list[str]:
 
 
 def _activations(explanation: Explanation, rows: int) -> list[str]:
-    """The largest arrays that autodiff keeps, equal ones in one line; nothing where they are not known."""
+    """The lines of the largest saved arrays, equal ones in one line; none if they are not known."""
     if explanation.activations is None:
         return []
     counted = Counter(explanation.activations)
@@ -179,17 +182,21 @@ def _activations(explanation: Explanation, rows: int) -> list[str]:
     lines = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
     for each, count in kept[:rows]:
         shape = "x".join(map(str, each.shape)) or "scalar"
-        size = amount(each.bytes_per_device * count)
+        size = format_bytes(each.bytes_per_device * count)
         lines.append((each.what, each.kind, shape, each.dtype, str(count), size, each.source))
     text = ["", "Kept for the backward pass of one microbatch, on one device:", *aligned(lines, right=(4, 5))]
     if rest := kept[rows:]:
-        text.append(f"... and {len(rest)} more, {amount(sum(each.bytes_per_device * count for each, count in rest))}")
+        text.append(
+            f"... and {len(rest)} more, {format_bytes(sum(each.bytes_per_device * count for each, count in rest))}"
+        )
     return text
 
 
-def draw(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
-    """Bytes that a device sends in a step: one bar for each purpose, the largest first, coloured by axes; on the right
-    the memory of a device."""
+def draw_explanation(explanation: Explanation, path: Path, *, bars: int = 16) -> None:
+    """Draw two bar charts: what a device sends in a step, by purpose, coloured by axes; and its memory.
+
+    bars: how many purposes, the largest first
+    """
     from matplotlib.figure import Figure  # half a second, which those who want no picture need not wait
 
     figure = Figure(figsize=(11, 5), layout="constrained")

@@ -1,7 +1,7 @@
-"""A pipeline's table in time: how long it takes, who waits, how much is kept; as text and as a picture.
+"""Timeline of a pipeline's table: its length, its bubble, and what each stage keeps; as text and as a picture.
 
-Stages keep step: a tick takes as long as the stage with most to do in it. The bubble is the part of the time in which a
-stage waits, averaged over stages.
+All stages start a tick together, so that it takes as long as the stage with most work in it. The bubble is the share of
+the time in which a stage waits, the mean over stages.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxdist.parallel.pipeline.table import Ticks, moments
 if TYPE_CHECKING:  # matplotlib is loaded by who draws
     from matplotlib.axes import Axes
 
-KINDS = ("F", "B", "W")  # forward, backward, gradients of parameters; also the order within a tick
+WORK_KINDS = ("F", "B", "W")  # forward, backward, gradients of parameters; also the order within a tick
 INK, MUTED, LINE = "#1b1f24", "#5c6670", "#c3cad1"
 _DARK = {"F": "#2f6fb5", "B": "#c2570c", "W": "#3a8a4d"}
 _LIGHT = {"F": "#b9d6f2", "B": "#f8cfa9", "W": "#bfe3c6"}
@@ -33,20 +33,23 @@ _ROW, _BAR = 0.42, 0.34  # inches: from row to row, of a bar
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.9, 0.8, 0.88  # inches around the bars
 
 
-class Costs(NamedTuple):
-    """What one microbatch costs on a whole stage, in any unit of time; a chunk costs its part of it. Where a table does
-    not split the backward pass, it costs backward + weights."""
+class WorkCosts(NamedTuple):
+    """Times of one microbatch on a whole stage, in any unit; a chunk takes its part of them.
+
+    backward: of the gradient of the input
+    weights: of the gradients of the parameters; added to `backward` in tables that do not split the two
+    """
 
     forward: float = 1.0
     backward: float = 1.0
     weights: float = 1.0
 
 
-EQUAL = Costs()
+EQUAL = WorkCosts()
 
 
-class Work(NamedTuple):
-    """One piece of work and when it is done, in the unit of `Costs`. kind: one of `KINDS`."""
+class TimedWork(NamedTuple):
+    """A piece of work and its time, in the unit of `WorkCosts`. kind: one of `WORK_KINDS`."""
 
     kind: str
     stage: int
@@ -58,16 +61,20 @@ class Work(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A table in time, in the unit of `Costs`.
+    """A table in time, in the unit of `WorkCosts`.
 
-    starts, lengths: of the ticks, [T]. work: by tick, then stage, then start. total: of all ticks. busy: time that each
-    stage works, [S]. bubble: 1 - busy / total, the mean over stages. live: what F has kept and B or W still need, in
-    (microbatch, chunk) pairs, during each tick on each stage, [T, S]. most_live: the maximum of each stage, [S].
+    starts, lengths: of the ticks, [T]
+    work: sorted by tick, stage and start
+    total: the time of all ticks
+    busy: the time that each stage works, [S]
+    bubble: 1 - busy / total, the mean over stages
+    live: (microbatch, chunk) pairs that F has kept and B or W still need, in each tick on each stage, [T, S]
+    most_live: the maximum of each stage, [S]
     """
 
     starts: np.ndarray
     lengths: np.ndarray
-    work: tuple[Work, ...]
+    work: tuple[TimedWork, ...]
     total: float
     busy: np.ndarray
     bubble: float
@@ -75,10 +82,12 @@ class Timeline(NamedTuple):
     most_live: np.ndarray
 
 
-def simulate(ticks: Ticks, costs: Costs = EQUAL, blocks: Sequence[int] = ()) -> Timeline:
-    """Run the table, which must be valid (`jaxdist.parallel.pipeline.table.check`), at these costs: of a stage with
-    the mean number of blocks. blocks: of each virtual stage (`parallel.stages`), if they are not equally many; work
-    takes the time of its blocks."""
+def simulate(ticks: Ticks, costs: WorkCosts = EQUAL, blocks: Sequence[int] = ()) -> Timeline:
+    """The timeline of a valid table.
+
+    costs: of a stage with the mean number of blocks
+    blocks: of each virtual stage (`parallel.stages`), if these differ: work takes the time of its blocks then
+    """
     share_vS = np.ones((ticks.chunks, ticks.stages)) / ticks.chunks  # what each chunk costs, of a whole stage
     if blocks:
         share_vS = np.reshape(blocks, share_vS.shape) * ticks.stages / sum(blocks)
@@ -94,18 +103,18 @@ def simulate(ticks: Ticks, costs: Costs = EQUAL, blocks: Sequence[int] = ()) -> 
     work = []
     for tick, stage in np.ndindex(own_TS.shape):
         end = float(starts_T[tick])
-        for kind, cost, table_TSN2 in zip(KINDS, each, tables, strict=True):
+        for kind, cost, table_TSN2 in zip(WORK_KINDS, each, tables, strict=True):
             for microbatch, chunk in table_TSN2[tick, stage]:
                 if microbatch >= 0:
                     start, end = end, end + cost * float(share_vS[chunk, stage])
-                    work.append(Work(kind, stage, tick, int(microbatch), int(chunk), start, end))
+                    work.append(TimedWork(kind, stage, tick, int(microbatch), int(chunk), start, end))
     total, busy_S, live_TS = float(lengths_T.sum()), own_TS.sum(axis=0), _live(ticks)
     bubble = 1 - float(busy_S.mean()) / total
     return Timeline(starts_T, lengths_T, tuple(work), total, busy_S, bubble, live_TS, live_TS.max(axis=0))
 
 
 def _live(ticks: Ticks) -> np.ndarray:
-    """Pairs whose F has been done and whose last use has not, that of the tick itself included: [T, S]."""
+    """How many (microbatch, chunk) pairs have had their F and not yet their last use, [T, S]."""
     when = moments(ticks)
     stage_MvS = np.broadcast_to(np.arange(ticks.stages), when.forward.shape)
     change_TS = np.zeros((ticks.length + 1, ticks.stages), int)
@@ -114,9 +123,11 @@ def _live(ticks: Ticks) -> np.ndarray:
     return np.cumsum(change_TS, axis=0)[:-1]
 
 
-def to_text(ticks: Ticks) -> str:
-    """The table for a terminal: a column a tick; a line for F, one for B and, where there are any, lines for W of every
-    stage; in them microbatches, each with a letter for the chunk where there are several."""
+def table_text(ticks: Ticks) -> str:
+    """The table for a terminal: a column for each tick, and lines for F, B and W of each stage.
+
+    A cell is the number of a microbatch, with a letter for the chunk if there are several.
+    """
     tables = [ticks.forward, ticks.backward, *np.moveaxis(ticks.weights, 2, 0)]
     kinds = ("F", "B", *"W" * ticks.weights.shape[2])
     letters = [chr(ord("a") + chunk) for chunk in range(ticks.chunks)] if ticks.chunks > 1 else [""]
@@ -132,11 +143,15 @@ def to_text(ticks: Ticks) -> str:
     return "\n".join(lines)
 
 
-def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL, blocks: Sequence[int] = ()) -> None:
-    """A picture, PNG or SVG by the ending of `path`: a row a stage, time to the right, a bar for each piece of work and
-    its microbatch in it, later chunks paler, hatched where a stage waits. name: of the schedule, for the title. blocks:
-    see `simulate`. An SVG holds the table too, see `data_of` in `draw_rounds`: a picture can be compared with a
-    program."""
+def draw_timeline(ticks: Ticks, path: Path, *, name: str, costs: WorkCosts = EQUAL, blocks: Sequence[int] = ()) -> None:
+    """Draw a table as PNG or SVG, by the ending of `path`.
+
+    A row is a stage, time goes to the right, and each piece of work is a bar with its microbatch in it. Later chunks
+    are paler, and a stage that waits is hatched. An SVG holds the table as data too, see `draw_rounds.data_of`.
+
+    name: of the schedule, for the title
+    blocks: see `simulate`
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -159,13 +174,13 @@ def draw(ticks: Ticks, path: Path, *, name: str, costs: Costs = EQUAL, blocks: S
         _bars(axes, line, ticks, inches)
         _legend(axes, ticks, costs, height, mean=bool(blocks))
         if path.suffix == ".svg":
-            path.write_text(svg_text(figure, title=title, data=data(ticks, name)), encoding="utf-8")
+            path.write_text(svg_text(figure, title=title, data=table_data(ticks, name)), encoding="utf-8")
         else:
             figure.savefig(path, dpi=160, facecolor="white")
 
 
-def data(ticks: Ticks, name: str) -> dict[str, Any]:
-    """What an SVG of the table holds: the schedule's name, and the fields of `Ticks` as numbers and lists."""
+def table_data(ticks: Ticks, name: str) -> dict[str, Any]:
+    """The data in an SVG of a table: the schedule's name, and the fields of `Ticks` as numbers and lists."""
     return {"schedule": name, **{key: np.asarray(value).tolist() for key, value in ticks._asdict().items()}}
 
 
@@ -200,7 +215,7 @@ def _title(line: Timeline, ticks: Ticks, name: str, blocks: Sequence[int]) -> st
 
 
 def _waits(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
-    """What lies under the bars: rows with their names and what they keep, all waiting; the ticks, numbered."""
+    """Draw what is under the bars: hatched rows, each with its name and what it keeps; the ticks, numbered."""
     scale, bottom = inches / line.total, _TOP + ticks.stages * _ROW - (_ROW - _BAR)
     right = _LEFT + inches + 0.12
     text: dict[str, Any] = {"va": "center", "fontsize": 8, "color": MUTED}
@@ -241,7 +256,7 @@ def _bars(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
             )
 
 
-def _legend(axes: "Axes", ticks: Ticks, costs: Costs, height: float, *, mean: bool) -> None:
+def _legend(axes: "Axes", ticks: Ticks, costs: WorkCosts, height: float, *, mean: bool) -> None:
     names, each = {"F": "forward", "B": "backward"}, f"B {costs.backward + costs.weights:g}"
     if ticks.weights.shape[2]:
         names |= {"B": "gradient of the input", "W": "gradient of the parameters"}

@@ -1,9 +1,9 @@
-"""What the forward pass leaves for the backward pass: activations, read from the traced step.
+"""Saved activations: the arrays that the forward pass makes and the backward pass reads, found in the traced step.
 
-Whatever strategy, schedule and remat mode a step is made of, it is one jaxpr, with a forward pass, a backward pass, and
-arrays that the first makes and the second reads. Those a device holds from one to the other, for one microbatch at a
-time. What a block needs beside them while it runs (workspace, and with remat what is recomputed) is not among them:
-only a compiler knows that. Not for pipelines, where both passes, of several microbatches, stand in one loop.
+A step is one jaxpr, whatever its strategy, schedule and remat mode. A device holds these arrays from the forward pass
+to the backward pass, for one microbatch at a time. A block needs more memory while it runs: workspace, and with remat
+what it computes again. Only a compiler knows that part. Pipelines are not supported: in their loop over ticks, forward
+and backward passes of several microbatches alternate.
 """
 
 import math
@@ -11,27 +11,29 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
 
-from jaxdist.plan.traced.ledger import phase_of, scope_of, source_of
+from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, scan_of
+from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
 from jaxdist.specs import STACKED, PyTree, is_model
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
-ACTIVATIONS, COPIES, CONSTANTS = KINDS = ("activations", "copies of parameters", "constants")
+ACTIVATIONS, COPIES, CONSTANTS = SAVED_KINDS = ("activations", "copies of parameters", "constants")
 ON_HOST = "activations on the host"  # offloaded; not in the device's memory
-# Primitives that hand on what they are given: no array of its own in the compiled program.
+# Primitives whose result is their operand: the compiled program has no second array for it.
 PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
 
 
-class Kept(NamedTuple):
-    """An array that stays from the forward to the backward pass.
+class SavedArray(NamedTuple):
+    """An array that a device holds from the forward to the backward pass.
 
-    kind: one of `KINDS`, or `ON_HOST`. Activations come from the batch (or the step: dropout masks), copies of
-    parameters from nothing but parameters (cast, gathered, or stacked once more by the loop over blocks), constants
-    from neither (causal masks, tables). what: the layer that makes it, the parameter, or "input of a block"; "carry of
-    a loop" of other loops. shape: on one device; [blocks, ...] where all blocks keep one. source: the line that makes
-    it.
+    kind: one of `SAVED_KINDS`, or `ON_HOST`
+        - activations are computed from the batch, or from the number of the step (dropout masks)
+        - copies of parameters are computed from parameters alone: cast, gathered, or stacked by the loop over blocks
+        - constants are computed from neither: causal masks, tables
+    what: the layer that makes it, the parameter, "input of a block", or "carry of a loop"
+    shape: on one device; [blocks, ...] where all blocks keep one
+    source: the line that makes it
     """
 
     kind: str
@@ -43,8 +45,13 @@ class Kept(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """Where a value of a jaxpr comes from. array: the same object for values that are one array; None for a number.
-    equation: that makes it, under the names in `stack`. carried: it is the carry of a loop."""
+    """The origin of a value of a jaxpr.
+
+    array: an object that stands for the array: the same for all values that are one array; None for a number
+    batch, parameters: whether it is computed from the batch, from parameters
+    equation, stack: the equation that makes it, and the named scopes around that
+    carried: whether it is the carry of a loop
+    """
 
     array: object = None
     batch: bool = False
@@ -54,8 +61,11 @@ class _Value(NamedTuple):
     carried: bool = False
 
 
-def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[Kept]:
-    """What one microbatch of `step(state, batch)` keeps on one device, the largest first. Arguments as for `ledger`."""
+def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[SavedArray]:
+    """The arrays that one microbatch of `step(state, batch)` saves on one device, the largest first.
+
+    The arguments are those of `ledger`.
+    """
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
     marks = (
         TrainState(
@@ -70,84 +80,90 @@ def kept_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[
     carries = ("input of a block", STACKED) if is_model(state.params) else ("carry of a loop", "carry of a loop")
     reader = _Reader(*carries)
     reader.values(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
-    # Microbatches that a schedule runs in several places keep the same; a part of one keeps less.
+    # A schedule may run microbatches in several places of the program. All save the same; a part of one saves less.
     found = max(reader.found.values(), key=lambda kept: sum(each.bytes_per_device for each in kept), default=[])
     return sorted(found, key=lambda each: -each.bytes_per_device)
 
 
 class _Reader:
-    """Follows values through jaxprs. carry, copies: what is called that the outermost loop carries, and of that what
-    comes from parameters alone. found: what is kept, by the jaxpr that holds both passes."""
+    """A walk that follows values through jaxprs.
+
+    carry, copies: names for the carry of the outermost loop, and for that part of it which is computed from parameters
+    found: the saved arrays, by the jaxpr in which both passes are
+    """
 
     def __init__(self, carry: str, copies: str) -> None:
-        self.carry, self.copies, self.found = carry, copies, dict[int, list[Kept]]()
+        self.carry, self.copies, self.found = carry, copies, dict[int, list[SavedArray]]()
 
     def values(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
-        """Where the outputs of a jaxpr come from, given where its inputs do."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        known: dict[Any, _Value] = dict(zip(inner.invars, inputs, strict=True))
-        known |= {variable: _Value(variable) for variable in inner.constvars}
-        outside = made = frozenset[int]()
-        begun = ended = False  # the forward pass: what was there before it is held anyway
-        kept: dict[int, Kept] = {}
-        for equation in inner.eqns:
-            here = f"{stack}/{equation.source_info.name_stack}"
+        """The origins of a jaxpr's results, from those of its arguments."""
+        plain = opened(jaxpr)
+        constants = [_Value(variable) for variable in plain.constvars]
+        seen = {id(value.array) for value in (*inputs, *constants) if value.array is not None}
+        outside: frozenset[int] | None = None  # arrays that were there before the forward pass
+        made: frozenset[int] | None = None  # arrays that the forward pass has made, once it is over
+        kept: dict[int, SavedArray] = {}
+
+        def rule(equation: Any, given: list[_Value]) -> list[_Value]:
+            nonlocal outside, made
+            here = names_at(stack, equation)
             phase = phase_of(here)
-            if not begun and phase == "forward":
-                begun, outside = True, _arrays(known)
-            if begun and not ended and phase in ("backward", "recompute"):
-                ended, made = True, _arrays(known) - outside
-            given = [_Value() if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-            if made and phase in ("backward", "recompute"):
+            if outside is None and phase == "forward":
+                outside = frozenset(seen)
+            if phase in ("backward", "recompute") and outside is not None:
+                made = frozenset(seen - outside) if made is None else made
                 for value, atom in zip(given, equation.invars, strict=True):
                     if id(value.array) in made:
                         kept[id(value.array)] = self.kept(value, atom.aval)
-            known |= zip(equation.outvars, self.made(equation, given, here), strict=True)
-        if kept:
-            self.found[id(inner)] = list(kept.values())
-        return [_Value() if isinstance(atom, Literal) else known[atom] for atom in inner.outvars]
+            results = self.made(equation, given, here)
+            seen.update(id(value.array) for value in results if value.array is not None)
+            return results
 
-    def kept(self, value: _Value, aval: Any) -> Kept:
+        results = interpret(plain, constants, inputs, rule, lambda _: _Value())
+        if kept:
+            self.found[id(plain)] = list(kept.values())
+        return results
+
+    def kept(self, value: _Value, aval: Any) -> SavedArray:
         kind, scope = ACTIVATIONS if value.batch else COPIES if value.parameters else CONSTANTS, scope_of(value.stack)
         kind = ON_HOST if aval.memory_space == jax.memory.Space.Host else kind
         what = scope or "the loss"
         if value.carried:
             what = f"carry of a loop in {scope}" if scope else self.copies if kind == COPIES else self.carry
         source = source_of(value.equation) if value.equation else "unknown"
-        return Kept(kind, what, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize, source)
+        return SavedArray(
+            kind, what, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize, source
+        )
 
     def made(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
-        """The values that an equation makes of those that it is given."""
+        """The origins of an equation's results."""
         name = equation.primitive.name
         if name in PASSING and len(given) == len(equation.outvars):
             return [
                 value if value.carried or scope_of(value.stack) else value._replace(equation=equation, stack=stack)
                 for value in given
             ]
-        subs = [getattr(sub, "jaxpr", sub) for sub in jaxprs_in_params(equation.params)]
-        if len(subs) == 1 and name == "scan":
-            return self.looped(equation, subs[0], given, stack)
-        if len(subs) == 1 and (len(subs[0].invars), len(subs[0].outvars)) == (len(given), len(equation.outvars)):
-            return _called(equation, given, self.values(subs[0], given, stack))
+        inner = [opened(each) for each in inner_jaxprs(equation)]
+        if name == "scan":
+            return self.looped(equation, given, stack)
+        if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(given), len(equation.outvars)):
+            return _called(equation, given, self.values(inner[0], given, stack))
         if all(value.array is None for value in given) and all(x.aval.ndim == 0 for x in equation.outvars):
             return [_Value() for _ in equation.outvars]  # a number from numbers is no array that is kept
         batch, parameters = any(value.batch for value in given), any(value.parameters for value in given)
         return [_Value(variable, batch, parameters, equation, stack) for variable in equation.outvars]
 
-    def looped(self, equation: Any, body: Any, given: list[_Value], stack: str) -> list[_Value]:
-        """What a scan makes: arrays of its own, also where its body only hands something on."""
-        # Inputs are constants, carry and slices, outputs carry and slices; a slice has a dim less inside. (The
-        # parameters of scan say it too, in every version of jax in other words.)
-        slices = sum(x.aval.ndim > inside.aval.ndim for x, inside in zip(equation.invars, body.invars, strict=True))
-        count = sum(x.aval.ndim == inside.aval.ndim for x, inside in zip(equation.outvars, body.outvars, strict=True))
-        first, last = len(given) - slices - count, len(given) - slices
-        carry = [_Value(object(), value.batch, value.parameters, equation, stack, True) for value in given[first:last]]
+    def looped(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
+        """The values of a scan's results: arrays of its own, also where its body only hands something on."""
+        scan = scan_of(equation)
+        constants, before, rows = scan.split(given)
+        carry = [_Value(object(), value.batch, value.parameters, equation, stack, True) for value in before]
         while True:
-            made = self.values(body, [*given[:first], *carry, *given[last:]], stack)
+            made = self.values(scan.body, [*constants, *carry, *rows], stack)
             # A carry comes from all that goes into it in any round.
             merged = [
                 before._replace(batch=before.batch or after.batch, parameters=before.parameters or after.parameters)
-                for before, after in zip(carry, made[:count], strict=True)
+                for before, after in zip(carry, made[: scan.carried], strict=True)
             ]
             if merged == carry:
                 return [value._replace(array=variable) for value, variable in zip(made, equation.outvars, strict=True)]
@@ -155,8 +171,10 @@ class _Reader:
 
 
 def _called(equation: Any, given: list[_Value], values: list[_Value]) -> list[_Value]:
-    """What a call returns. What it does not hand on is this call's own, array and line: several calls of a function may
-    share a jaxpr, which knows the line of the first only."""
+    """The origins of a call's results. Arrays that the call makes get the line of the call.
+
+    Several calls of a function may share one jaxpr, whose equations have the line of the first call only.
+    """
     passed = {id(value.array) for value in given} | {id(None)}
     own: dict[int, Any] = {}
     for value, variable in zip(values, equation.outvars, strict=True):
@@ -165,7 +183,3 @@ def _called(equation: Any, given: list[_Value], values: list[_Value]) -> list[_V
         value if id(value.array) in passed else value._replace(array=own[id(value.array)], equation=equation)
         for value in values
     ]
-
-
-def _arrays(known: dict[Any, _Value]) -> frozenset[int]:
-    return frozenset(id(value.array) for value in known.values() if value.array is not None)

@@ -4,7 +4,7 @@ seen it."""
 import math
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+from jaxdist.jaxpr.walk import total
 
 
 def flops_of(jaxpr: Any) -> float:
@@ -14,10 +14,10 @@ def flops_of(jaxpr: Any) -> float:
     the most expensive branch counts. Inside `jax.shard_map` shapes are those of one device, and so is the count.
     Elementwise work, a few percent of a transformer's, is left out.
     """
-    return sum((_flops_of_equation(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns), 0.0)
+    return total(jaxpr, _flops_of_equation)
 
 
-def _flops_of_equation(equation: Any) -> float:
+def _flops_of_equation(equation: Any) -> float | None:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -26,11 +26,9 @@ def _flops_of_equation(equation: Any) -> float:
     if name == "conv_general_dilated":
         kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    if name.startswith("dot_product_attention_"):  # cuDNN's: 2 products, backward 5; masked halves count, as without it
+    if name.startswith("dot_product_attention_"):
+        # cuDNN's attention has two products, and its backward pass five. Masked halves count, as they do without it.
         (*_, queries, heads, width), keys = equation.invars[0].aval.shape, equation.invars[1].aval.shape[-3]
         products = 2 if "fwd" in name else 5
         return 2.0 * products * equation.invars[0].aval.shape[0] * heads * queries * keys * width
-    inside = [flops_of(sub) for sub in jaxprs_in_params(params)]
-    if name == "cond":
-        return max(inside, default=0.0)
-    return sum(inside) * (params["length"] if name == "scan" else 1)
+    return None

@@ -1,33 +1,34 @@
-"""Every collective of a train step, before it runs: who, over which axes, how many bytes, how often, from which line.
+"""The ledger: every collective of a train step before it runs, with its axes, bytes, calls and source line.
 
-Read from the jaxpr of the very function that trains, so that no devices are needed and a mesh may be far larger than
-the machine. What the compiler adds for the optimizer, in the global region, is not in the jaxpr: see `plan.hlo`.
+It is read from the jaxpr of the very function that trains. So no devices are needed, and the mesh may be far larger
+than the machine. The compiler adds collectives for the optimizer, in the global region; they are not in the jaxpr, see
+`jaxdist.plan.compiled.hlo`.
 """
 
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
-from jaxdist.jaxpr.branches import AXIS, Scope, outermost
+from jaxdist.jaxpr.branches import AXIS, Reached, outermost, reached
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
-from jaxdist.parallel.pipeline.run import BACKWARD, FORWARD, TO_BEFORE, TO_NEXT
+from jaxdist.parallel.pipeline.run import TO_BEFORE, TO_NEXT
+from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
+from jaxdist.plan.traced.readers import first_readers
 from jaxdist.specs import PyTree, path_name
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
-PACKAGE = Path(__file__).parents[2]
 # Primitives of jax 0.10 to 0.12 -> names here. Reductions other than sums are all-reduces as well.
-OPS = {
+OP_OF_PRIMITIVE = {
     "psum": "psum",
     "psum_invariant": "psum",
     "pmax": "psum",
@@ -38,31 +39,33 @@ OPS = {
     "ppermute": "ppermute",
     "all_to_all": "all_to_all",
 }
+GRADIENT = "gradient of "
 INSIDE, BETWEEN = "inside a host", "between hosts"
 # A pipeline's sends: (phase, purpose) by scope.
 SENDS = {
     TO_NEXT: ("forward", "activations to the next stage"),
     TO_BEFORE: ("backward", "gradients to the stage before"),
 }
-# What a name stack is made of beside names that somebody gave: transformations, primitives, einsums.
-_WRAPPER = re.compile(r"\b\w+\(|\)")
-_NOISE = re.compile(
-    r"^(rematted_computation|checkpoint|while|body|cond|branch_\d+_fun|closed_call|shard_map|.*->.*"
-    rf"|{FORWARD}|{BACKWARD})?$"
-)
 _USED = re.compile(rf"(?:{re.escape(TO_NEXT)}|{re.escape(TO_BEFORE)})\.(\d+)")
 
 
 class Collective(NamedTuple):
-    """What one line of the program communicates in a step.
+    """A collective of the program, with all its calls in a step.
 
-    op: psum (all-reduce), all_gather, reduce_scatter, ppermute, all_to_all. bytes_per_call, elements_per_call: the
-    input on one device. calls: a step, loops multiplied out. wire_bytes: what one device sends in a step, by the
-    bandwidth-optimal algorithm of a native collective (Patarasuk and Yuan 2009), or as a ppermute says. link: the
-    slowest that it crosses. phase: forward, backward, recompute (forward again, in the backward pass) or once a step.
-    purpose: which parameter, gradient or activation. stages: calls of each stage of a pipeline, of which `calls` and
-    `wire_bytes` are the most. at_most: calls of a device that took every branch. used: of a pipeline's sends, how many
-    across a boundary carry what is used; None: all. conditional: in a branch that depends on data; counted as taken.
+    op: psum (all-reduce), all_gather, reduce_scatter, ppermute or all_to_all
+    bytes_per_call, elements_per_call: of the input on one device
+    calls: in a step, loops multiplied out
+    wire_bytes: what one device sends in a step, by the bandwidth-optimal algorithm of a native collective (Patarasuk
+        and Yuan 2009), or as a ppermute says
+    link: the slowest that it crosses, `INSIDE` or `BETWEEN`
+    source: the line that asks for it; of a parameter's gather and reduce-scatter the line of the layer that first
+        computes with the parameter (see `readers`)
+    phase: forward, backward, recompute (the forward pass again, for the backward pass) or once a step
+    purpose: the parameter, gradient or activation
+    stages: calls on each stage of a pipeline; `calls` and `wire_bytes` are those of the stage with most
+    at_most: calls on a device that took every branch
+    used: how many of a pipeline's sends carry data that is used; None: all
+    conditional: whether it is in a branch that depends on data; it is counted as if that ran
     """
 
     op: str
@@ -84,18 +87,18 @@ class Collective(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a step, in program order, equal ones together. mesh: sizes of the axes."""
+    """All collectives of a step, in program order, equal ones merged. mesh: {axis: size}."""
 
     collectives: tuple[Collective, ...]
     mesh: dict[str, int]
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in a step, on the stage that sends most."""
+        """Bytes that a device of the busiest stage sends in a step."""
         return sum(self.total("op").values())
 
     def total(self, key: str) -> dict[Any, float]:
-        """Wire bytes of that device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
+        """Wire bytes of such a device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
         totals: Counter[Any] = Counter()
         stage = self.busiest
         for each in self.collectives:
@@ -114,9 +117,10 @@ class Ledger(NamedTuple):
 def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_host: int = 8) -> Ledger:
     """The ledger of `step(state, batch)`.
 
-    state and batch may be ShapeDtypeStructs (`state_target`), on a mesh or an AbstractMesh. devices_per_host: for a
-    mesh without devices, or with simulated ones; those of GPUs are known. Raises `UserError` for a loop whose length is
-    not in the program.
+    state, batch: arrays or ShapeDtypeStructs (see `state_target`), on a Mesh or an AbstractMesh
+    devices_per_host: for meshes without devices, or of simulated ones; real GPUs know their hosts
+
+    Raises `UserError` for a loop that communicates and whose length is not in the program.
     """
     mesh = state.step.sharding.mesh
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
@@ -126,22 +130,47 @@ def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_hos
 
 
 def collectives_of(jaxpr: Any, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> tuple[Collective, ...]:
-    """The collectives of a jaxpr, in program order, equal ones together. hosts: of the devices, in the mesh's shape.
-    parameters: their names."""
+    """The collectives of a jaxpr, in program order, equal ones together.
+
+    hosts: of the devices, in the mesh's shape, see `hosts_of`
+    parameters: their names, "blocks.mlp.up.kernel"
+    """
+    _check_known(jaxpr)
+    read = functools.partial(_collective, mesh=mesh, hosts=hosts, parameters=parameters)
+
+    def weight(each: Reached) -> float:
+        found = read(each)
+        return found.wire_bytes * max(found.stages)
+
     found: dict[Collective, tuple[np.ndarray, int]] = {}
-    for each in _Reader(mesh, hosts, parameters).read(jaxpr, outermost(jaxpr, mesh.shape), ""):
-        key = each._replace(stages=(), at_most=0)
-        stages, at_most = found.get(key, (0, 0))
-        found[key] = stages + np.asarray(each.stages), at_most + each.at_most
+    lines = first_readers(jaxpr, parameters)
+    start = outermost(jaxpr, mesh.shape)
+    for each in map(read, reached(jaxpr, start, lambda equation: bool(moving_axes(equation)), weight)):
+        if any(each.stages):
+            key = each._replace(stages=(), at_most=0)
+            stages, at_most = found.get(key, (0, 0))
+            found[key] = stages + np.asarray(each.stages), at_most + each.at_most
     merged = []
     for each, (stages, at_most) in found.items():
         calls = int(stages.max())
-        merged.append(
-            each._replace(
-                calls=calls, wire_bytes=each.wire_bytes * calls, stages=tuple(stages.tolist()), at_most=at_most
-            )
-        )
+        sent, source = each.wire_bytes * calls, lines.get(each.purpose.removeprefix(GRADIENT), each.source)
+        counts = tuple(stages.tolist())
+        merged.append(each._replace(calls=calls, wire_bytes=sent, stages=counts, at_most=at_most, source=source))
     return tuple(merged)
+
+
+def _check_known(jaxpr: Any) -> None:
+    """Raise `UserError` for a collective that is not in `OP_OF_PRIMITIVE`, or that runs an unknown number of times."""
+    for equation, _, _, inside in every_equation(jaxpr):
+        axes, name = moving_axes(equation), equation.primitive.name
+        if axes and name not in OP_OF_PRIMITIVE:
+            raise UserError(f"ledger: {name} over {', '.join(axes)} is not known; it is in {source_of(equation)}")
+        loops = [each for each in inside if each.primitive.name == "while"]
+        if axes and loops:
+            raise UserError(
+                f"ledger: a loop in {source_of(loops[-1])} communicates, and its length is not in the "
+                "program; use lax.scan, or fori_loop with fixed bounds"
+            )
 
 
 def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
@@ -158,136 +187,62 @@ def wire_bytes(op: str, nbytes: int, n: int) -> float:
     return nbytes * share.get(op, 1)
 
 
-class _Reader:
-    """Walks jaxprs with how often they run and under which names."""
-
-    def __init__(self, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> None:
-        self.mesh, self.hosts, self.parameters = mesh, hosts, parameters
-
-    def read(self, jaxpr: Any, scope: Scope, stack: str) -> Iterator[Collective]:
-        """The collectives of a jaxpr, as of one call each."""
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            name, inner = equation.primitive.name, f"{stack}/{equation.source_info.name_stack}"
-            axes = moving_axes(equation)
-            if axes and name not in OPS:
-                raise UserError(f"ledger: {name} over {', '.join(axes)} is not known; it is in {source_of(equation)}")
-            if axes:
-                yield self.collective(equation, axes, scope, inner)
-                continue
-            subs = list(jaxprs_in_params(equation.params))
-            if name == "while" and any(True for sub in subs for _ in self.read(sub, scope.inside(sub), inner)):
-                raise UserError(
-                    f"ledger: a loop in {source_of(equation)} communicates, and its length is not in the "
-                    "program; use lax.scan, or fori_loop with fixed bounds"
-                )
-            if name == "scan":
-                yield from self.read(subs[0], scope.turns(equation), inner)
-            elif name == "cond":
-                yield from self.condition(equation, scope, inner)
-            elif subs:
-                for sub in subs:
-                    called = scope.inside(sub, equation)
-                    yield from self.read(sub, called, inner)
-                    scope.returned(equation, sub, called)
-            else:
-                scope.follow(equation)
-
-    def condition(self, equation: Any, scope: Scope, stack: str) -> Iterator[Collective]:
-        """Of all branches, as often as they are taken; where that depends on data, of the one that sends most."""
-        bodies = equation.params["branches"]
-        inside = scope.branches(equation)
-        found = [list(self.read(body, branch, stack)) for body, branch in zip(bodies, inside, strict=True)]
-        if scope.read(equation.invars[0]) is None:
-            yield from max(found, key=lambda some: sum(each.wire_bytes * max(each.stages) for each in some), default=[])
-        else:
-            yield from (each for some in found for each in some if any(each.stages))
-
-    def collective(self, equation: Any, axes: tuple[str, ...], scope: Scope, stack: str) -> Collective:
-        op = OPS[equation.primitive.name]
-        groups = equation.params.get("axis_index_groups")
-        n = len(groups[0]) if groups else math.prod(self.mesh.shape[axis] for axis in axes)
-        nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
-        count = sum(math.prod(x.aval.shape) for x in equation.invars)
-        phase, purpose = self.meaning(op, stack)
-        stages = scope.calls
-        if axes == (AXIS,) and op == "ppermute":  # a stage that sends to nobody
-            senders = [source for source, _ in equation.params["perm"]]
-            stages = np.where(np.isin(np.arange(len(stages)), senders), stages, 0)
-        return Collective(
-            op,
-            axes,
-            n,
-            str(equation.invars[0].aval.dtype),
-            nbytes,
-            count,
-            1,
-            wire_bytes(op, nbytes, n),
-            self.link(axes),
-            source_of(equation),
-            phase,
-            purpose,
-            tuple(stages.tolist()),
-            scope.at_most,
-            used_of(stack),
-            not scope.certain,
-        )
-
-    def link(self, axes: tuple[str, ...]) -> str:
-        order = list(self.mesh.axis_names)
-        moved = np.moveaxis(self.hosts, [order.index(axis) for axis in axes], range(-len(axes), 0))
-        groups = moved.reshape(-1, math.prod(self.mesh.shape[axis] for axis in axes))
-        return BETWEEN if (groups != groups[:, :1]).any() else INSIDE
-
-    def meaning(self, op: str, stack: str) -> tuple[str, str]:
-        """(phase, purpose) from the names on the way to an equation."""
-        phase, name = phase_of(stack), scope_of(stack)
-        for send, meaning in SENDS.items():
-            if name.startswith(send):
-                return meaning
-        if name in self.parameters:
-            return phase, f"{'gradient of ' if op == 'reduce_scatter' else ''}{name}"
-        if phase == "once a step":
-            return phase, name
-        if name.endswith(".gradients"):  # of a unit, summed where the backward pass makes them
-            return phase, f"gradients of {name.removesuffix('.gradients')}"
-        return phase, f"{'gradients of activations' if phase == 'backward' else 'activations'} of {name or 'the loss'}"
+def _collective(each: Reached, *, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> Collective:
+    """The entry of one collective; its `calls` is 1, its `wire_bytes` those of one call."""
+    equation, scope = each.equation, each.scope
+    axes, op = moving_axes(equation), OP_OF_PRIMITIVE[equation.primitive.name]
+    groups = equation.params.get("axis_index_groups")
+    n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
+    nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
+    phase, purpose = _meaning(op, each.names, parameters)
+    stages = scope.calls
+    if axes == (AXIS,) and op == "ppermute":  # a stage that is in no pair sends to nobody
+        senders = [source for source, _ in equation.params["perm"]]
+        stages = np.where(np.isin(np.arange(len(stages)), senders), stages, 0)
+    return Collective(
+        op=op,
+        axes=axes,
+        group_size=n,
+        dtype=str(equation.invars[0].aval.dtype),
+        bytes_per_call=nbytes,
+        elements_per_call=sum(math.prod(x.aval.shape) for x in equation.invars),
+        calls=1,
+        wire_bytes=wire_bytes(op, nbytes, n),
+        link=_link(axes, mesh, hosts),
+        source=source_of(equation),
+        phase=phase,
+        purpose=purpose,
+        stages=tuple(stages.tolist()),
+        at_most=scope.at_most,
+        used=used_of(each.names),
+        conditional=not scope.certain,
+    )
 
 
-def phase_of(stack: str) -> str:
-    """ "forward", "backward", "recompute" or "once a step", from a name stack."""
-    scopes = stack.split("/")
-    # "transpose(rematted_computation)": the backward pass of what runs again, where it does (`segments`).
-    if any("rematted_computation" in scope and not scope.startswith("transpose(") for scope in scopes):
-        return "recompute"
-    if "jvp" in stack and "transpose(" in stack:
-        return "backward"
-    if "jvp" in stack:
-        return "recompute" if BACKWARD in scopes else "forward"
-    # Pipelines: the embedding of F is not differentiated where it stands, the halves of a backward pass are no more.
-    return "forward" if FORWARD in scopes else "backward" if BACKWARD in scopes else "once a step"
+def _link(axes: tuple[str, ...], mesh: AnyMesh, hosts: np.ndarray) -> str:
+    """`BETWEEN` if any group of devices along these axes is on several hosts, else `INSIDE`."""
+    order = list(mesh.axis_names)
+    moved = np.moveaxis(hosts, [order.index(axis) for axis in axes], range(-len(axes), 0))
+    groups = moved.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+    return BETWEEN if (groups != groups[:, :1]).any() else INSIDE
+
+
+def _meaning(op: str, names: str, parameters: set[str]) -> tuple[str, str]:
+    """(phase, purpose) of a collective, by the named scopes around it."""
+    phase, name = phase_of(names), scope_of(names)
+    for send, meaning in SENDS.items():
+        if name.startswith(send):
+            return meaning
+    if name in parameters:
+        return phase, f"{GRADIENT if op == 'reduce_scatter' else ''}{name}"
+    if phase == "once a step":
+        return phase, name
+    if name.endswith(".gradients"):  # of a unit, summed where the backward pass makes them
+        return phase, f"gradients of {name.removesuffix('.gradients')}"
+    return phase, f"{'gradients of activations' if phase == 'backward' else 'activations'} of {name or 'the loss'}"
 
 
 def used_of(stack: str) -> int | None:
     """How many of a pipeline's sends are used, from the name stack of one."""
     found = _USED.search(stack)
     return int(found[1]) if found else None
-
-
-def scope_of(stack: str) -> str:
-    """ "blocks.attention" from the name stack "jvp()/while/body/blocks/attention/BSD,DE->BSE"."""
-    names = [name for name in _WRAPPER.sub("", stack).split("/") if not _NOISE.match(name)]
-    return ".".join(dict.fromkeys(names))
-
-
-def source_of(equation: Any) -> str:
-    """The source line "jaxdist/nn/linear.py:37": the innermost that is neither jax's nor in `collectives`."""
-    frames = equation.source_info.traceback.frames if equation.source_info.traceback is not None else []
-    for frame in frames:
-        path = Path(frame.file_name)
-        if path.is_relative_to(PACKAGE):
-            inside = path.relative_to(PACKAGE)
-            if inside.parts[0] != "collectives" and inside.name != "specs.py":
-                return f"{PACKAGE.name}/{inside.as_posix()}:{frame.line_num}"
-        elif not {"site-packages", "lib"} & set(path.parts) and not frame.file_name.startswith("<"):
-            return f"{path.name}:{frame.line_num}"
-    return "unknown"

@@ -1,12 +1,11 @@
-"""The messages of a traced program, in rounds: who sends how many bytes to whom, and what must wait for what.
+"""Rounds of messages of a traced program: which rank sends how many bytes to which, and which message waits for which.
 
-Nothing runs and no device is needed, so that 64 devices can be counted on a laptop. What is read is the jaxpr, the very
-program that is compiled. Its scans are unrolled, its calls are followed, and bytes are those of what travels (bf16 as
-uint16 bits, int8 with its scales).
+They are read from the jaxpr, the very program that is compiled, so that 64 devices can be counted on a laptop. Scans
+are unrolled and calls are followed. Bytes are those of the arrays that travel: bf16 as uint16 bits, int8 with scales.
 
-A message's round comes after the rounds of all messages that its data depend on. Messages that do not depend on each
-other share a round as far as devices have ports: with `ports` = 1, the usual model (Hockney 1994), a device sends at
-most one message and receives at most one in a round. More ports stand for more links a device.
+The round of a message comes after the rounds of all messages that its data depend on. Independent messages share a
+round as far as devices have ports. With `ports` = 1, the usual model (Hockney 1994), a device sends at most one message
+and receives at most one in a round. More ports stand for more links of a device.
 """
 
 import itertools
@@ -16,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -25,12 +23,13 @@ from jaxdist.collectives.group import Pairs
 from jaxdist.collectives.varying import to_varying
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
+from jaxdist.jaxpr.walk import Scan, every_equation, inner_jaxprs, interpret, opened, scan_of
 
 LARGE_PART = 4  # exchanges between pairs count from one fourth of the bytes on
 
 
 class Message(NamedTuple):
-    """nbytes from rank to rank, counted over all mesh axes as one in mesh order. call: number of its ppermute."""
+    """One message. Ranks are counted over all mesh axes together, in mesh order. call: the number of its ppermute."""
 
     source: int
     target: int
@@ -44,9 +43,11 @@ Round = tuple[Message, ...]
 def rounds_of(
     function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct, mesh: Mapping[str, int], ports: int = 1
 ) -> list[Round]:
-    """The rounds of a function of arrays, as it would be called inside `shard_map`.
+    """The rounds of a function of arrays that is called inside `shard_map`.
 
-    shapes: of the arguments on one device, which are typed varying over all axes. mesh: {axis: size}, slowest first.
+    shapes: of the arguments on one device; they are typed varying over all axes
+    mesh: {axis: size}, the slowest first
+
     Raises `UserError` as `read_rounds` does.
     """
     axes = tuple(mesh)
@@ -66,11 +67,11 @@ def rounds_of(
 def read_rounds(jaxpr: Any, *, ports: int = 1) -> list[Round]:
     """The rounds of a jaxpr with `shard_map` in it, as from `jax.make_jaxpr`.
 
-    Raises `UserError` where they cannot be known: a psum or its kin (the library chooses its messages), a loop whose
-    length is not in the program, a branch that communicates otherwise than its sibling.
+    Raises `UserError` where they are not in the program: for a psum and other native collectives (the library chooses
+    their messages), for a loop of unknown length, for a condition whose branches send different messages.
     """
     reader = _Reader(ports)
-    reader.read(jaxpr, [0] * len(getattr(jaxpr, "jaxpr", jaxpr).invars), {})
+    reader.read(jaxpr, [0] * len(opened(jaxpr).invars), {})
     return [tuple(messages) for messages in reader.rounds]
 
 
@@ -90,7 +91,7 @@ def has_swap(messages: Round) -> bool:
     return any((target, source, call) in ends for source, target, call in ends)
 
 
-def largest(messages: Round) -> int:
+def busiest_rank_bytes(messages: Round) -> int:
     """Most bytes that one rank sends or receives in this round."""
     ends = [(message.source, True, message.nbytes) for message in messages]
     ends += [(message.target, False, message.nbytes) for message in messages]
@@ -101,13 +102,13 @@ def largest(messages: Round) -> int:
 
 
 def counted(rounds: Sequence[Round], n: int, *, inner: int | None = None) -> Cost:
-    """The counted counterpart of `Algorithm.cost(...)`, in bytes.
+    """The cost of these rounds, counted, in bytes: to compare with the formula `Algorithm.cost(...)`.
 
-    inner: ranks in a row that are a fast neighbourhood. Rounds that stay inside those then count as `inside`, and swap
-    is about the others.
+    inner: how many ranks in a row are a fast neighbourhood; rounds without a message between two of these count as
+        `inside`, and `swap` is about the others
     """
     near = [inner is not None and all(m.source // inner == m.target // inner for m in messages) for messages in rounds]
-    serial = [largest(messages) for messages in rounds]
+    serial = [busiest_rank_bytes(messages) for messages in rounds]
     far = [(messages, size) for messages, size, inside in zip(rounds, serial, near, strict=True) if not inside]
     swapped = sum(size for messages, size in far if has_swap(messages))
     return Cost(
@@ -145,12 +146,11 @@ def _everywhere(pairs: Pairs, over: Sequence[str], mesh: Mapping[str, int]) -> l
 
 
 def _communicates(jaxpr: Any) -> bool:
-    equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(moving_axes(e) or any(_communicates(sub) for sub in jaxprs_in_params(e.params)) for e in equations)
+    return any(moving_axes(site.equation) for site in every_equation(jaxpr))
 
 
 class _Reader:
-    """Walks jaxprs. Every value has a time: the number of rounds after which it is there."""
+    """A walk in which each value is a time: the number of rounds after which a device has it."""
 
     def __init__(self, ports: int) -> None:
         self.ports = ports
@@ -160,20 +160,15 @@ class _Reader:
 
     def read(self, jaxpr: Any, times: Sequence[int], mesh: Mapping[str, int]) -> list[int]:
         """Times of the arguments -> times of the results."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        known = dict(zip(jaxpr.invars, times, strict=True))
 
-        def time(value: Any) -> int:
-            return 0 if isinstance(value, Literal) else known.get(value, 0)
+        def rule(equation: Any, times: list[int]) -> list[int]:
+            return self.equation(equation, times, mesh)
 
-        for equation in jaxpr.eqns:
-            results = self.equation(equation, [time(value) for value in equation.invars], mesh)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [time(value) for value in jaxpr.outvars]
+        return interpret(jaxpr, [0] * len(opened(jaxpr).constvars), times, rule, lambda _: 0)
 
     def equation(self, equation: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
-        """Times of one equation's results."""
-        name, subs = equation.primitive.name, list(jaxprs_in_params(equation.params))
+        """The times of an equation's results."""
+        name, subs = equation.primitive.name, inner_jaxprs(equation)
         together = [max(times, default=0)] * len(equation.outvars)
         if name == "ppermute":
             pairs = _everywhere(equation.params["perm"], moving_axes(equation), mesh)
@@ -183,17 +178,17 @@ class _Reader:
         if not any(map(_communicates, subs)):
             return together
         if name == "scan":
-            return self.scan(equation, subs[0], times, mesh)
+            return self.scan(scan_of(equation), len(equation.outvars), times, mesh)
         if name == "cond":
             return self.branches(subs, times, mesh)
         if name == "while":
             raise UserError("while: its number of rounds is not in the program; give fori_loop bounds that are")
-        if len(subs) != 1 or len(getattr(subs[0], "jaxpr", subs[0]).invars) != len(times):
+        if len(subs) != 1 or len(opened(subs[0]).invars) != len(times):
             raise UserError(f"{name}: communicates in a way that cannot be followed")
         return self.read(subs[0], times, dict(equation.params["mesh"].shape) if name == "shard_map" else mesh)
 
     def send(self, aval: Any, pairs: Pairs, time: int) -> int:
-        """One ppermute, in the first round from `time` on in which all its ends have a port left."""
+        """Add a ppermute to the first round from `time` on in which all its ranks have a port left."""
         ends = Counter((end, outwards) for pair in pairs for end, outwards in zip(pair, (True, False), strict=True))
         while time < len(self.rounds) and any(self.used[time][end] + ends[end] > self.ports for end in ends):
             time += 1
@@ -206,21 +201,17 @@ class _Reader:
         self.calls += 1
         return time + 1
 
-    def scan(self, equation: Any, body: Any, times: list[int], mesh: Mapping[str, int]) -> list[int]:
-        """Arguments are (constants, carry, rows), results (carry, rows); rows have a dim more outside than inside."""
-        inner = getattr(body, "jaxpr", body)
-        rows = sum(a.aval.ndim != b.aval.ndim for a, b in zip(equation.invars, inner.invars, strict=True))
-        carried = sum(a.aval.ndim == b.aval.ndim for a, b in zip(equation.outvars, inner.outvars, strict=True))
-        constants = len(times) - rows - carried
-        fixed, carry, rest = times[:constants], times[constants : len(times) - rows], times[len(times) - rows :]
-        latest = [0] * (len(equation.outvars) - carried)
-        for _ in range(equation.params["length"]):
-            results = self.read(body, [*fixed, *carry, *rest], mesh)
-            carry, latest = results[:carried], list(map(max, latest, results[carried:]))
+    def scan(self, scan: Scan, results: int, times: list[int], mesh: Mapping[str, int]) -> list[int]:
+        """Times of the results of a scan, whose rounds are read one after the other."""
+        constants, carry, rows = scan.split(times)
+        latest = [0] * (results - scan.carried)
+        for _ in range(scan.length):
+            found = self.read(scan.body, [*constants, *carry, *rows], mesh)
+            carry, latest = found[: scan.carried], list(map(max, latest, found[scan.carried :]))
         return [*carry, *latest]
 
     def branches(self, subs: Sequence[Any], times: list[int], mesh: Mapping[str, int]) -> list[int]:
-        """Branches must send the same, as which one runs is not in the program."""
+        """The times of the results of a condition, whose branches must all send the same messages."""
         sent_by = []
         for sub in subs:
             alone = _Reader(self.ports)

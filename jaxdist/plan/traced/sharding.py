@@ -1,4 +1,4 @@
-"""How every parameter rests: a table to read before anything is allocated."""
+"""The sharding table: the layout of every parameter, before anything is allocated."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from jaxdist.specs import (
 
 
 class Row(NamedTuple):
-    """One parameter. shard: its shape on one device. copies: on how many devices each part lies."""
+    """One parameter. shard: its shape on one device. copies: how many devices hold each shard."""
 
     path: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
 
 
 def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> str:
-    """The rows as text, with totals: what rests where, and how much of it is whole on every device."""
+    """The rows as text, with totals: of all parameters, and of those that every device holds whole."""
     return rows_as_text(sharding_rows(params, specs, mesh))
 
 
@@ -67,7 +67,7 @@ def rows_as_text(rows: Sequence[Row]) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Columns of equal width; those in `right` to the right."""
+    """Rows of cells as lines, in columns of equal width; the columns numbered in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def cell(i: int, text: str) -> str:

@@ -1,21 +1,24 @@
-"""The job that a process belongs to, as its environment describes it: explicit flags, JAX's variables, torchrun's,
-SLURM, Open MPI, Kubernetes. Read before JAX is imported."""
+"""The job that a process belongs to, found in its environment: explicit flags, JAX's variables, torchrun's, SLURM, Open
+MPI, Kubernetes. Imported before JAX is."""
 
 import argparse
+import functools
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.rules.mesh import read_count
 from jaxdist.errors import UserError
+from jaxdist.runtime.connection import split_address
 
-# What explicit flags are kept in: so that everything that looks for the job, now or in a child, finds the same one.
+# Explicit flags are put into these variables, so that child processes find the same job.
 INIT_METHOD, NUM_PROCESSES, RANK = "JAXDIST_INIT_METHOD", "JAXDIST_NUM_PROCESSES", "JAXDIST_RANK"
 JOB_ID = "JAXDIST_JOB_ID"  # processes with different ones do not join each other
-FREE_PORT = "JAXDIST_FREE_PORT"  # of a launcher that has chosen the coordinator's port: another one can be had
+FREE_PORT = "JAXDIST_FREE_PORT"  # set by a launcher that has chosen the coordinator's port, and can choose another
 KUBERNETES_PORT = 55527  # of the coordinator of a JobSet, where JOBSET_PORT gives none; JAX's own choice
-FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: one made of the job's number, as JAX does
-# (rank, number of processes) as launchers call them, for an explicit init method that comes without.
+FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: it is made of the job's number, as JAX does
+# The variables of launchers for (rank, number of processes), for an init method that is given without them.
 LAUNCHERS = (
     (RANK, NUM_PROCESSES),
     ("RANK", "WORLD_SIZE"),
@@ -28,28 +31,21 @@ LAUNCHERS = (
 
 
 class Job(NamedTuple):
-    """A multi-process job as the environment describes it. coordinator: "host:port". gpus: indices of this process's
-    GPUs, () for all that it sees, None for what JAX_LOCAL_DEVICE_IDS says. detect: JAX finds out the rest (SLURM, MPI
-    with variables missing). file: in place of a coordinator, where process 0 writes its address.
-    """
+    """A job of several processes, as the environment describes it."""
 
-    coordinator: str | None
+    coordinator: str | None  # "host:port" of process 0
     processes: int | None
-    rank: int | None
-    gpus: tuple[int, ...] | None = ()
-    detect: bool = False
-    file: str | None = None
+    rank: int | None  # of this process
+    gpus: tuple[int, ...] | None = ()  # indices of its GPUs; (): all that it sees; None: those of JAX_LOCAL_DEVICE_IDS
+    detect: bool = False  # whether JAX must find out the rest: a SLURM or MPI job with variables missing
+    file: str | None = None  # in place of a coordinator: where process 0 writes its address
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UserError(f"{name}: {text!r} in the environment is no rank or count; allowed: an integer >= 0")
-    return int(text)
+_integer = functools.partial(read_count, at_least=0)
 
 
-def describe_job(environ: Mapping[str, str]) -> Job | None:
-    """The job that the environment describes, or None for a single process. The first of these that is there:
+def find_job(environ: Mapping[str, str]) -> Job | None:
+    """The job that the environment describes, or None for a single process. The first of these counts:
 
     1. JAXDIST_INIT_METHOD (a flag of scripts/train.py), tcp://HOST:PORT or file://PATH, with JAXDIST_NUM_PROCESSES and
        JAXDIST_RANK, or the rank and number that a launcher gives;
@@ -105,7 +101,7 @@ def _by_method(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job 
 
 
 def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
-    """The coordinator is the step's first host. Where a variable is missing JAX may still find the job."""
+    """A step of a SLURM job, coordinated by its first host. Where a variable is missing JAX may still find the job."""
     hosts = environ.get("SLURM_STEP_NODELIST", "")
     if not all(environ.get(name, "").isdigit() for name in ("SLURM_JOB_ID", "SLURM_PROCID")) or not hosts:
         return Job(None, None, None, gpus, detect=True)
@@ -120,8 +116,8 @@ def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
 
 
 def _open_mpi(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
-    """Open MPI before 5 tells every process where mpirun runs, which is taken for the host of process 0, as JAX does.
-    Open MPI 5 does not: JAX asks mpi4py for it, where it can."""
+    """A job of Open MPI. Before version 5 it tells every process the host of mpirun, which is taken for that of process
+    0, as JAX does. Version 5 does not: JAX asks mpi4py, where it can."""
     match = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\[]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     if match is None or not environ.get("OMPI_COMM_WORLD_RANK"):
         return Job(None, None, None, gpus, detect=True)
@@ -152,10 +148,11 @@ def _jobset(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | N
 
 
 def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """See `Job.gpus`. Where several processes share a node and all see its GPUs, each takes that of its local rank.
+    """The GPUs of this process: see `Job.gpus`. Where several share a node and see all its GPUs, each has that of its
+    local rank.
 
-    JAX by itself gives every SLURM task the one GPU of its local rank, also where a node has one task only: that task
-    would drive GPU 0 and leave the others idle. Here a process that is alone on its node drives all that it sees.
+    JAX gives every SLURM task the one GPU of its local rank, even a task that is alone on its node, and leaves the
+    other GPUs idle. Here a process that is alone on its node has all GPUs that it sees.
     """
     if environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
@@ -170,14 +167,6 @@ def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
         if several and rank in environ and not bound:
             return (_integer(environ, rank),)
     return ()
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`."""
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not host.strip("[]"):
-        raise UserError(f"coordinator: {address!r} in the environment is no address; allowed: host:port of rank 0")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
@@ -200,7 +189,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def take_job_flags(options: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
-    """Put the flags of `add_job_flags` into the environment, where they come before all else."""
+    """Put the flags of `add_job_flags` into the environment, where they win over everything else."""
     given = {INIT_METHOD: options.init_method, NUM_PROCESSES: options.num_processes, RANK: options.rank}
     if not options.init_method and (options.num_processes or options.rank):
         raise UserError("--num-processes and --rank say who, but not where; add --init-method")

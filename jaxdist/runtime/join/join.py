@@ -8,33 +8,27 @@ import jax
 from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` finds out by itself
 
 from jaxdist.errors import UserError
+from jaxdist.runtime.connection import NAME_S, PortTaken, format_address, listen, split_address
 from jaxdist.runtime.join import rendezvous_file
-from jaxdist.runtime.join.environment import FREE_PORT, JOB_ID, Job, split_address
-from jaxdist.runtime.join.roll_call import (
-    Meeting,
-    MissingPeers,
-    PortTaken,
-    address,
-    gather,
-    join_timeout,
-    listen,
-    report,
-)
+from jaxdist.runtime.join.environment import FREE_PORT, JOB_ID, Job
+from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
 
 HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
-NAME_S = 30.0  # until process 0's own name must be known to it
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
-def join(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
-    """`jax.distributed.initialize` for this job, once all its processes are there. Must run before JAX starts its
+def join_job(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
+    """Call `jax.distributed.initialize` for this job, once all its processes are there. Must run before JAX starts its
     devices.
 
     The service of process 0 has no authentication: it listens on the coordinator's address alone, or on
     JAX_COORDINATOR_BIND_ADDRESS, also where JAX has to find out the job. Raises `MissingPeers`, naming the ranks, when
     some do not come within JAXDIST_JOIN_TIMEOUT seconds, or when a launcher's choice of a port is taken, and
     `UserError` for a port of the user's that is taken, a rank given twice, an address that is not this machine's.
-    heartbeat: seconds until JAX holds a silent process for dead.
+
+    Args:
+        job: What the environment says of the job.
+        heartbeat: Seconds after which JAX ends the job, when a process is silent.
     """
     seconds = join_timeout(os.environ)
     options: dict[str, Any] = {"initialization_timeout": max(1, round(seconds)), "heartbeat_timeout_seconds": heartbeat}
@@ -44,14 +38,14 @@ def join(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
         job = _detect(job, seconds)
     assert job.processes is not None and job.rank is not None
     if job.rank == 0:
-        coordinator = options["coordinator_bind_address"] = _gather(job, job.processes, seconds)
+        coordinator = options["coordinator_bind_address"] = _lead(job, job.processes, seconds)
     else:
-        coordinator = _report(job, job.rank, job.processes, seconds)
+        coordinator = _follow(job, job.rank, job.processes, seconds)
     jax.distributed.initialize(coordinator, job.processes, job.rank, **options)
 
 
 def _detect(job: Job, seconds: float) -> Job:
-    """The job with what JAX finds out about it. Raises `UserError`."""
+    """Let JAX find out what the job lacks. Raises `UserError`."""
     known = os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:
         coordinator, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -65,8 +59,8 @@ def _detect(job: Job, seconds: float) -> Job:
     return job._replace(coordinator=coordinator, processes=processes, rank=rank, detect=False)
 
 
-def _gather(job: Job, processes: int, seconds: float) -> str:
-    """Process 0's part of the roll call: "address:port" that was listened on, and is free again."""
+def _lead(job: Job, processes: int, seconds: float) -> str:
+    """Take the roll, as process 0. Returns the "address:port" that it listened on, which is free again."""
     key = os.environ.get(JOB_ID, "")
     if job.file is None:
         assert job.coordinator is not None
@@ -80,28 +74,28 @@ def _gather(job: Job, processes: int, seconds: float) -> str:
             raise MissingPeers(f"{error}") from error
         raise
     with server:
-        bound = address(*server.getsockname()[:2])
+        bound = format_address(*server.getsockname()[:2])
         if job.file is None:
-            gather(server, processes=processes, key=key, seconds=seconds)
+            take_roll(server, processes=processes, key=key, seconds=seconds)
             return bound
         path = Path(job.file)
         meeting = rendezvous_file.announce(path, server, key)
         try:
-            gather(server, processes=processes, key=meeting.key, seconds=seconds)
+            take_roll(server, processes=processes, key=meeting.key, seconds=seconds)
         finally:
-            rendezvous_file.remove(path, meeting)
+            rendezvous_file.remove_meeting(path, meeting)
         return bound
 
 
-def _report(job: Job, rank: int, processes: int, seconds: float) -> str:
-    """Another process's part: "address:port" at which process 0's service is."""
+def _follow(job: Job, rank: int, processes: int, seconds: float) -> str:
+    """Answer the roll, as any other process. Returns the "address:port" of process 0's service."""
     key = os.environ.get(JOB_ID, "")
 
     def find() -> Meeting | None:
         if job.file is None:
             assert job.coordinator is not None
             return Meeting(*split_address(job.coordinator), key)
-        meeting = rendezvous_file.read(Path(job.file))
+        meeting = rendezvous_file.read_meeting(Path(job.file))
         return meeting if meeting and meeting.key.rpartition("/")[0] == key else None
 
-    return address(*report(find, rank=rank, processes=processes, seconds=seconds))
+    return format_address(*answer_roll(find, rank=rank, processes=processes, seconds=seconds))

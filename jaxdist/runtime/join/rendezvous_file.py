@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.join.roll_call import Meeting, address
+from jaxdist.runtime.connection import PROTOCOL, format_address, host_address, local_address_towards, open_connection
+from jaxdist.runtime.join.roll_call import Meeting
 
 NO_NETWORK = "192.0.2.1"  # an address kept for documentation (RFC 5737): nothing is ever sent to it
 
@@ -21,18 +22,17 @@ NO_NETWORK = "192.0.2.1"  # an address kept for documentation (RFC 5737): nothin
 def own_address() -> str:
     """The address at which other hosts reach this one: that of its name, unless that is a loopback address; else that
     from which it would reach a network; else 127.0.0.1."""
-    with contextlib.suppress(OSError):  # its name is not known: the next way
-        named = socket.gethostbyname(socket.gethostname())
-        if not named.startswith("127."):
-            return named
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no network at all
-        probe.connect((NO_NETWORK, 9))  # UDP: chooses a route, and sends nothing
-        return str(probe.getsockname()[0])
+    named = host_address()
+    if named is not None and not named.startswith("127."):
+        return named
+    with contextlib.suppress(OSError):  # no network at all
+        return local_address_towards(NO_NETWORK, 9)
     return "127.0.0.1"
 
 
-def read(path: Path) -> Meeting | None:
-    """What process 0 has written; None where nothing is there yet, or nothing that it could have written."""
+def read_meeting(path: Path) -> Meeting | None:
+    """The meeting that process 0 has written; None where nothing is there yet, or nothing that it could have
+    written."""
     try:
         said = json.loads(path.read_bytes()[:4096])
         return Meeting(str(said["host"]), int(said["port"]), str(said["key"]))
@@ -43,8 +43,8 @@ def read(path: Path) -> Meeting | None:
 def announce(path: Path, server: socket.socket, job: str) -> Meeting:
     """Write where `server` listens, for the others to find it. Raises `UserError` if the file cannot be written, or
     another process 0 waits there already."""
-    if (found := read(path)) and _waits(found):
-        where = address(found.host, found.port)
+    if (found := read_meeting(path)) and _waits(found):
+        where = format_address(found.host, found.port)
         raise UserError(
             f"--init-method: by {str(path)!r} another process 0 gathers its job already, at {where}; give"
             " each job a file, and each process a rank, of its own"
@@ -64,16 +64,15 @@ def announce(path: Path, server: socket.socket, job: str) -> Meeting:
 def _waits(meeting: Meeting) -> bool:
     """Whether a process 0 takes roll at this address: it answers to a call with a wrong key."""
     try:
-        with socket.create_connection((meeting.host, meeting.port), 1.0) as connection:
-            connection.settimeout(1.0)
-            connection.sendall(b'{"jaxdist": 1, "key": ""}\n')
-            return connection.recv(4096).startswith(b'{"jaxdist": 1, "status": "other"')
+        with contextlib.closing(open_connection(meeting.host, meeting.port, 1.0)) as connection:
+            connection.send({"jaxdist": PROTOCOL, "key": ""})
+            return [said.get("status") for said in connection.receive(1.0)] == ["other"]
     except OSError:
         return False
 
 
-def remove(path: Path, meeting: Meeting) -> None:
+def remove_meeting(path: Path, meeting: Meeting) -> None:
     """Take the file away, unless it is another job's by now."""
-    if read(path) == meeting:
+    if read_meeting(path) == meeting:
         with contextlib.suppress(OSError):  # gone, or not ours to remove: its key is of no use to anybody
             path.unlink()

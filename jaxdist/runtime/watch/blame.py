@@ -1,21 +1,25 @@
-"""Who is to blame, from what the ranks of a job have said: pure functions of what the watching threads know."""
+"""Which rank is to blame when a job ends: pure functions of the messages that the watching threads have received."""
 
+import functools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxdist.runtime.watch.progress import LIMITS, OWN, Crumb, Pace
+from jaxdist.runtime.rank_names import name_ranks
+from jaxdist.runtime.watch.progress import LIMITS, OWN_WORK, Crumb, Pace
 
-LEAST_LIMIT_S, MEDIAN_STEPS = 60.0, 10.0  # the limit, where none is set
-LONGEST = 3.0  # times what a phase has taken before: it may take that, whatever its limit
-SLOW_RATIO, SLOW_SHARE = 2.0, 1 / 3  # of a rank's own work to the others', and of a step's time, to be called slow
-SHOWN = 6  # ranks described one by one
+LEAST_LIMIT_S, MEDIAN_STEPS = 60.0, 10.0  # the limit where none is set: the longer of these, in seconds and in steps
+LONGEST = 3.0  # a phase may take so many times what it has taken before, whatever its limit
+SLOW_RATIO, SLOW_SHARE = 2.0, 1 / 3  # see `slow`
+MOST_SHOWN = 6  # ranks described one by one
 SYMPTOMS = ("gloo", "nccl", "connection", "coordination service", "deadline_exceeded", "unavailable", "preempt")
+
+_named = functools.partial(name_ranks, most=2 * MOST_SHOWN)
 
 
 class Beat(NamedTuple):
-    """What a rank said last of its main thread. age: seconds in that phase. The others: as in `Crumb`."""
+    """The last report of a rank about its main thread. age: seconds in that phase. The other fields: see `Crumb`."""
 
     order: int
     step: int
@@ -29,45 +33,43 @@ class Beat(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception that ends a rank. text: type and first line. status: what it exits with. symptom: whether it may
-    come of another rank's loss. at: when it was heard of."""
+    """An exception that ends a rank."""
 
-    text: str
-    status: int
-    symptom: bool
-    at: float
+    text: str  # its type and first line
+    status: int  # the exit status of the rank
+    symptom: bool  # whether the loss of another rank may be its cause
+    at: float  # when this process heard of it
 
 
-class Verdict(NamedTuple):
-    """Why the job ends. kind: "gone", "silent", "stuck" or "failed". ranks: those to blame. text: one line. status:
-    what the other ranks exit with."""
+class Blame(NamedTuple):
+    """The verdict on a job that ends."""
 
-    kind: str
-    ranks: tuple[int, ...]
-    text: str
-    status: int
+    kind: str  # "gone", "silent", "stuck" or "failed"
+    ranks: tuple[int, ...]  # the ranks to blame
+    text: str  # the verdict as one line
+    status: int  # the exit status of the other ranks
 
 
 def beat_of(crumb: Crumb, now: float) -> Beat:
-    """The beat to send."""
+    """The report to send."""
     return Beat(crumb.order, crumb.step, crumb.phase, now - crumb.since, crumb.longest)
 
 
 def limit_of(set_s: float | None, median_step: float) -> float:
-    """Seconds without progress after which a rank is stuck. set_s: `train.watchdog_s`."""
+    """Seconds without progress after which a rank is stuck. set_s: `train.watchdog_s`, None where it is not set."""
     if set_s is None:
         return max(LEAST_LIMIT_S, MEDIAN_STEPS * median_step)
     return set_s or math.inf
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Whether an exception may only say that another rank is lost, as those of collectives do."""
+    """Whether the loss of another rank may be the cause of an exception: collectives and JAX's service raise such."""
     runtime = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError")
     return runtime and any(word in str(error).lower() for word in SYMPTOMS)
 
 
 def behind(beats: Mapping[int, Beat], limit: float) -> tuple[int, ...]:
-    """The ranks that have made least progress, if each of them is past its limit, else none."""
+    """The ranks with the least progress, if each of them is past its limit; else none."""
     least = min(beat.order for beat in beats.values())
     last = {rank: beat for rank, beat in beats.items() if beat.order == least}
     may = {rank: max(limit * LIMITS.get(beat.phase, math.inf), LONGEST * beat.longest) for rank, beat in last.items()}
@@ -75,70 +77,63 @@ def behind(beats: Mapping[int, Beat], limit: float) -> tuple[int, ...]:
     return tuple(sorted(last)) if over else ()
 
 
-def named(ranks: Collection[int]) -> str:
-    """ "rank 3", "ranks 0 and 2"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    if len(names) > 2 * SHOWN:
-        return f"ranks {', '.join(names[:SHOWN])} and {len(names) - SHOWN} more"
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
-
-
 def _others(beats: Mapping[int, Beat], but: Collection[int]) -> str:
-    """What the other ranks are at, for the end of a line."""
+    """The phases of the other ranks, for the end of a line."""
     rest = [rank for rank in sorted(beats) if rank not in but]
-    parts = [f"; rank {rank} {beats[rank]}" for rank in rest[:SHOWN]]
-    return "".join(parts) + (f"; and {len(rest) - SHOWN} more" if len(rest) > SHOWN else "")
+    parts = [f"; rank {rank} {beats[rank]}" for rank in rest[:MOST_SHOWN]]
+    return "".join(parts) + (f"; and {len(rest) - MOST_SHOWN} more" if len(rest) > MOST_SHOWN else "")
 
 
-def stuck(beats: Mapping[int, Beat], ranks: tuple[int, ...], why: str = "") -> Verdict:
-    """For ranks that do not get on."""
+def stuck(beats: Mapping[int, Beat], ranks: tuple[int, ...], why: str = "") -> Blame:
+    """The blame of ranks that do not make progress."""
     if len(ranks) == len(beats) > 1:
         text = f"stuck: no rank is behind the others, a collective or the devices hang; all {beats[ranks[0]]}"
     else:
-        text = f"stuck: {named(ranks)} {beats[ranks[0]]}{_others(beats, ranks)}"
-    return Verdict("stuck", ranks, text + why, 75)
+        text = f"stuck: {_named(ranks)} {beats[ranks[0]]}{_others(beats, ranks)}"
+    return Blame("stuck", ranks, text + why, 75)
 
 
-def silent(beats: Mapping[int, Beat], rank: int, seconds: float) -> Verdict:
-    """For a rank whose process does not speak, though its connection is there."""
+def silent(beats: Mapping[int, Beat], rank: int, seconds: float) -> Blame:
+    """The blame of a rank whose process says nothing, though its connection is there."""
     last = f", last {beats[rank]}" if rank in beats else ""
     text = f"silent: rank {rank} has said nothing for {seconds:.1f} s{last}; stopped, or its machine or network is"
-    return Verdict("silent", (rank,), text + _others(beats, (rank,)), 75)
+    return Blame("silent", (rank,), text + _others(beats, (rank,)), 75)
 
 
-def gone(beats: Mapping[int, Beat], ranks: Sequence[int]) -> Verdict:
-    """For ranks whose connection ended, in that order: the first is to blame."""
+def gone(beats: Mapping[int, Beat], ranks: Sequence[int]) -> Blame:
+    """The blame of ranks whose connections have ended, in this order: the first rank is the cause."""
     first = ranks[0]
     last = f", last {beats[first]}" if first in beats else ""
-    then = f"; then {named(ranks[1:])}" if ranks[1:] else ""
-    return Verdict("gone", (first,), f"gone: rank {first} was killed or has crashed{last}{then}", 75)
+    then = f"; then {_named(ranks[1:])}" if ranks[1:] else ""
+    return Blame("gone", (first,), f"gone: rank {first} was killed or has crashed{last}{then}", 75)
 
 
-def failed(failures: Mapping[int, Failure]) -> Verdict:
-    """For ranks that an exception ends: all that are no mere symptoms, the earliest first."""
+def failed(failures: Mapping[int, Failure]) -> Blame:
+    """The blame of ranks that an exception ends. Symptoms count only where there is nothing else; the earliest is named
+    first."""
     roots = {rank: each for rank, each in failures.items() if not each.symptom} or dict(failures)
     first = min(roots, key=lambda rank: roots[rank].at)
     same = [rank for rank, each in roots.items() if each.text == roots[first].text]
-    rest = [rank for rank in sorted(roots) if rank not in same][:SHOWN]
+    rest = [rank for rank in sorted(roots) if rank not in same][:MOST_SHOWN]
     also = "".join(f"; rank {rank}: {roots[rank].text}" for rank in rest)
     status = 2 if roots[first].status == 2 else 75
-    return Verdict("failed", tuple(sorted(roots)), f"failed: {named(same)}: {roots[first].text}{also}", status)
+    return Blame("failed", tuple(sorted(roots)), f"failed: {_named(same)}: {roots[first].text}{also}", status)
 
 
 def slow(paces: Mapping[int, Pace]) -> str | None:
-    """A line about the rank that the others wait for in each step, or None.
+    """A line about the rank for which the others wait in each step, or None.
 
-    A rank's own work is its time in `OWN`. In a job in step with itself all ranks take equally long; the slow one is
-    that which does not wait. It must do more than `SLOW_RATIO` times the work of the middle one of the others, and more
-    by `SLOW_SHARE` of a step.
+    All ranks of a job take equally long for a step, but only the slow rank does not wait in it. A rank's own work is
+    its time in the phases `OWN_WORK`. A rank is slow if its own work is more than `SLOW_RATIO` times the median of the
+    other ranks', and the difference is more than `SLOW_SHARE` of a step.
     """
-    own = {rank: sum(pace.seconds[phase] for phase in OWN) for rank, pace in paces.items()}
+    own = {rank: sum(pace.seconds[phase] for phase in OWN_WORK) for rank, pace in paces.items()}
     worst = max(own, key=lambda rank: own[rank])
     others = [seconds for rank, seconds in own.items() if rank != worst]
     usual, whole = statistics.median(others), sum(paces[worst].seconds.values())
     if own[worst] - usual < SLOW_SHARE * whole or own[worst] < SLOW_RATIO * usual:
         return None
-    most = max(OWN, key=lambda phase: paces[worst].seconds[phase])
+    most = max(OWN_WORK, key=lambda phase: paces[worst].seconds[phase])
     share = (own[worst] - usual) / whole
     return (
         f"slow: rank {worst}, {own[worst] / max(usual, 1e-9):,.1f} times the own work of the others, most of it in"
@@ -146,9 +141,9 @@ def slow(paces: Mapping[int, Pace]) -> str | None:
     )
 
 
-def refused(facts: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """A line about the first field in which the ranks differ, or None. The most frequent value is taken for the right
-    one, that of the lowest rank among equals."""
+def difference(facts: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """A line about the first field of the facts in which the ranks differ, or None. The most frequent value is taken
+    for the right one, that of the lowest rank among equally frequent ones."""
     fields = {field: None for rank in sorted(facts) for field in facts[rank]}
     found = []
     for field in fields:
@@ -157,8 +152,8 @@ def refused(facts: Mapping[int, Mapping[str, Any]]) -> str | None:
             groups.setdefault(str(facts[rank].get(field, "nothing")), []).append(rank)
         if len(groups) > 1:
             right = max(groups, key=lambda value: len(groups[value]))
-            odd = [f"{value} on {named(ranks)}" for value, ranks in groups.items() if value != right]
-            found.append(f"{field}: {'; '.join(odd[:SHOWN])}, but {right} on {named(groups[right])}")
+            odd = [f"{value} on {_named(ranks)}" for value, ranks in groups.items() if value != right]
+            found.append(f"{field}: {'; '.join(odd[:MOST_SHOWN])}, but {right} on {_named(groups[right])}")
     if not found:
         return None
     more = f" (and {len(found) - 1} more that differ)" if found[1:] else ""

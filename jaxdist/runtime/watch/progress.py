@@ -1,4 +1,5 @@
-"""What the main thread of a process is at, for the watching thread to read; and where the time of its steps went."""
+"""The progress of a process: the phase of its main thread, for the watching thread to read, and the time of each
+phase."""
 
 import contextlib
 import statistics
@@ -7,40 +8,39 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-T = TypeVar("T")
+StepBatch = TypeVar("StepBatch")
 
 WINDOW = 10  # steps whose times are compared between ranks
-WARM = 3  # steps without a limit: the first is compiled, connects its devices, and is seen two steps later
-OWN = ("data", "host", "record")  # phases in which a process waits for no other
-# Of a step; what else there is (evaluation, saving) is no step's time. dispatch: jax 0.10 waits in it on CPUs.
-PHASES = (*OWN, "dispatch", "wait", "agree")
-# What takes as long as model, data and disks make it. settle: waiting for the save before.
+WARM = 3  # steps without a limit: the first is compiled and connects its devices, which is seen two steps later
+OWN_WORK = ("data", "host", "record")  # phases in which a process waits for no other
+# The phases of a step. Evaluation and saving are no step's time. jax 0.10 waits for the devices in dispatch on CPUs.
+PHASES = (*OWN_WORK, "dispatch", "wait", "agree")
+# Phases that last as long as model, data and disks make them. settle: waiting for the save before.
 LONG = ("evaluation", "check", "settle", "save")
-# In limits: how long a phase may last. What is not here (start, compile, restore, "first save" ...) may last for ever.
+# How long a phase may last, in units of the limit. Others (start, compile, restore, "first save" ...) have no limit.
 LIMITS = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(LONG, 10.0)}
 
 
 class Crumb(NamedTuple):
-    """order: how many phases were entered before; every rank enters the same ones, so it is the rank's progress.
-    step: the last one begun, from 1. since: by `time.monotonic`. longest: seconds that this phase has taken before, if
-    it is one of `LONG`, else 0."""
+    """The phase of a main thread."""
 
-    order: int
-    step: int
+    order: int  # how many phases were entered before: the rank's progress, for every rank enters the same ones
+    step: int  # the last step begun, from 1
     phase: str
-    since: float
-    longest: float = 0.0
+    since: float  # when the phase was entered, by `time.monotonic`
+    longest: float = 0.0  # seconds that a phase of `LONG` has taken before, else 0
 
 
 class Pace(NamedTuple):
-    """Where the time of the last `WINDOW` steps went. step: the last of them. seconds: by phase of `PHASES`."""
+    """The time of the last `WINDOW` steps. step: the last of them. seconds: by phase of `PHASES`."""
 
     step: int
     seconds: dict[str, float]
 
 
 class Breadcrumbs:
-    """Written by the main thread, read by another one. paced: gets a `Pace` every `WINDOW` steps."""
+    """A record of phases: the main thread writes it, the watching thread reads it. paced: receives a `Pace` every
+    `WINDOW` steps."""
 
     def __init__(self, paced: Callable[[Pace], None] | None = None) -> None:
         self.last = Crumb(0, 0, "start", time.monotonic())
@@ -49,7 +49,7 @@ class Breadcrumbs:
         self._steps, self._durations, self._begun, self._warm = 0, deque[float](maxlen=50), 0.0, 0
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """From now on it is at `phase`, of the same step or of `step`. The first of each of `LONG` is "first ..."."""
+        """Enter a phase, of the same step or of `step`. The first of each of `LONG` is called "first ..."."""
         order, before, past, since, _ = self.last
         now = time.monotonic()
         if past in self._spent:
@@ -61,8 +61,10 @@ class Breadcrumbs:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """An exception inside makes it phase failing, and no progress, until it is told to the other ranks. That waits
-        for what is closed first, a save under way, say, which needs them: told, they end."""
+        """A context in which an exception is phase "failing", and no progress, until the other ranks are told.
+
+        They are told late: what is closed first, such as a save under way, still needs them.
+        """
         try:
             yield
         except BaseException:
@@ -70,12 +72,12 @@ class Breadcrumbs:
             raise
 
     def at_step(self, phase: str) -> None:
-        """Enter a phase of a step, called compile while it may be that."""
+        """Enter a phase of a step. It is called compile in the first steps."""
         self.enter(phase if self._warm >= WARM else "compile")
 
-    def steps(self, batches: Iterable[T], first: int) -> Iterator[T]:
-        """The same, as steps from first + 1 on. Waiting for a batch is phase data, what follows host. The first batch
-        is a phase of its own: a source may have to be read up to its place."""
+    def steps(self, batches: Iterable[StepBatch], first: int) -> Iterator[StepBatch]:
+        """The batches, as steps from first + 1 on. Waiting for a batch is phase data, its use begins as phase host. The
+        first batch is a phase of its own: a source may have to be read up to its place."""
         rest, step, self._warm = iter(batches), first, 0
         while True:
             step += 1
@@ -90,7 +92,7 @@ class Breadcrumbs:
             self._finished(step)
 
     def _finished(self, step: int) -> None:
-        """Account for a step. Those that may have compiled count for nothing."""
+        """Add up a step's time. Steps that may have compiled do not count."""
         self._warm += 1
         total = sum(self._spent.values())
         if self._warm > WARM:
@@ -104,6 +106,6 @@ class Breadcrumbs:
 
     @property
     def median_step(self) -> float:
-        """Seconds of a step, the middle one of the last 50; 0 before there are any."""
+        """The median seconds of the last 50 steps; 0 before there are any."""
         durations = list(self._durations)
         return statistics.median(durations) if durations else 0.0

@@ -1,7 +1,7 @@
-"""Silent corruption: copies of the state on several devices that should be equal bit for bit, and are not.
+"""Silent corruption of the state: copies on several devices that should be equal bit for bit, and are not.
 
-Every device digests the bits of its own part of each leaf. Devices that hold the same part (they differ only along mesh
-axes that the leaf's spec does not name) must come to the same digest.
+Every device computes a digest of the bits of its own part of each leaf. Devices with the same part (they differ only
+along mesh axes that the leaf's spec does not name) must come to the same digest.
 
 Legend: N devices, in the mesh's order, L leaves of the state.
 """
@@ -21,17 +21,16 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.mesh import AXES
 from jaxdist.specs import PyTree, path_name, spec_axes
 
-SHOWN = 4  # devices in a line
+DEVICES_SHOWN = 4  # in a line
 
 
 class Odd(NamedTuple):
-    """A leaf whose copies differ. devices: places in the mesh's order of those unlike most, or, where as many are like
-    as unlike, of all. sure: whether it is known which are wrong. copies: how many there are of the part."""
+    """A leaf whose copies differ."""
 
     leaf: str
-    devices: tuple[int, ...]
-    sure: bool
-    copies: int
+    devices: tuple[int, ...]  # indices in the mesh of those that differ from the majority; all where there is none
+    sure: bool  # whether there is a majority, so that it is known which devices are wrong
+    copies: int  # how many devices have this part of the leaf
 
 
 class ReplicasDiffer(Exception):
@@ -43,8 +42,8 @@ class ReplicasDiffer(Exception):
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """uint32 of the bits of x. A change of any one word changes it: words are multiplied by odd numbers and summed
-    modulo 2^32."""
+    """A digest of the bits of x, as uint32: its words, times odd numbers, are summed modulo 2^32. So a change of any
+    one word changes it."""
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     size = min(x.dtype.itemsize, 4)
@@ -54,8 +53,8 @@ def digest(x: jax.Array) -> jax.Array:
 
 
 def make_digests(specs: Sequence[P], mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
-    """leaves -> uint32 [N, L], row by row on the devices. No communication: what would agree by it is not what is
-    there."""
+    """A function: leaves -> digests, uint32 [N, L], a row on each device. It communicates nothing, because a device
+    must look at its own copy."""
 
     def region(leaves: list[jax.Array]) -> jax.Array:
         return jnp.stack([digest(leaf) for leaf in leaves])[None]
@@ -84,14 +83,16 @@ def odd_ones(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mesh_s
 
 
 def describe_odd(found: Sequence[Odd], mesh: Mesh) -> str:
-    """One line: the first leaf, and the device or devices that are to blame."""
+    """A line about the first leaf that differs, and its devices."""
     first, devices = found[0], mesh.devices.flat
     parts = []
-    for place in first.devices[:SHOWN]:
+    for place in first.devices[:DEVICES_SHOWN]:
         coordinates = zip(AXES, np.unravel_index(place, mesh.devices.shape), strict=True)
         where = " ".join(f"{axis}={n}" for axis, n in coordinates if mesh.shape[axis] > 1)
         parts.append(f"device {devices[place].id} of rank {devices[place].process_index} ({where})")
-    names = " and ".join(parts) + (f" and {len(first.devices) - SHOWN} more" if len(first.devices) > SHOWN else "")
+    names = " and ".join(parts) + (
+        f" and {len(first.devices) - DEVICES_SHOWN} more" if len(first.devices) > DEVICES_SHOWN else ""
+    )
     leaves = len({each.leaf for each in found})
     more = f"; so do {leaves - 1} more leaves" if leaves > 1 else ""
     if first.sure:
@@ -100,7 +101,7 @@ def describe_odd(found: Sequence[Odd], mesh: Mesh) -> str:
 
 
 class ReplicaCheck:
-    """For states of one layout. Every process must call it at the same steps."""
+    """A check of states of one layout. Every process must call it at the same steps."""
 
     def __init__(self, target: PyTree, mesh: Mesh) -> None:
         """target: the state as ShapeDtypeStructs with shardings."""

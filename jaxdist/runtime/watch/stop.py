@@ -14,21 +14,24 @@ from typing import Any
 
 import jax
 
-from jaxdist.processes import job_state
+from jaxdist.processes import JobStore, Place, place
 from jaxdist.runtime.exit_status import SAME_S, STOPPED
 from jaxdist.runtime.run_folder import leave_stop_note
 
-_POLL_S = 0.2  # between two looks into the store of a job
-_LEAVE_S = 2.0  # for the other processes of a job to hear that one leaves
-_ANSWER_S = 3.0  # for them to say whether they have begun a step
-_CLOSE, _WAKE = 0, 255  # in the pipe, beside numbers of signals
-_NONE = -1  # in place of a step: none was begun
+_POLL_S = 0.2  # between two looks into the job's store
+_LEAVE_S = 2.0  # until the other processes must have heard that this one leaves
+_ANSWER_S = 3.0  # until the other processes must have said whether they have begun a step
+_CLOSE, _WAKE = 0, 255  # bytes in the pipe that are no signal's number
+_NO_STEP = -1  # in place of a step: none was begun
 
 
 class TimeLimit:
-    """The end of a run that a scheduler ends: when to stop, so that the last steps and a save still fit.
+    """A limit on the time of a run (`train.max_hours`): when to stop, so that the last steps and a save still fit.
 
-    seconds: since `started` (time.monotonic()); None: no limit. save: how long a save takes, as far as is known.
+    Args:
+        seconds: The limit, None for none.
+        started: When the run began, by `time.monotonic`.
+        save: Returns the seconds that a save takes, as far as is known.
     """
 
     def __init__(self, seconds: float | None, started: float, save: Callable[[], float]) -> None:
@@ -36,7 +39,8 @@ class TimeLimit:
         self._save, self._mark, self._longest = save, 0.0, 0.0
 
     def is_near(self) -> bool:
-        """Called once a step. The others of a job hear of it a look later, and go to the end of the step after."""
+        """Whether to stop now. To be called once a step. The other processes hear of a stop `_POLL_S` later, and finish
+        the step after."""
         if self._end is None:
             return False
         now = time.monotonic()
@@ -49,12 +53,16 @@ class TimeLimit:
 class StopSignal:
     """A context in which a first SIGINT or SIGTERM asks a training run to stop and a second one ends it at once.
 
-    As long as no process has given a step to its devices there is nothing to save: the first signal ends them, too, as
-    soon as all have said so, or after `_ANSWER_S`. At once is by `os._exit`, with status `STOPPED`. Signals within a
-    second of the first are the same one, sent on by a launcher or a scheduler. A thread sees them, whatever the main
-    thread is doing: Python alone would wait for the end of a compilation. In a job of several processes it carries them
-    to the others by the store of JAX's coordination service, whose own handler of SIGTERM, which swallows a second one,
-    is left out. To be entered on the main thread before the job is joined; on another thread no signal is heeded.
+    - At once is by `os._exit`, with status `STOPPED`.
+    - As long as no process has given a step to its devices there is nothing to save. Then the first signal ends the
+      processes, too, as soon as all have said so, or after `_ANSWER_S`.
+    - Signals within a second of the first are the same one, sent on by a launcher or a scheduler.
+    - A thread sees the signals, whatever the main thread is doing: Python alone would wait for the end of a
+      compilation.
+    - In a job of several processes that thread carries them to the others by the job's key-value store. JAX's own
+      handler of SIGTERM, which swallows a second one, is left out.
+
+    To be entered on the main thread before the job is joined; on another thread no signal is heeded.
     """
 
     def __init__(self) -> None:
@@ -62,9 +70,10 @@ class StopSignal:
         self.started = time.monotonic()
         self.limit = TimeLimit(None, self.started, lambda: 0.0)
         self._lock = threading.Lock()
-        self._taken: int | None = None  # the last step for which `requested` was asked
+        self._begun: int | None = None  # the last step for which `requested` was asked
         self._last: int | None = None  # the step to stop after
-        self._store: _Store | None = None
+        self._store: JobStore | None = None
+        self._here = Place(0, 1)
         self._first_signal: float | None = None
         self._closed = False
         self._previous: dict[int, Any] = {}
@@ -91,33 +100,34 @@ class StopSignal:
         if self._on_main:
             signal.set_wakeup_fd(self._wakeup)
         if self._store is not None and error is None:
-            self._store.set(f"at/{self._store.rank}", str(self._taken or 0))  # or the others would wait for it
+            self._store.set(f"at/{self._here.rank}", str(self._begun or 0))  # or the others would wait for it
         os.write(self._in, bytes([_CLOSE]))
         self._thread.join()
         os.close(self._in)
         os.close(self._out)
 
     def join(self) -> None:
-        """To be called when JAX has started: from now on the processes of a job hear of each other's signals."""
+        """Connect the processes of a job, once JAX has started: from now on they hear of each other's signals."""
         if jax.process_count() == 1:
             return
         if self._on_main:
             for number in (signal.SIGINT, signal.SIGTERM):  # a job that was joined before has JAX's handler
                 signal.signal(number, _nothing)
-        self._store = _Store()
+        self._here = place()
+        self._store = JobStore("stop", self._here.rank)
         os.write(self._in, bytes([_WAKE]))
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step` steps. Every process must call it once a step, with the same steps."""
         with self._lock:
-            self._taken = step
+            self._begun = step
         if jax.process_index() == 0 and self.limit.is_near():
             self._ask("train.max_hours")
         with self._lock:
             return self._last is not None and step >= self._last
 
     def _watch(self) -> None:
-        """The thread."""
+        """Run the thread that sees signals, until the context ends."""
         while not self._closed:
             try:
                 self._hear(None if self._store is None else _POLL_S)
@@ -127,7 +137,7 @@ class StopSignal:
                 self._store = None  # process 0 is gone: JAX ends this one, too
 
     def _hear(self, seconds: float | None) -> None:
-        """Take in the signals that come within these seconds; None: wait for one."""
+        """Read the signals that come within these seconds; None: wait for one."""
         ready, _, _ = select.select([self._out], [], [], seconds)
         for number in os.read(self._out, 64) if ready else b"":
             self._closed = self._closed or number == _CLOSE
@@ -138,53 +148,53 @@ class StopSignal:
         now = time.monotonic()
         if self._first_signal is None:
             self._first_signal = now
-            if self._taken is None and self._store is None:
+            if self._begun is None and self._store is None:
                 self._leave(f"ended by {name} before the first step")
             self._ask(name)
         elif now > self._first_signal + SAME_S:
             self._leave(f"ended at once by a second signal, {name}")
 
     def _ask(self, why: str) -> None:
-        """Ask for a stop after a step."""
+        """Ask all processes to stop after a step."""
         self.why = self.why or why
         if self._store is not None:
             self._store.set("why", why)
         else:
             self._last = 0
 
-    def _said(self, store: "_Store") -> dict[str, str]:
-        """What the others say. Does not return where one of them has left."""
-        said = store.get()
+    def _said(self, store: JobStore) -> dict[str, str]:
+        """The keys of the store. Does not return where another process has ended the job."""
+        said = store.get_all()
         if "now" in said:
             self._leave(said["now"])
         return said
 
-    def _look(self, store: "_Store") -> None:
-        """Is a stop asked for? Where one has begun a step, maybe ahead of this one, there is something to save."""
+    def _look(self, store: JobStore) -> None:
+        """Agree on the last step, if a stop is asked for: the one after the newest that any process has begun."""
         said = self._said(store)
         if "why" not in said or self._last is not None:
             return
         self.why = self.why or said["why"]
         with self._lock:  # no step is begun before it is known which one is the last
-            store.set(f"at/{store.rank}", str(_NONE if self._taken is None else self._taken))
+            store.set(f"at/{self._here.rank}", str(_NO_STEP if self._begun is None else self._begun))
             while True:
                 at = [int(value) for key, value in said.items() if key.startswith("at/")]
-                begun = max(at, default=_NONE)
+                begun = max(at, default=_NO_STEP)
                 late = time.monotonic() > (self._first_signal or math.inf) + _ANSWER_S
-                if len(at) == store.count or (late and self._taken is None and begun == _NONE):
+                if len(at) == self._here.processes or (late and self._begun is None and begun == _NO_STEP):
                     break
                 self._hear(_POLL_S / 10)  # one may never answer: a second signal ends this process all the same
                 if self._closed:
                     return
                 said = self._said(store)
-            if begun == _NONE:
+            if begun == _NO_STEP:
                 self._leave(f"ended by {self.why} before the first step")
             self._last = begun + 1
 
     def _leave(self, text: str) -> None:
-        """End this process at once, and those of its job. text: why; said by those that were sent a signal."""
+        """End this process at once, and those of its job. text: why; printed by those that were sent a signal."""
         if self._store is not None:  # in a thread: the store may not answer any more
-            tell = threading.Thread(target=self._store.leave, args=(text,), daemon=True)
+            tell = threading.Thread(target=_tell_all, args=(self._store, self._here, text), daemon=True)
             tell.start()
             tell.join(_LEAVE_S)
         if self._first_signal is not None:
@@ -199,27 +209,10 @@ def _nothing(number: int, frame: Any) -> None:
     """A handler must be there for Python to write the signal's number to the pipe."""
 
 
-class _Store:
-    """The key-value store of a job, for one training run. Lives on process 0."""
-
-    def __init__(self) -> None:
-        client: Any = job_state().client
-        self._client, self.rank, self.count = client, jax.process_index(), jax.process_count()
-        run = client.key_value_increment(f"jaxdist/stop/runs/{self.rank}", 1)  # the same number on all processes
-        self._folder = f"jaxdist/stop/{run}/"
-
-    def set(self, key: str, value: str) -> None:
-        self._client.key_value_set(self._folder + key, value, allow_overwrite=True)
-
-    def get(self) -> dict[str, str]:
-        """All keys."""
-        found = self._client.key_value_dir_get(self._folder)
-        return {key.removeprefix(self._folder): value for key, value in found}
-
-    def leave(self, text: str) -> None:
-        """Tell the others; process 0 waits until they know, because the store ends with it."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has left
-            self.set("now", text)
-            self.set(f"left/{self.rank}", "")
-            while self.rank == 0 and sum(key.startswith("left/") for key in self.get()) < self.count:
-                time.sleep(_POLL_S / 10)
+def _tell_all(store: JobStore, here: Place, text: str) -> None:
+    """Tell the other processes that this one leaves. Process 0 waits until all know, because the store ends with it."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has left
+        store.set("now", text)
+        store.set(f"left/{here.rank}")
+        while here.rank == 0 and sum(key.startswith("left/") for key in store.get_all()) < here.processes:
+            time.sleep(_POLL_S / 10)

@@ -1,7 +1,8 @@
-"""The watch of a job: a thread in each process that ends all of them when one is lost, stuck or failed, and says which.
+"""The watchdog of a job: a thread in each process that ends all of them when one is lost, stuck or failed, and says
+which.
 
 JAX's collectives wait for a lost rank for minutes, for a stuck one for ever, and its service aborts without a name. The
-threads talk over connections of their own (`channel`): rank 0 hears from all and judges (`verdict`); the others judge
+threads have connections of their own (`channel`). Rank 0 hears from all and judges them (`blame`); the others judge
 rank 0. docs/watchdog.md says what is seen, after how long, and what is not.
 """
 
@@ -21,46 +22,47 @@ from typing import Any
 
 from jaxdist.errors import UserError
 from jaxdist.processes import Place, place
+from jaxdist.runtime.connection import JsonObject
 from jaxdist.runtime.watch import blame as judge
-from jaxdist.runtime.watch.blame import Beat, Failure, Verdict, beat_of
-from jaxdist.runtime.watch.channel import CONNECT_S, Channel, Message
+from jaxdist.runtime.watch.blame import Beat, Blame, Failure, beat_of
+from jaxdist.runtime.watch.channel import CONNECT_S, Channel
 from jaxdist.runtime.watch.progress import Breadcrumbs, Pace
 
-TURN_S = 0.2  # the thread looks around this often, and when something comes
-GATHER_S = 0.5  # one loss brings about others: wait for them, to name the first
-DOUBT_S = 2.0  # where a symptom is all there is, a rank that is behind or silent for this long is its cause
+TURN_S = 0.2  # the longest wait of the thread for messages
+GATHER_S = 0.5  # one loss brings about others: wait so long, to name the first
+DOUBT_S = 2.0  # where there are only symptoms, a rank that is behind or silent for this long is their cause
 LEAVE_S = 3.0  # rank 0 ends last, because JAX aborts the others when it ends; it waits for them for this long
 ANSWER_S = 6.0  # a failed rank waits this long to hear whether it is to blame
-FRAMES = 4  # of the main thread, on the console
+FRAMES = 4  # of the main thread's stack, on the console
 STACKS = "stacks"  # folder of the run directory
 
 
 class Watch:
-    """Of one process. Outside of a job of several it does nothing. set_s: `train.watchdog_s`."""
+    """The watchdog of one process. Outside of a job of several it does nothing. set_s: `train.watchdog_s`."""
 
     def __init__(self, set_s: float | None = None) -> None:
         self.crumbs = Breadcrumbs(self._paced)
         self.folder: Path | None = None  # the run directory, once it is known
         self._set_s, self._here = set_s, Place(0, 1)
         self._thread: threading.Thread | None = None
-        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
         self._answer, self._agreed, self._left_alone = threading.Event(), threading.Event(), threading.Event()
         self._difference: str | None = None
         self._number = 0
-        self._beats: dict[int, tuple[Beat, float]] = {}  # and when it was heard
+        self._beats: dict[int, tuple[Beat, float]] = {}  # the last report of each rank, and when it came
         self._heard: dict[int, float] = {}
         self._failures: dict[int, Failure] = {}
         self._gone: list[tuple[int, float]] = []
         self._bye: set[int] = set()
         self._facts: dict[int, dict[int, Mapping[str, Any]]] = {}
         self._paces: dict[int, dict[int, Pace]] = {}
-        self._verdict: Verdict | None = None
+        self._verdict: Blame | None = None
         self._turned = self._said = self._begun = 0.0
 
     @contextlib.contextmanager
     def opened(self, facts: Mapping[str, Any]) -> Iterator[None]:
-        """Connect the ranks of the job that this process has joined, and go no further unless their facts agree.
-        Inside, an exception is told to the other ranks. Raises `UserError` where they do not agree."""
+        """A context in which the job that this process has joined is watched, and exceptions are told to the other
+        ranks. Raises `UserError` unless all ranks come with the same facts."""
         self._here = place()
         if self._here.processes > 1:
             self._channel = Channel(self._here)
@@ -75,13 +77,13 @@ class Watch:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """An exception inside is told to the other ranks, and raised again when they have heard it. Where it comes of
-        another rank's loss, the process ends here instead, with that told."""
+        """A context in which an exception is told to the other ranks, and raised again when they have heard it. Where
+        the loss of another rank has caused it, the process ends here instead, and says so."""
         try:
             yield
         except BaseException as error:
             if self._thread is not None and self._difference is not None:
-                self.close()  # all ranks raise it
+                self.close()  # all ranks raise the same one
             elif self._thread is not None:
                 first = (str(error).strip().splitlines() or [""])[0][:300]
                 self._fail(f"{type(error).__name__}: {first}", 2 if isinstance(error, UserError) else 1, error)
@@ -104,7 +106,7 @@ class Watch:
             raise UserError(self._difference)
 
     def close(self) -> None:
-        """Nobody need watch any more: all is done."""
+        """End the watch: all is done."""
         if self._thread is not None and self._thread.is_alive():
             self._outbox.put({"bye": True})
             self._thread.join(LEAVE_S)
@@ -117,8 +119,8 @@ class Watch:
             self._outbox.put({"pace": pace.step, "seconds": pace.seconds})
 
     def _catch_aborts(self) -> None:
-        """JAX aborts this process a tenth of a second after rank 0 is gone. The thread that aborts is held up until the
-        watch has named who is lost."""
+        """Hold up a thread that aborts the process, as JAX's does a tenth of a second after rank 0 is gone, until the
+        watch has named the lost rank."""
 
         def handler(_: int) -> None:
             self._fail("the runtime aborted the process (SIGABRT)", 1, None)
@@ -137,16 +139,16 @@ class Watch:
                 self._turn()
             if self._difference is None:
                 self._channel.close()
-            else:  # they end by themselves, and their connections with them
+            else:  # the others end by themselves, and their connections with them
                 self._wait_for_others(set())
-        except BaseException:  # without its watch a rank looks dead to the others: then it had better be
+        except BaseException:  # without its watch a rank looks dead to the others, so it must end
             traceback.print_exc()
             os._exit(1)
 
     def _turn(self) -> None:
         news = self._channel.poll(TURN_S)
         now = time.monotonic()
-        if now - self._turned > DOUBT_S:  # this process was stopped: what the others said meanwhile is only read now
+        if now - self._turned > DOUBT_S:  # this process was stopped, and reads only now what the others said
             self._heard = dict.fromkeys(self._heard, now)
         self._turned = now
         for rank, message in news:
@@ -165,8 +167,8 @@ class Watch:
             if self._verdict is not None:
                 self._end(self._verdict)
 
-    def _tell(self, message: Message, now: float) -> None:
-        """Rank 0, and on rank 0 nobody but for beats and farewells, which all of them hear."""
+    def _tell(self, message: JsonObject, now: float) -> None:
+        """Send a message to rank 0. Rank 0 itself sends reports and farewells to all, and hears the rest itself."""
         if self._here.rank != 0:
             self._channel.send(0, message)
             if "failed" in message:
@@ -178,7 +180,7 @@ class Watch:
         if "bye" in message:
             self._bye.add(self._here.rank)
 
-    def _hear(self, rank: int, message: Message | None, now: float) -> None:
+    def _hear(self, rank: int, message: JsonObject | None, now: float) -> None:
         self._heard[rank] = now
         if message is None:
             if rank not in self._bye:
@@ -196,35 +198,36 @@ class Watch:
             self._look_at_paces(message["pace"], rank, message["seconds"])
         elif "verdict" in message and self._verdict is None:
             kind, ranks, text, status = message["verdict"]
-            self._verdict = Verdict(kind, tuple(ranks), text, status)
+            self._verdict = Blame(kind, tuple(ranks), text, status)
             self._end(self._verdict)
         elif "bye" in message:
             self._bye.add(rank)
 
     def _compare(self, number: int, rank: int, facts: Mapping[str, Any]) -> None:
-        """Rank 0: when all have come, say how they differ."""
+        """On rank 0: when the facts of all ranks have come, tell all whether they differ."""
         known = self._facts.setdefault(number, {})
         known[rank] = facts
         if len(known) == self._here.processes:
-            self._difference = judge.refused(self._facts.pop(number))
+            self._difference = judge.difference(self._facts.pop(number))
             self._channel.broadcast({"agreed": self._difference})
             self._agreed.set()
 
     def _look_at_paces(self, step: int, rank: int, seconds: dict[str, float]) -> None:
-        """Rank 0: when all have come, say who is slow."""
+        """On rank 0: when the paces of all ranks have come, print which rank is slow."""
         known = self._paces.setdefault(step, {})
         known[rank] = Pace(step, seconds)
         if len(known) == self._here.processes:
             line = judge.slow(self._paces.pop(step))
             if line is not None:
-                say(line)
+                write_stderr(line)
 
     @property
     def _silence(self) -> float:
-        """Seconds without a word after which a process is not running. Its thread speaks however long a step is."""
+        """Seconds without a message after which a process is not running: its thread sends some however long a step
+        is."""
         return judge.limit_of(self._set_s, 0.0)
 
-    def _judge(self, now: float) -> Verdict | None:
+    def _judge(self, now: float) -> Blame | None:
         beats = {
             rank: beat._replace(age=beat.age + now - at)
             for rank, (beat, at) in self._beats.items()
@@ -241,7 +244,7 @@ class Watch:
         missing = set(range(1, self._here.processes)) - self._channel.connected - self._bye
         if missing and now - self._begun > CONNECT_S and not missing & set(self._heard):
             text = f"has joined, but not connected to the watch of rank 0 in {CONNECT_S:.0f} s"
-            return Verdict("gone", (min(missing),), f"gone: rank {min(missing)} {text}", 75)
+            return Blame("gone", (min(missing),), f"gone: rank {min(missing)} {text}", 75)
         late = judge.behind(beats, judge.limit_of(self._set_s, self.crumbs.median_step)) if beats else ()
         quiet = {rank: now - self._heard[rank] for rank in late if rank != 0}
         mute = max(quiet, key=lambda rank: quiet[rank], default=0)
@@ -249,15 +252,15 @@ class Watch:
             return judge.silent(beats, mute, quiet[mute])
         return judge.stuck(beats, late) if late else None
 
-    def _judge_losses(self, beats: dict[int, Beat], now: float) -> Verdict | None:
-        """Of processes that ended, and exceptions. The cause is to be named, not what it brought about elsewhere."""
+    def _judge_losses(self, beats: dict[int, Beat], now: float) -> Blame | None:
+        """The blame where processes have ended or failed. The cause is to be named, not its symptoms in other ranks."""
         roots = {rank: each for rank, each in self._failures.items() if not each.symptom}
         times = [each.at for each in self._failures.values()] + [at for _, at in self._gone]
         if not times:
             return None
         waited, here = now - min(times), self._here.rank
         everybody = len(self._failures) + len(self._gone) == self._here.processes
-        if here != 0:  # only of rank 0 does this process know
+        if here != 0:  # this process has a connection to rank 0 only
             if self._gone:
                 return judge.gone(beats, [0])
             quiet = now - self._heard[0]
@@ -279,12 +282,13 @@ class Watch:
             return judge.stuck(beats, late, f"; rank {first} failed of it: {self._failures[first].text}")
         return judge.failed(self._failures)
 
-    def _end(self, verdict: Verdict) -> None:
-        """Tell it to all, here on the console; then this process is over, but for its own exception to be raised."""
+    def _end(self, verdict: Blame) -> None:
+        """Tell the verdict to all ranks and on the console, then end this process. A rank that has failed only raises
+        its own exception."""
         if self._here.rank == 0:
             self._channel.broadcast({"verdict": list(verdict)})
         else:
-            self._channel.send(0, {"verdict": list(verdict)})  # rank 0 may have been stopped and wake up
+            self._channel.send(0, {"verdict": list(verdict)})  # rank 0 may have been stopped, and go on later
         blamed = self._here.rank in verdict.ranks
         if verdict.kind == "failed" and blamed:
             self._wait_for_others(set())
@@ -296,21 +300,21 @@ class Watch:
         self._wait_for_others(set(verdict.ranks))
         os._exit(verdict.status)
 
-    def _report(self, verdict: Verdict) -> None:
+    def _report(self, verdict: Blame) -> None:
         lines = [verdict.text]
         if verdict.kind != "failed":
             lines.append(f"  rank {self._here.rank} is at {top_of_main_thread()}")
-        say(*lines)
+        write_stderr(*lines)
         if verdict.kind != "failed" and self.folder is not None:
             try:
                 path = write_stacks(self.folder, self._here.rank)
-                say(f"  stacks of rank {self._here.rank}: {path}")
+                write_stderr(f"  stacks of rank {self._here.rank}: {path}")
             except OSError as error:
-                say(f"  stacks not written: {error.strerror}")
+                write_stderr(f"  stacks not written: {error.strerror}")
         self._left_alone.set()
 
     def _wait_for_others(self, but: set[int]) -> None:
-        """Rank 0: until their connections have ended, or for `LEAVE_S`."""
+        """On rank 0: wait until the connections of the others have ended, or for `LEAVE_S`."""
         deadline = time.monotonic() + LEAVE_S
         while self._here.rank == 0 and self._channel.connected - but and time.monotonic() < deadline:
             for rank, message in self._channel.poll(0.05):
@@ -318,21 +322,21 @@ class Watch:
                     self._bye.add(rank)
 
 
-def say(*lines: str) -> None:
-    """To standard error in one piece, past Python's buffers: another thread may hold them."""
+def write_stderr(*lines: str) -> None:
+    """Write lines to standard error in one piece, past Python's buffers, which another thread may have locked."""
     with contextlib.suppress(OSError):  # nobody listens any more
         os.write(2, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
 def top_of_main_thread() -> str:
-    """Where the main thread is, innermost first."""
+    """The innermost frames of the main thread, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame)[: -FRAMES - 1 : -1] if frame is not None else []
     return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames) or "its end"
 
 
 def write_stacks(folder: Path, rank: int) -> Path:
-    """All threads' Python stacks, into a file of the run directory. Returns its path."""
+    """Write the Python stacks of all threads to a file of the run directory. Returns its path."""
     path = folder / STACKS / f"rank{rank}.txt"
     path.parent.mkdir(exist_ok=True)
     with path.open("w", encoding="utf-8") as file:

@@ -13,6 +13,7 @@ parameter that it reads.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import rank, to_varying
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.precision import LossScale
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.grad_sync import GradSync
-from jaxdist.precision.loss_scale import ScaleRule
-from jaxdist.precision.policy import make_precision
+from jaxdist.parallel.options import StepOptions
 from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, path_name, without_idle
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
@@ -127,19 +128,18 @@ def probed(model: ModelDef, devices: int) -> ModelDef:
 
 
 def make_diagnosis(
-    model: ModelDef, mesh: Mesh, *, microbatches: int = 1, numbers: Sequence[int] | None = None, **options: Any
+    model: ModelDef, mesh: Mesh, *, options: StepOptions, numbers: Sequence[int] | None = None
 ) -> Callable[[TrainState, PyTree], Finding | None]:
     """(state, batch) -> what was not finite first in the step that `state` has just skipped, run again with the same
     batch; None if all is finite. Consumes the state, of which it needs the parameters. Compiles when first called.
 
-    microbatches, options: as given to `make_train_step`. numbers: the block that each row of the stack is, -1 for none,
+    options: as given to `make_train_step`. numbers: the block that each row of the stack is, -1 for none,
     where blocks are arranged for a pipeline (`order_of_blocks`).
     """
     watched, numbers = probed(model, mesh.size), numbers or range(model.layers)
-    precision = options.get("precision", "fp32")
-    rule = (make_precision(precision) if isinstance(precision, str) else precision).scale_rule
-    fixed = {"grad_sync": GradSync(), "freeze": (), "max_skips": 2**30, "return_grads": True}
-    make = functools.partial(make_train_step, watched, optax.set_to_zero(), mesh, **{**options, **fixed})
+    rule, microbatches = options.precision.scale_rule, options.microbatches
+    fixed = replace(options, grad_sync=GradSync(), freeze=(), max_skips=2**30, return_grads=True)
+    make = functools.partial(make_train_step, watched, optax.set_to_zero(), mesh, fixed)
     # Alone each microbatch is the whole batch, as often as a pipeline with chunks needs it.
     times = mesh.shape["pipe"] if model.chunks > 1 else 1
     whole, alone = make(microbatches=microbatches), make(microbatches=times)
@@ -161,7 +161,7 @@ def make_diagnosis(
     return diagnose
 
 
-def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: ScaleRule | None) -> TrainState:
+def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: LossScale | None) -> TrainState:
     """The state as the failing step got it, with probes."""
     params = dict(state.params)
     for name in UNITS:
@@ -169,7 +169,7 @@ def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: ScaleRule | 
         zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
         params[name] = {**params[name], PROBE: jax.jit(zeros, out_shardings=NamedSharding(mesh, spec))()}
     step, scale = jax.device_get((state.step, state.guard.scale))
-    guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.backoff_factor), mesh))
+    guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.factors[1]), mesh))
     return TrainState(_put(step - 1, mesh), params, optax.EmptyState(), (), guard)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxdist.build import Parts
-from jaxdist.config.fields import show
+from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
 from jaxdist.mesh import sizes_of

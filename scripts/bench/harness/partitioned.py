@@ -11,14 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from harness.contenders.plain_jax import loss_of
 from harness.task import Size, Task
-from jaxdist.build import assemble, attention_of, precision_of
+from jaxdist.build import assemble, attention_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts
-from jaxdist.plan.compiled.ahead_of_time import Planned, check_toolkit, read
+from jaxdist.plan.compiled.ahead_of_time import Planned, check_toolkit, planned_of
 from jaxdist.plan.compiled.hardware import Gpu
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.compiled.replay import Rates
+from jaxdist.precision.policy import precision_of
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState
 
@@ -66,4 +67,4 @@ def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> P
     program = lowered.compile()
     seconds = (traced - start, time.perf_counter() - traced)
     hosts = count_hosts(mesh)
-    return read(program, config, parts, gpu, hosts, rates, attention, seconds)
+    return planned_of(program, config, parts, gpu, hosts, rates, attention, seconds)

@@ -12,6 +12,7 @@ from harness.task import Size, Task, flops_per_token, parameters
 from jaxdist import registry
 from jaxdist.errors import UserError
 from jaxdist.plan.compiled.hardware import Gpu
+from jaxdist.trainer.failures.out_of_memory import is_out_of_memory
 
 WARM = 3  # bursts that are not counted: compiling, caches, clocks
 FIRST = 2  # steps of the first burst, by which the peak is read: PyTorch makes its optimizer's state at the end of one
@@ -68,11 +69,6 @@ class _Racer:
         )
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Of a device, in the words of XLA or PyTorch."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
-
-
 def _failed(name: str, why: str) -> Result:
     return Result(name, [], [], [], {}, 0.0, None, None, why)
 
@@ -120,7 +116,8 @@ def heat(
             failed.append(_failed(name, f"not installed: {error}"))
         except Exception as error:  # is in the result, and in the exit status: the others are measured all the same
             beside = BESIDE if racers else ""
-            why = f"out of memory{beside}" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            full = is_out_of_memory(error) or "out of memory" in str(error).lower()  # in the words of PyTorch
+            why = f"out of memory{beside}" if full else f"{type(error).__name__}: {error}"
             failed.append(_failed(name, why))
         else:
             say(f"{name}: first steps after {racers[-1].setup_s:.0f} s")

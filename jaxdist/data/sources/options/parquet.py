@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxdist.config.reader import setting
+from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import DataConfig
 
 

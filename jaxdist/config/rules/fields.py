@@ -1,6 +1,6 @@
-"""What one key of a configuration may hold. Imports no jax.
+"""What one key of a configuration may hold: the fields of its dataclasses, and the check of one value. Imports no jax.
 
-A `Rule` is what `jaxdist.config.schema` writes beside each field; the check of a value and the reference both read it.
+A `Rule` is what `setting` writes beside each field; the check of a value and the reference both read it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import types
 import typing
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ _NAMES: dict[Any, str] = {
     tuple[int, ...]: "a list of integers",
 }
 _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
-    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "ep": "expert", "cp": "context", "sp": "context",
+    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence_parallel",
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
     "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
     "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
@@ -122,6 +123,69 @@ class Rule:
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
         )
+
+
+def setting(default: Any, doc: str, **limits: Any) -> Any:
+    """A dataclass field with its one-line description and its allowed values, the fields of `Rule`."""
+    return field(default=default, metadata={"rule": Rule(doc, **limits)})
+
+
+def section(cls: type, doc: str, *, shorthand: str | None = None) -> Any:
+    """A dataclass field that is a dataclass. `shorthand`: the key that a bare text stands for."""
+    return field(default_factory=cls, metadata={"rule": Rule(doc), "shorthand": shorthand})
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section: `kind` is bool, int, float, str, tuple[str, ...], tuple[int, ...] or the dataclass of a
+    nested section; str also where a list of texts or a boolean may stand (`Rule.listed`, `Rule.switch`)."""
+
+    name: str
+    kind: Any
+    optional: bool
+    rule: Rule
+    shorthand: str | None
+    default: Any
+
+    @property
+    def nested(self) -> bool:
+        return is_dataclass(self.kind)
+
+    def check(self, value: Any, dotted: str) -> Any:
+        """`check_value` for this key, which messages call `dotted`."""
+        return check_value(value, self.kind, self.optional, self.rule, dotted)
+
+
+def keys(cls: type) -> dict[str, Key]:
+    """The keys of a section, in order, from the fields of its dataclass."""
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for each in fields(cls):
+        kinds = [hints[each.name]]
+        if isinstance(kinds[0], types.UnionType):
+            kinds = [kind for kind in typing.get_args(kinds[0]) if kind is not type(None)]
+        optional = type(None) in typing.get_args(hints[each.name])
+        default = None if each.default is MISSING else each.default
+        found[each.name] = Key(
+            each.name, kinds[0], optional, each.metadata["rule"], each.metadata.get("shorthand"), default
+        )
+    return found
+
+
+def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
+    """Every (dotted name, key) below a section, sections themselves included, in order."""
+    for name, key in keys(cls).items():
+        yield prefix + name, key
+        if key.nested:
+            yield from all_keys(key.kind, f"{prefix}{name}.")
+
+
+def check_section(values: Any, prefix: str) -> None:
+    """Raise `UserError` for a value that its key does not allow, in a section that a program has made, not YAML.
+    prefix: the section's dotted name."""
+    for name, key in keys(type(values)).items():
+        dotted, value = f"{prefix}.{name}", getattr(values, name)
+        check_section(value, dotted) if key.nested else key.check(value, dotted)
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.55) -> str | None:

@@ -1,0 +1,130 @@
+"""Command lines of the form OPTIONS -- COMMAND, and the options of `scripts/launch.py`."""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from jaxdist.errors import UserError
+from jaxdist.runtime.connection import split_address
+from jaxdist.runtime.run_folder import given_run_directory, run_directory_of
+
+DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each
+process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. A job that
+fails is started again and resumes from its last checkpoint. Ctrl-C, or SIGTERM, stops the ranks together, with a
+checkpoint; a second one kills them. Exit status: 0 done, 2 the configuration is wrong, 75 stopped but resumable, 1
+anything else."""
+USAGE = "launch.py -n N [options] -- COMMAND ..."
+MAX_COUNT = 100_000  # of processes or hosts
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are a `UserError` of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; usage: {self.usage}")
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The arguments before `--`, and the command after it."""
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:split]), tuple(arguments[split + 1 :])
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raise `UserError` where there is nothing to run."""
+    if not command:
+        raise UserError("command: none given; allowed: a program and its arguments, after --")
+    if any("\0" in argument for argument in command):
+        raise UserError("command: an argument holds a NUL character; leave it out")
+
+
+class Plan(NamedTuple):
+    """The job to start, as the command line describes it."""
+
+    command: tuple[str, ...]
+    procs: int  # on this host
+    min_procs: int  # the fewest with which to go on
+    nnodes: int  # hosts
+    min_nodes: int  # the fewest with which to go on
+    node_rank: int
+    coordinator: str | None  # "host:port", or None for a free port of this host
+    max_restarts: int
+    run_dir: Path
+    log_dir: Path
+    log_option: str  # the option that errors about the logs' folder name
+    bind: bool  # whether each process has CPUs of its own
+    grace: float  # seconds
+    backoff: float  # seconds
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options before `--`."""
+    parser = CommandParser(prog="launch.py", description=DESCRIPTION, usage=USAGE)
+    add = parser.add_argument
+    add("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")
+    add("--nnodes", type=int, default=1, metavar="N", help="hosts in the job (default: 1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="of this host, from 0")
+    text = (
+        "an address of host 0 that all hosts can reach; with several hosts the launchers meet at this port, and the job"
+    )
+    add("--coordinator", metavar="HOST:PORT", help=f"{text} at the next")
+    text = "give up after so many restarts without a newer checkpoint (default: 3)"
+    add("--max-restarts", type=int, default=3, metavar="N", help=text)
+    text = "instead of giving up, go on with one process fewer on this host, down to this number"
+    add("--min-procs", type=int, metavar="N", help=text)
+    text = "restart with the hosts that come, if they are so many at least (host 0 among them)"
+    add("--min-nodes", type=int, metavar="N", help=text)
+    add("--log-dir", metavar="DIR", help="of the ranks' logs (default: logs/ in the run directory)")
+    add("--no-bind", action="store_true", help="let every process use all CPUs")
+    text = "left to the other ranks when one has failed (default: 5)"
+    add("--grace", type=float, default=5.0, metavar="SECONDS", help=text)
+    text = "before a restart; doubled for each further one without progress (default: 1)"
+    add("--backoff", type=float, default=1.0, metavar="SECONDS", help=text)
+    return parser
+
+
+def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Read a command line. Raises `UserError`."""
+    before, command = split_command(arguments)
+    options = make_parser().parse_args(before)
+    check_command(command)
+    _check_numbers(options)
+    if options.nnodes > 1 and options.coordinator is None:
+        raise UserError("--coordinator: not given; with --nnodes give HOST:PORT of host 0, the same on every host")
+    if options.nnodes > 1 and options.min_procs is not None:
+        raise UserError("--min-procs: is for one host; with --nnodes use --min-nodes")
+    if options.coordinator is not None and split_address(options.coordinator)[1] == 65535:
+        raise UserError(f"--coordinator: {options.coordinator!r} leaves no next port; allowed: ports below 65535")
+    if options.nnodes > 1 and options.log_dir is None and given_run_directory(command, environ) is None:
+        raise UserError("--run-dir: not given in the command; with --nnodes give one, the same on every host")
+    run_dir = run_directory_of(command, environ)
+    same = {name: getattr(options, name) for name in Plan._fields if hasattr(options, name)}
+    made = {
+        "command": command,
+        "min_procs": options.min_procs or options.procs,
+        "min_nodes": options.min_nodes or options.nnodes,
+        "run_dir": run_dir,
+        "log_dir": run_dir / "logs" if options.log_dir is None else Path(options.log_dir),
+        "log_option": "--run-dir" if options.log_dir is None else "--log-dir",
+        "bind": not options.no_bind,
+    }
+    return Plan(**same | made)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, value in (("-n", options.procs), ("--nnodes", options.nnodes)):
+        if not 1 <= value <= MAX_COUNT:
+            raise UserError(f"{name}: {value}; allowed: 1 or more")
+    least = {"--min-procs": (options.min_procs, options.procs), "--min-nodes": (options.min_nodes, options.nnodes)}
+    for name, (value, most) in least.items():
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"{name}: {value}; allowed: 1 to {most}")
+    if not 0 <= options.node_rank < options.nnodes:
+        raise UserError(f"--node-rank: {options.node_rank} of {options.nnodes} hosts; allowed: 0 to --nnodes - 1")
+    if options.max_restarts < 0:
+        raise UserError(f"--max-restarts: {options.max_restarts}; allowed: 0 or more")
+    for name, seconds in (("--grace", options.grace), ("--backoff", options.backoff)):
+        if not 0 <= seconds < math.inf:
+            raise UserError(f"{name}: {seconds}; allowed: seconds >= 0")

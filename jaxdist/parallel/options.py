@@ -1,0 +1,100 @@
+"""The options of a train step: one object, resolved once, that strategies, programs and the step read."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.rules.prefetch import check_prefetch
+from jaxdist.config.rules.remat import Remat, check_remat
+from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.grad_sync import check_sync, finish, order_of_work, reduce_late
+from jaxdist.precision.policy import Precision, make_precision
+from jaxdist.specs import PyTree
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is laid out and run. `make_train_step` and `init_state` take one, or its fields as keywords.
+
+        options = StepOptions(strategy="zero3", microbatches=4, precision="bf16")
+        state = init_state(model, optimizer, mesh, options)
+        step = make_train_step(model, optimizer, mesh, options)
+
+    precision: a `Precision`, or the name of a policy.
+    grad_sync: how gradients are summed over devices.
+    min_shard_bytes: parameters smaller than this, counted for one block, stay whole.
+    reshard_after_forward: whether zero3 gathers again for the backward pass; else it keeps the gathered parameters.
+    prefetch: 1 communicates for one block while another computes (`blocks.prefetch`); 0 does not.
+    pipeline_cond: whether a pipeline's stage skips other stages' work by conditions. Else it computes that work and
+    discards it, and no collective is in a condition.
+    strategy: a file in `parallel/strategies`, or a dotted path.
+    schedule: a file in `parallel/schedules`, or a dotted path.
+    microbatches: the parts of a batch that are computed one after the other.
+    remat: what is recomputed in the backward pass: a mode, or the names of values that are kept.
+    freeze: patterns ("embed.*") of parameters that are not trained.
+    offload: whether the optimizer state is in host memory, where devices have one.
+    seed: of initialisation and of dropout.
+    max_skips: after more than so many steps in a row that are not finite, nothing changes any more.
+    return_grads: whether the metrics hold the gradients.
+
+    Raises `UserError` for options that exclude each other.
+    """
+
+    precision: Precision = "fp32"  # type: ignore[assignment]  # a name is resolved below
+    grad_sync: GradSync = field(default_factory=GradSync)
+    min_shard_bytes: int = 0
+    reshard_after_forward: bool = True
+    prefetch: int = 0
+    pipeline_cond: bool = True
+    strategy: str = "ddp"
+    schedule: str = "accumulate"
+    microbatches: int = 1
+    remat: Remat = "none"
+    freeze: tuple[str, ...] = ()
+    offload: bool = False
+    seed: int = 0
+    max_skips: int = 10
+    return_grads: bool = False
+
+    def __post_init__(self) -> None:
+        resolved = {"remat": check_remat(self.remat)}
+        if isinstance(self.precision, str):
+            resolved["precision"] = make_precision(self.precision)
+        if not isinstance(self.freeze, str):  # one text is refused where patterns are matched
+            resolved["freeze"] = tuple(self.freeze)
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+        check_sync(self.grad_sync, self.precision.reduce)
+        check_prefetch(
+            self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=self.grad_sync.deterministic
+        )
+
+    @property
+    def sync(self) -> GradSync:
+        """`grad_sync`."""
+        return self.grad_sync
+
+    def on(self, mesh: AnyMesh) -> "StepOptions":
+        """The options with the schedule and microbatches that a step runs on this mesh (`order_of_work`)."""
+        schedule, microbatches = order_of_work(self.grad_sync, mesh, self.schedule, self.microbatches)
+        return replace(self, schedule=schedule, microbatches=microbatches)
+
+    @property
+    def finish(self) -> Any:
+        """The sums that are left at the end of a step, as `Strategy.reduce` wants them."""
+        return functools.partial(finish, sync=self.grad_sync, reduce_dtype=self.precision.reduce)
+
+    def finish_whole(self, grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+        """`finish` for whole gradients of sharded parameters: they are reduce-scattered first."""
+        shards = reduce_late(grads, specs, sync=self.grad_sync, reduce_dtype=self.precision.reduce)
+        return self.finish(shards, residual, specs)
+
+
+StrategyOptions = StepOptions  # the name that it has as the argument of a strategy
+
+
+def make_options(options: StepOptions | None, keywords: Mapping[str, Any]) -> StepOptions:
+    """The options, with `keywords` in place of fields. Raises `TypeError` for a keyword that is no field."""
+    return replace(options or StepOptions(), **keywords)

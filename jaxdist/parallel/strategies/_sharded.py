@@ -1,0 +1,71 @@
+"""ZeRO (Rajbhandari et al. 2020, section 5) as two questions.
+
+Are parameters all-gathered once a step, or at each use? Are gradients reduce-scattered once a step, or at each use?
+
+|       | gather     | reduce-scatter | whole on every device during a step            |
+|-------|------------|----------------|------------------------------------------------|
+| zero1 | once       | once           | a copy of the parameters, and of the gradients |
+| zero2 | once       | at each use    | a copy of the parameters                       |
+| zero3 | at each use| at each use    | one unit: a block, the embedding, the head     |
+
+Parameters, gradients and optimizer state are sharded over `fsdp` in all three. With `data` > 1 the shards of gradients
+are then all-reduced over `data` (hybrid sharding).
+"""
+
+import functools
+
+import jax
+from jax import lax
+
+from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategy import (
+    Strategy,
+    begin_varying,
+    cast_leaf,
+    connect,
+    gather_once,
+    place_sharded,
+    value_of,
+    zero_probes,
+)
+from jaxdist.specs import PyTree, dim_of, map_specs, named_leaves, spec_structure
+
+
+def sharded(options: StrategyOptions, *, gather_each: bool, reduce_each: bool) -> Strategy:
+    """A strategy whose parameters are shards over `fsdp`.
+
+    gather_each: whether a unit is all-gathered where it is used, for the backward pass again; else all units at the
+    start of a step.
+    reduce_each: whether the gradient of a unit is reduce-scattered as the backward pass makes it, once a microbatch;
+    else all gradients at the end of a step.
+    """
+    # A sum over microbatches that came after a sum over devices would depend on the number of devices.
+    reduce_each = reduce_each and not options.sync.deterministic
+
+    def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
+        shards, nothing = begin_varying(params, specs, stacked)
+        diff = shards if reduce_each else zero_probes(shards, specs)
+        if not gather_each:
+            return diff, gather_once(shards, specs, options.precision, stacked)
+        if reduce_each:
+            return diff, nothing
+        return diff, map_specs(lambda spec, leaf: () if dim_of(spec, "fsdp") is None else leaf, specs, shards)
+
+    def gather(diff: PyTree, captured: PyTree, specs: PyTree) -> PyTree:
+        usable = []
+        for name, spec, leaf, copy in named_leaves(specs, diff, captured):
+            with jax.named_scope(name):
+                dim = dim_of(spec, "fsdp")
+                if dim is None:
+                    usable.append(cast_leaf(leaf, options))
+                    continue
+                if gather_each:
+                    shard = value_of(leaf) if reduce_each else copy
+                    copy = lax.all_gather(shard.astype(options.precision.received), "fsdp", axis=dim, tiled=True)
+                usable.append(connect(copy, leaf, dim if reduce_each else None, options))
+        return jax.tree.unflatten(spec_structure(specs), usable)
+
+    place = functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes)
+    reduce = options.finish if reduce_each else options.finish_whole
+    drops = gather_each and options.reshard_after_forward
+    return Strategy(place, begin, gather, reduce, drops=drops, leafwise=reduce_each)

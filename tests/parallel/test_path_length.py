@@ -1,0 +1,47 @@
+"""How far a reader walks from the manual region to the first collective: frames and files between them."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxdist
+from jaxdist.build import assemble
+from jaxdist.config.load import load_config
+from jaxdist.mesh import abstract_mesh
+
+PACKAGE = Path(jaxdist.__file__).parent
+CONFIG = PACKAGE.parent / "configs" / "quickstart.yaml"
+FRAMES, FILES = 18, 8  # at most, `region` included
+
+
+def frames_to_first_gather(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """file:function of each frame of the library from `region` to the first `lax.all_gather` of the quickstart."""
+    stacks: list[list[str]] = []
+    all_gather = lax.all_gather
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE)]
+        stacks.append([f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.name}" for frame in frames])
+        return all_gather(*arguments, **options)
+
+    monkeypatch.setattr(lax, "all_gather", watched)
+    config = load_config(CONFIG, ["parallel.prefetch=0"])
+    parts = assemble(config, abstract_mesh(data=2, fsdp=2, tensor=2))
+    rows = jax.ShapeDtypeStruct((config.data.global_batch, config.data.seq_len), np.int32)
+    weights = jax.ShapeDtypeStruct(rows.shape, np.float32)
+    parts.step.jitted(parts.target).trace(parts.target, {"inputs": rows, "targets": rows, "weights": weights})
+    first = stacks[0]
+    return first[first.index("step.py:gradients") + 1 :]
+
+
+def test_the_first_gather_is_near_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = frames_to_first_gather(monkeypatch)
+    files = {frame.partition(":")[0] for frame in frames}
+    told = "\n".join(frames)
+    assert len(frames) <= FRAMES, told
+    assert len(files) <= FILES, told

@@ -1,0 +1,70 @@
+"""Run directories with random parameters, for tests of checkpoints in other formats."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.build import assemble, make_model
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.checkpoint.reader import Stored, open_steps
+from jaxdist.config.schema import Config, DataConfig, ModelConfig
+from jaxdist.data import Source
+from jaxdist.mesh import make_mesh
+from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
+from jaxdist.precision.policy import precision_of
+from jaxdist.state import TrainState
+from jaxdist.trainer.resume import record
+
+MODELS = {
+    "gpt2-tied": ModelConfig(style="gpt2", tied=True),
+    "gpt2-untied": ModelConfig(style="gpt2", tied=False, mlp_width=40),
+    "llama-untied": ModelConfig(style="llama", kv_heads=2, mlp_width=24, rope_theta=5e5, norm_eps=1e-6),
+    "llama-tied": ModelConfig(style="llama", tied=True, kv_heads=1, mlp_width=24),
+    "llama-bias": ModelConfig(style="llama", bias=True, mlp_width=24),
+}
+LENGTH = 12
+NEEDS = pytest.mark.skipif("not __import__('importlib').util.find_spec('safetensors')", reason="safetensors is missing")
+
+
+def config_of(name: str, **changes: Any) -> Config:
+    """4 blocks, width 32, 4 heads; odd sizes of vocabulary and sequence."""
+    model = asdict(MODELS[name]) | {"layers": 4, "width": 32, "heads": 4, "vocab": 259} | changes.pop("model", {})
+    data = DataConfig(path=__file__, seq_len=LENGTH, global_batch=8)
+    return Config(model=ModelConfig(**model), data=data, **changes)
+
+
+def random_params(config: Config, seed: int = 0) -> Any:
+    """No two numbers alike, no zeros: biases and scales too. Blocks in the order of the model."""
+    made = make_model(config, precision_of(config.precision), stages=1, training=True)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype), made.shapes)
+
+
+def save_run(folder: Path, config: Config, params: Any, step: int = 3) -> Stored:
+    """A run directory with these parameters, put into the order of the configuration's pipeline."""
+    parallel = config.parallel
+    order = order_of_blocks(
+        config.model.layers, stages=config.mesh.pipe, chunks=parallel.chunks, blocks=parallel.stages
+    )
+    params = {**params, "blocks": arrange_rows(params["blocks"], order)}
+    source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
+    with Checkpoints(folder / "checkpoints", keep=9, order=order) as checkpoints:
+        checkpoints.save(step, TrainState(jnp.int32(step), params, {"mu": params}), record(config, source))
+    return open_steps(folder, step=step)[0]
+
+
+def bits(tree: Any) -> dict[str, tuple[Any, bytes]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (leaf.dtype, np.asarray(leaf).tobytes()) for path, leaf in leaves}
+
+
+def restored(run_dir: Path, config: Config, step: int = 0) -> TrainState:
+    """In the layout that the trainer asks for."""
+    parts = assemble(config, make_mesh(**asdict(config.mesh)))
+    with Checkpoints(run_dir / "checkpoints", keep=1, order=parts.order) as checkpoints:
+        return checkpoints.restore(step, parts.target)
