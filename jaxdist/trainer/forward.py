@@ -23,7 +23,7 @@ def _unused_keys(rows: int) -> jax.Array:
 
 def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., Any]:
     """Compiled (params, batch) -> (loss sum, weight sum) over the global batch. `model` must have no dropout."""
-    program = make_program(model, strategy, specs, remat="none")
+    program = make_program(model, strategy, specs)
 
     def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         rows = jax.tree.leaves(batch)[0].shape[0]
