@@ -43,7 +43,7 @@ BEFORE_ATTENTION = (
 class Parts(NamedTuple):
     """target: the state as ShapeDtypeStructs with shardings. order: the block that each row of blocks holds
     (`order_of_blocks`). layout: what `init_state` must be told to fill it. max_skips: steps in a row that may be
-    skipped. options: the keyword arguments that `make_train_step` was given."""
+    skipped. options: the keyword arguments that `make_train_step` was given. attention: of `attention_of`."""
 
     model: ModelDef
     precision: Precision
@@ -54,6 +54,7 @@ class Parts(NamedTuple):
     layout: dict[str, Any]
     max_skips: int
     options: dict[str, Any]
+    attention: tuple[str, str | None]
 
 
 def precision_of(config: PrecisionConfig) -> Precision:
@@ -151,8 +152,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     precision = precision_of(config.precision)
     stages, chunks = mesh.shape["pipe"], parallel.chunks
     ahead = int(prefetches_on(config, mesh))
-    attention, _ = attention_of(config, precision, mesh)
-    model = make_model(config, precision, stages=stages, training=True, attention=attention)
+    attention = attention_of(config, precision, mesh)
+    model = make_model(config, precision, stages=stages, training=True, attention=attention[0])
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=sync.deterministic)
     layout: dict[str, Any] = {
         "strategy": parallel.strategy,
@@ -180,4 +181,4 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     step = make_train_step(model, optimizer, mesh, **options)
     order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=parallel.stages)
     target = state_target(model, optimizer, mesh, **layout)
-    return Parts(model, precision, optimizer, target, order, step, layout, max_skips, options)
+    return Parts(model, precision, optimizer, target, order, step, layout, max_skips, options, attention)

@@ -28,7 +28,7 @@ from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
-from jaxdist.trainer.forward import make_eval_step
+from jaxdist.trainer.evaluation import make_eval_step
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
 

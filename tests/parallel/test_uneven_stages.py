@@ -32,7 +32,7 @@ from jaxdist.parallel.strategy import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, batch_spec
 from jaxdist.step import make_train_step
-from jaxdist.trainer.forward import make_eval_step
+from jaxdist.trainer.evaluation import make_eval_step
 
 # With biases: a block of zeros would be the identity, but not its gradients.
 FIRST = Case("one_f_one_b", 2, "gpt2", True, "zero1", 2, (1, 2, 1), layers=3, stages=(1, 2))
