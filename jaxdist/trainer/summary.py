@@ -8,17 +8,20 @@ import jax
 
 from jaxdist.config.load import to_yaml
 from jaxdist.mesh import sizes_of
-from jaxdist.observe import LayoutRow, read_metrics, work_unit, write_report
+from jaxdist.observe import read_metrics, work_unit
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 from jaxdist.trainer.recorder import work_of_a_step
-from jaxdist.trainer.run import Plan, TrainingRun, run_environment
+from jaxdist.trainer.run import TrainingRun, run_environment
 
 WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
 
 
-def layout_rows(plan: Plan) -> list[LayoutRow]:
-    """The sharding table of the parameters."""
-    return [
+def write_run_report(run: TrainingRun, samples: str) -> None:
+    """Write report.html from the run directory."""
+    from jaxdist.observe.report import LayoutRow, write_report  # imports matplotlib, which is slow
+
+    plan, folder = run.plan, run.outputs.folder
+    layout = [
         LayoutRow(
             path_name(path),
             leaf.shape,
@@ -30,11 +33,6 @@ def layout_rows(plan: Plan) -> list[LayoutRow]:
         )
         for path, leaf in jax.tree_util.tree_leaves_with_path(plan.parts.target.params)
     ]
-
-
-def write_run_report(run: TrainingRun, samples: str) -> None:
-    """Write report.html from the run directory."""
-    plan, folder = run.plan, run.outputs.folder
     work, unit = work_of_a_step(plan.config, plan.source)
     write_report(
         folder / "report.html",
@@ -42,7 +40,7 @@ def write_run_report(run: TrainingRun, samples: str) -> None:
         config_yaml=to_yaml(plan.config),
         environment=run_environment(plan.mesh),
         metrics=read_metrics(folder / "metrics.jsonl"),
-        layout=layout_rows(plan),
+        layout=layout,
         mesh_axes=sizes_of(plan.mesh),
         devices=[device.device_kind for device in plan.mesh.devices.flat],
         baselines=run.baselines,
