@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -127,7 +127,55 @@ def check_divisible(global_batch: int, sharding: NamedSharding) -> None:
         )
 
 
-class Loader:
+class GlobalBatches:
+    """A loader of global batches. A subclass says what sample k is.
+
+    - leaves: shapes and dtypes of a global batch.
+    - sharding: of every leaf.
+    - batches: the number of batches; None: endless.
+    """
+
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    global_batch: int
+    sharding: NamedSharding
+    batches: int | None = None
+
+    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of samples `k` (int64), on the host."""
+        raise AssertionError("a subclass defines it")
+
+    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
+        """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
+
+        Raises `IndexError` for a step outside a fixed set.
+        """
+        if step < 0 or (self.batches is not None and step >= self.batches):
+            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
+        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The global batch of a step, as global arrays.
+
+        There is no communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
+        """
+        read: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # devices and leaves ask for the same rows again
+
+        def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "the callback is asked for data, not for a shape"
+            start, stop, _ = index[0].indices(self.global_batch)
+            if (start, stop) not in read:
+                read[start, stop] = self.host_rows(step, slice(start, stop))
+            return read[start, stop][leaf]
+
+        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
+            rows = lambda index: rows_of(leaf, index)  # noqa: E731
+            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
+
+        with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
+            return {leaf: whole(leaf, each) for leaf, each in self.leaves.items()}
+
+
+class Loader(GlobalBatches):
     """Global batches of a 1-D token array, memory-mapped or not. A process reads only the rows of its own devices.
 
     - sharding: splits dim 0 of every leaf (`NamedSharding(mesh, P(BATCH_AXES))`).
@@ -167,71 +215,20 @@ class Loader:
         self.windows: ShuffledWindows | SpreadWindows
         if shuffle:
             self.windows = ShuffledWindows(tokens.size, seq_len=seq_len, seed=seed)
-            self.batches = None
         else:
             self.windows = SpreadWindows(tokens.size, seq_len=seq_len, global_batch=global_batch, batches=batches)
             self.batches = self.windows.batches
         # Overlapping views of seq_len + 1 ids, one per position; indexing with starts copies only those rows from disk.
         self._views = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len + 1)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch of the first sample of a step, from 0. A step may end in a later one."""
-        return step * self.global_batch // self.windows.count
-
-    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
-        """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
-
-        inputs, targets int32 [rows, S]; weights float32 [rows, S], 1 where a target counts. Raises `IndexError` for a
-        step outside a fixed set.
-        """
-        if step < 0 or (self.batches is not None and step >= self.batches):
-            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
-        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
-
     def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows of samples `k` (int64), as in `host_rows`."""
+        """inputs and targets int32 [n, S]; weights float32 [n, S], 1 where a target counts."""
         starts, counts = self.windows.starts(k)
         ids = self._views[starts]
         weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
         if self.documents is not None:
             weights[targets_across(self.documents, starts, self.seq_len)] = 0
         return {"inputs": ids[:, :-1].astype(np.int32), "targets": ids[:, 1:].astype(np.int32), "weights": weights}
-
-    def batch(self, step: int) -> dict[str, jax.Array]:
-        """The global batch of a step: the leaves of `host_rows` with B rows, as global arrays in `sharding`.
-
-        No communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
-        """
-        return global_batch_of(self, step)
-
-
-class HostBatches(Protocol):
-    """A loader that makes rows of global batches on the host. leaves: of a global batch."""
-
-    leaves: dict[str, jax.ShapeDtypeStruct]
-    global_batch: int
-    sharding: NamedSharding
-
-    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]: ...
-
-
-def global_batch_of(made: HostBatches, step: int) -> dict[str, jax.Array]:
-    """The global arrays of a step. Each range of rows is read once, though devices and leaves ask for it again."""
-    read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-
-    def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None, "the callback is asked for data, not for a shape"
-        start, stop, _ = index[0].indices(made.global_batch)
-        if (start, stop) not in read:
-            read[start, stop] = made.host_rows(step, slice(start, stop))
-        return read[start, stop][leaf]
-
-    def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
-        rows = lambda index: rows_of(leaf, index)  # noqa: E731
-        return jax.make_array_from_callback(each.shape, made.sharding, rows, dtype=each.dtype)
-
-    with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-        return {leaf: whole(leaf, each) for leaf, each in made.leaves.items()}
 
 
 def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:

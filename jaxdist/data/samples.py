@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.data.loader import ROUNDS, ShuffledWindows, SpreadWindows, check_divisible, global_batch_of, permute
+from jaxdist.data.loader import ROUNDS, GlobalBatches, ShuffledWindows, SpreadWindows, check_divisible, permute
 from jaxdist.errors import UserError
 
 WEIGHTS = "weights"  # a leaf that is added to batches without one: float32 [B], 1 where a sample counts
@@ -151,7 +151,7 @@ class ShuffledStream:
             )
 
 
-class SampleLoader:
+class SampleLoader(GlobalBatches):
     """Global batches of samples, like `jaxdist.data.Loader` for windows.
 
     - pick: numbers of samples (int64 [n]) -> leaves [n, ...], with weights.
@@ -169,18 +169,12 @@ class SampleLoader:
         batches: int | None = None,
     ) -> None:
         check_divisible(global_batch, sharding)
-        self.global_batch, self.sharding, self.batches, self.samples = global_batch, sharding, batches, pick
+        self.global_batch, self.sharding, self.batches, self._pick = global_batch, sharding, batches, pick
         self.leaves = batch_leaves(leaves, global_batch)
 
-    def host_rows(self, step: int, rows: slice) -> Rows:
-        """Rows `rows` of the global batch of a step, on the host."""
-        if step < 0 or (self.batches is not None and step >= self.batches):
-            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
-        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
-
-    def batch(self, step: int) -> dict[str, jax.Array]:
-        """The global batch of a step. No communication and no computation on devices."""
-        return global_batch_of(self, step)
+    def samples(self, k: np.ndarray) -> Rows:
+        """The leaves [n, ...] of samples `k` (int64), with weights."""
+        return self._pick(k)
 
 
 def with_weights(leaves: Leaves) -> Leaves:

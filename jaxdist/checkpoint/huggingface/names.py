@@ -141,41 +141,32 @@ def _llama_block(model: ModelConfig) -> list[Tensor]:
     """The tensors of a block. Our kernel [D, n, G + 2, K] has a key/value head's queries, key and value together."""
     width, hidden, heads, kv_heads = model.width, model.mlp_width or 0, model.heads, model.kv_heads or 0
     groups, head = heads // kv_heads, width // heads
-    qkv, up = "attention.qkv.linear", "mlp.up"
+
+    def tensor(leaf: str, name: str, view: Callable[[np.ndarray], np.ndarray], *shape: int) -> Tensor:
+        return Tensor(leaf, name, view, shape)
+
+    qkv, up, attention = "attention.qkv.linear", "mlp.up", "self_attn"
+    kernel, bias = f"{qkv}.kernel", f"{qkv}.bias"
+    queries, keys = heads * head, kv_heads * head
     found = [
-        Tensor(
-            f"{qkv}.kernel",
-            "self_attn.q_proj.weight",
-            lambda x: x[:, :, :groups].transpose(1, 2, 3, 0),
-            (heads * head, width),
-        ),
-        Tensor(
-            f"{qkv}.kernel",
-            "self_attn.k_proj.weight",
-            lambda x: x[:, :, groups].transpose(1, 2, 0),
-            (kv_heads * head, width),
-        ),
-        Tensor(
-            f"{qkv}.kernel",
-            "self_attn.v_proj.weight",
-            lambda x: x[:, :, groups + 1].transpose(1, 2, 0),
-            (kv_heads * head, width),
-        ),
-        Tensor("attention.out.kernel", "self_attn.o_proj.weight", transposed, (width, heads * head)),
-        Tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, (hidden, width)),
-        Tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, (hidden, width)),
-        Tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, (width, hidden)),
+        tensor(kernel, f"{attention}.q_proj.weight", lambda x: x[:, :, :groups].transpose(1, 2, 3, 0), queries, width),
+        tensor(kernel, f"{attention}.k_proj.weight", lambda x: x[:, :, groups].transpose(1, 2, 0), keys, width),
+        tensor(kernel, f"{attention}.v_proj.weight", lambda x: x[:, :, groups + 1].transpose(1, 2, 0), keys, width),
+        tensor("attention.out.kernel", f"{attention}.o_proj.weight", transposed, width, queries),
+        tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, hidden, width),
+        tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, hidden, width),
+        tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, width, hidden),
         *_norm("norm1", "input_layernorm", model),
         *_norm("norm2", "post_attention_layernorm", model),
     ]
     if model.bias:
         found += [
-            Tensor(f"{qkv}.bias", "self_attn.q_proj.bias", lambda x: x[:, :groups], (heads * head,)),
-            Tensor(f"{qkv}.bias", "self_attn.k_proj.bias", lambda x: x[:, groups], (kv_heads * head,)),
-            Tensor(f"{qkv}.bias", "self_attn.v_proj.bias", lambda x: x[:, groups + 1], (kv_heads * head,)),
-            Tensor("attention.out.bias", "self_attn.o_proj.bias", whole, (width,)),
-            Tensor(f"{up}.bias", "mlp.gate_proj.bias", lambda x: x[0], (hidden,)),
-            Tensor(f"{up}.bias", "mlp.up_proj.bias", lambda x: x[1], (hidden,)),
-            Tensor("mlp.down.bias", "mlp.down_proj.bias", whole, (width,)),
+            tensor(bias, f"{attention}.q_proj.bias", lambda x: x[:, :groups], queries),
+            tensor(bias, f"{attention}.k_proj.bias", lambda x: x[:, groups], keys),
+            tensor(bias, f"{attention}.v_proj.bias", lambda x: x[:, groups + 1], keys),
+            tensor("attention.out.bias", f"{attention}.o_proj.bias", whole, width),
+            tensor(f"{up}.bias", "mlp.gate_proj.bias", lambda x: x[0], hidden),
+            tensor(f"{up}.bias", "mlp.up_proj.bias", lambda x: x[1], hidden),
+            tensor("mlp.down.bias", "mlp.down_proj.bias", whole, width),
         ]
     return found
