@@ -1,7 +1,6 @@
 """report.html: one self-contained page about a run, without scripts and without anything loaded from elsewhere."""
 
 import html
-import itertools
 import math
 import re
 from collections import Counter
@@ -33,14 +32,12 @@ class LayoutRow(NamedTuple):
 
 
 class _Losses(NamedTuple):
-    """Losses and baselines in one unit. comparable: whether the baselines, too, are in that unit; else they are in bits
-    per byte."""
+    """Losses and baselines in one unit."""
 
     train: Curve
     evaluation: Curve
     unit: str
     baselines: dict[str, float]
-    comparable: bool
 
     @property
     def own(self) -> tuple[str, float]:
@@ -53,16 +50,13 @@ class _Losses(NamedTuple):
 
 
 def _losses(metrics: Sequence[_Record], baselines: Mapping[str, float], data_info: Mapping[str, Any]) -> _Losses:
-    unit, nats, bits = "nats per token", 1.0, data_info.get("bytes_per_token")  # a factor for each, to the unit
-    if "samples_per_step" in data_info:  # the unit of a user's own loss is not known
-        unit, bits = "the model's own unit", None
+    unit, nats, bits = "nats per token", 1.0, math.log(2)  # a factor for each, to the unit
+    if "samples_per_step" in data_info:  # the unit of a user's own loss is not known, and there are no baselines
+        unit = "the model's own unit"
     elif data_info.get("unit") == "bytes":
         unit, nats, bits = "bits per byte", 1 / math.log(2), 1.0
-    elif bits is not None:
-        bits = math.log(2) * float(bits)
-    converted = {name: value * (1.0 if bits is None else bits) for name, value in baselines.items()}
     train, evaluation = (curve(metrics, key, nats) for key in ("loss", "eval/loss"))
-    return _Losses(train, evaluation, unit, converted, bits is not None)
+    return _Losses(train, evaluation, unit, {name: value * bits for name, value in baselines.items()})
 
 
 def _median(values: np.ndarray) -> float:
@@ -130,28 +124,15 @@ def _figure(image: str, caption: str) -> str:
     return f"<figure>{image}<figcaption>{_text(caption)}</figcaption></figure>"
 
 
-def _wall_seconds(metrics: Sequence[_Record], per_step: float | None) -> float | None:
-    """Seconds of training: from "wall_s" where lines have it (0 again after a resume), else from the rates."""
-    seconds = [float(record["wall_s"]) for record in metrics if record.get("wall_s") is not None]
-    if seconds:
-        return seconds[-1] + sum(before for before, after in itertools.pairwise(seconds) if after < before)
-    rates = curve(metrics, f"{work_unit(metrics)}_per_s").values
-    rates = rates[np.isfinite(rates) & (rates > 0)]
-    return float((per_step / rates).sum()) if per_step and rates.size else None
-
-
-def _seen(metrics: Sequence[_Record], per_step: float | None) -> float | None:
-    recorded = [record["tokens"] for record in metrics if record.get("tokens") is not None]
-    if recorded:
-        return float(recorded[-1])
-    return per_step * max(record["step"] for record in metrics) if per_step and metrics else None
-
-
 def _cards(metrics: Sequence[_Record], losses: _Losses, data_info: Mapping[str, Any]) -> str:
     """The summary at the top: (title, value, note) of each card."""
-    train, evaluation, work, (_, rate, _) = losses.train, losses.evaluation, work_unit(metrics), _rates(metrics)
-    per_step = data_info.get(f"{work}_per_step")
-    seen, wall = _seen(metrics, per_step), _wall_seconds(metrics, per_step)
+    train, evaluation, work, (rates, rate, _) = losses.train, losses.evaluation, work_unit(metrics), _rates(metrics)
+    per_step = data_info.get(f"{work}_per_step") if metrics else None
+    usable = rates.values[np.isfinite(rates.values) & (rates.values > 0)]
+    seen, wall = ("-", "not recorded"), "-"
+    if per_step:
+        seen = f"{per_step * max(record['step'] for record in metrics):,.0f}", ""
+        wall = format_duration(float((per_step / usable).sum())) if usable.size else "-"
     final, best = ("-", "no step recorded"), ("-", "no evaluation recorded")
     if train.steps.size:
         final = _number(train.values[-1]), f"{losses.unit}, step {train.steps[-1]:,}"
@@ -164,9 +145,9 @@ def _cards(metrics: Sequence[_Record], losses: _Losses, data_info: Mapping[str, 
         ("Final training loss", *final),
         ("Best evaluation", *best),
         ("Baselines beaten", *_beaten(losses)),
-        (f"{work.capitalize()} seen", *(("-", "not recorded") if seen is None else (f"{seen:,.0f}", ""))),
+        (f"{work.capitalize()} seen", *seen),
         ("Median throughput", f"{rate:,.0f}" if math.isfinite(rate) else "-", f"{work}/s"),
-        ("Wall time", "-" if wall is None else format_duration(wall), "in training steps"),
+        ("Wall time", wall, "in training steps"),
     ]
     items = (f"<div><dt>{_text(a)}</dt><dd>{_text(b)}<small>{_text(c)}</small></dd></div>" for a, b, c in cards)
     return f'<dl class="cards">{"".join(items)}</dl>'
@@ -175,7 +156,7 @@ def _cards(metrics: Sequence[_Record], losses: _Losses, data_info: Mapping[str, 
 def _beaten(losses: _Losses) -> tuple[str, str]:
     """How many baselines the run beats, and the hardest of these."""
     name, own = losses.own
-    if not losses.baselines or not losses.comparable or not math.isfinite(own):
+    if not losses.baselines or not math.isfinite(own):
         return "-", "nothing to compare"
     beaten = {key: value for key, value in losses.baselines.items() if value > own}
     hardest = min(beaten.items(), key=lambda item: item[1], default=None)
@@ -186,10 +167,6 @@ def _beaten(losses: _Losses) -> tuple[str, str]:
 def _baseline_table(losses: _Losses) -> str:
     if not losses.baselines:
         return "<p>No baselines were given.</p>"
-    if not losses.comparable:
-        rows: list[Sequence[object]] = [(key, _number(value)) for key, value in losses.baselines.items()]
-        note = "<p>The data are tokens of unknown length in bytes, so these do not compare with the losses above.</p>"
-        return _table(["baseline", "bits per byte"], rows, right=[1]) + note
     name, own = losses.own
     ordered = sorted(losses.baselines.items(), key=lambda item: -item[1])
     rows = [(key, _number(value), f"{value - own:+.4f}" if math.isfinite(own) else "-") for key, value in ordered]
@@ -197,8 +174,7 @@ def _baseline_table(losses: _Losses) -> str:
 
 
 def _loss_section(losses: _Losses) -> str:
-    train, evaluation, unit = losses.train, losses.evaluation, losses.unit
-    drawn = losses.baselines if losses.comparable else {}
+    train, evaluation, unit, drawn = losses.train, losses.evaluation, losses.unit, losses.baselines
     image = figures.loss_figure(train, evaluation, baselines=drawn, unit=unit)
     bad = train.steps[~np.isfinite(train.values)]
     caption = f"Loss in {unit}" + (" (nats per byte divided by ln 2)." if unit == "bits per byte" else ".")
@@ -300,12 +276,10 @@ def write_report(
     """Write the page at `path`, atomically. Everything may be empty; losses may be NaN.
 
     - metrics: the records of `read_metrics`. "loss" and "eval/loss" are in nats per token, or in the unit of a user's
-      own loss; with "tokens_per_s" or "samples_per_s"; optional are "tokens" (seen so far) and "wall_s" (seconds since
-      this process began to train).
+      own loss; with "tokens_per_s" or "samples_per_s".
     - mesh_axes: the sizes of all axes, outermost first. devices: kinds or names in mesh order.
-    - baselines: in bits per byte.
-    - data_info: of a source; "unit" is "bytes" or "tokens". Optional are "tokens_per_step" or "samples_per_step", for
-      records that do not say what was seen, and "bytes_per_token", to compare baselines with the losses of tokens.
+    - baselines: in bits per token.
+    - data_info: of a source, with "tokens_per_step" or "samples_per_step"; "unit" is "bytes" or "tokens".
     """
     losses = _losses(metrics, baselines, data_info)
     sample = f"<pre>{html.escape(printable(samples))}</pre>" if samples.strip() else "<p>No samples.</p>"
