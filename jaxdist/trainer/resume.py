@@ -13,12 +13,19 @@ from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
 from jaxdist.precision.loss_scale import released
 from jaxdist.state import TrainState
+from jaxdist.trainer.failures.same_program import settings_by_key
 
 # Keys that may change on resuming. Of section data, the content counts; of section model, these keys say how the model
 # is computed.
 DATA_MAY_CHANGE = ("path", "val_path", "token_dtype", "prefetch", "mixture", "column")
 MODEL_MAY_CHANGE = ("attention", "loss_chunk", "scan_blocks")
 PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")
+
+
+def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back: lists in place of tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
 
 
 def identity(config: Config, source: Source) -> dict[str, Any]:
@@ -37,32 +44,19 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
     }
-    return json.loads(json.dumps(whole))  # as it will come back
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """The settings by their full keys, "optimizer.lr", with the values as JSON gives them back."""
-
-    def flat(tree: dict[str, Any], start: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in tree.items():
-            found |= flat(value, f"{start}{key}.") if isinstance(value, dict) else {start + key: value}
-        return found
-
-    known: dict[str, Any] = json.loads(json.dumps(flat(asdict(config), "")))
-    return known
+    return _as_saved(whole)
 
 
 def record(config: Config, source: Source, *, passed: int = 0, forced: Sequence[Any] = ()) -> dict[str, Any]:
     """The record that is saved beside a state. passed and forced: see `jaxdist.trainer.run.Progress`."""
     more = {"forced": list(forced)} if forced else {}
-    return identity(config, source) | {"config": settings_of(config), "batches_passed": passed} | more
+    return identity(config, source) | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed} | more
 
 
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:
     """Settings that differ: {key: [value in a checkpoint's record, value now]}, for keys that are in both."""
     before = saved.get("config", saved.get("schedule", {}))  # older versions saved the optimizer's keys only
-    now = settings_of(config)
+    now = _as_saved(settings_by_key(config))
     del now["checkpoint.resume"]
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}
 

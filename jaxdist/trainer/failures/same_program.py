@@ -27,15 +27,19 @@ def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
     facts = {f"version of {name}": version or "none" for name, version in versions.items()}
     flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
-    return facts | {key: text for key, text in _keys(asdict(config), "") if key not in OF_A_HOST}
+    return facts | {key: show(value) for key, value in settings_by_key(config).items() if key not in OF_A_HOST}
 
 
-def _keys(section: Mapping[str, Any], before: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in section.items():
-        key = f"{before}{name}"
-        found += _keys(value, f"{key}.") if isinstance(value, dict) else [(key, show(value))]
-    return found
+def settings_by_key(config: Config) -> dict[str, Any]:
+    """All settings by their full keys, such as "optimizer.lr"."""
+
+    def flat(section: Mapping[str, Any], start: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in section.items():
+            found |= flat(value, f"{start}{name}.") if isinstance(value, dict) else {start + name: value}
+        return found
+
+    return flat(asdict(config), "")
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
