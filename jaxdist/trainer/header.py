@@ -49,7 +49,8 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     "4 ranks on 2 hosts (0-1 on a; 2-3 on b), 2 devices each; mesh: fsdp between hosts; data between processes of a
     host".
     """
-    places = [f"{ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
+    ranks_of = {name: [rank for rank, each in enumerate(hosts) if each == name] for name in dict.fromkeys(hosts)}
+    places = [f"{ranks(group).partition(' ')[2]} on {name}" for name, group in ranks_of.items()]
     shown = "; ".join(places[:4]) + (f"; and {len(places) - 4} more" if len(places) > 4 else "")
     process = np.vectorize(lambda device: device.process_index)(mesh.devices)
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
@@ -69,14 +70,6 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     return f"{len(hosts)} ranks on {number} {plural('host', number)} ({shown}), {each} each; mesh: " + (
         "; ".join(links) or "no axis between processes"
     )
-
-
-def by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks of each host, hosts in the order of their first rank."""
-    found: dict[str, list[int]] = {}
-    for rank, name in enumerate(hosts):
-        found.setdefault(name, []).append(rank)
-    return found
 
 
 def describe(run: TrainingRun) -> dict[str, str]:
