@@ -18,7 +18,7 @@ ENVIRON = child.environment()  # conftest.py gives the tests themselves eight de
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_collectives.py"), *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "collectives.py"), *arguments]
     return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=120)
 
 
@@ -74,7 +74,7 @@ def test_sizes_are_made_divisible(tmp_path: Path) -> None:
 )
 def test_wrong_options(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, before any device or host is started."""
-    spec = importlib.util.spec_from_file_location("bench_collectives", ROOT / "scripts" / "bench_collectives.py")
+    spec = importlib.util.spec_from_file_location("bench_collectives", ROOT / "scripts" / "bench" / "collectives.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
