@@ -284,7 +284,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import jax.numpy as jnp
-from jaxdist.checkpoint import Checkpoints, integrity
+from jaxdist.checkpoint import Checkpoints, checksums
 from jaxdist.state import TrainState
 real = checksums.seal
 def seal(folder, step):
