@@ -31,7 +31,7 @@ from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree, unit_specs
 
-FORWARD = StepOptions()  # of a program that is not differentiated
+EVALUATION = StepOptions()  # of a program that is not differentiated
 
 
 def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
@@ -73,7 +73,7 @@ def _check_axes(units: Units) -> None:
         check_axis("context", lax.axis_size("context"))
 
 
-def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: StepOptions = FORWARD) -> Program:
+def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: StepOptions = EVALUATION) -> Program:
     """The program of a model. Its microbatches are dicts of arrays [b, ...]; "keys" holds a dropout key per sample."""
     _check(model, options)
     isolated, conditions = options.grad_sync.deterministic, options.pipeline_cond
