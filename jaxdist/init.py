@@ -19,10 +19,10 @@ from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, witho
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
 Rules = Sequence[tuple[str, P]]
-Source = ModelDef | Callable[[jax.Array], PyTree] | PyTree
+ParameterSource = ModelDef | Callable[[jax.Array], PyTree] | PyTree
 
 
-def _shapes_and_specs(source: Source) -> tuple[PyTree, PyTree]:
+def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     if isinstance(source, ModelDef):
         return source.shapes, source.specs
     shapes = jax.eval_shape(source, jax.random.key(0)) if callable(source) else jax.eval_shape(lambda: source)
@@ -30,7 +30,7 @@ def _shapes_and_specs(source: Source) -> tuple[PyTree, PyTree]:
 
 
 def state_target(
-    source: Source,
+    source: ParameterSource,
     optimizer: optax.GradientTransformation,
     mesh: AnyMesh,
     options: StepOptions | None = None,
@@ -58,7 +58,7 @@ def state_target(
 
 
 def init_state(
-    source: Source,
+    source: ParameterSource,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     options: StepOptions | None = None,

@@ -33,9 +33,9 @@ def main() -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         config = load_config(arguments.config, overrides) if arguments.command == "import" else None
-        from jaxdist.cli.checkpoint import run
+        from jaxdist.cli.checkpoint import checkpoint_command
 
-        return run(arguments, config)
+        return checkpoint_command(arguments, config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -114,7 +114,7 @@ def spoil(fault: dict[str, Any]) -> None:
         finish(run, samples)
 
     close, Checkpoints.close = Checkpoints.close, spoiled_close  # type: ignore[method-assign]
-    finish, jaxdist.trainer.train.finish = jaxdist.trainer.train.finish, spoiled_finish
+    finish, jaxdist.trainer.train.write_summary = jaxdist.trainer.train.write_summary, spoiled_finish
     hear, Watch._hear = Watch._hear, late_hear  # type: ignore[method-assign]
     due, jaxdist.trainer.train.due = jaxdist.trainer.train.due, spoiled_due
     TrainStep.__call__ = spoiled_call  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""The order of blocks: in a checkpoint that of the model, whatever the pipeline; at rest that of its stages.
+"""The order of stacked blocks. A checkpoint holds them in the order of the model, a run in that of pipeline stages.
 
-While a leaf is put into another order, `pipe` splits another dim of it than the one that blocks are stacked along: an
-all-to-all, beside which each device picks its rows by itself. No device ever holds a whole leaf.
+To reorder a leaf, an all-to-all moves `pipe` to another dim of it; then each device picks its rows by itself. So no
+device ever holds a whole leaf.
 """
 
 from typing import Any
@@ -22,8 +22,10 @@ _OTHER_LAYERS = "model.layers: {}, but the checkpoint holds {} blocks; set it ba
 
 
 def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
-    """The block that each row of a checkpoint holds, where that is not the model's order: older versions saved blocks
-    as they lay. meta: the record saved with it."""
+    """The block that each row of a checkpoint holds; None for the model's order. Only older versions saved another one.
+
+    meta: the record saved with the checkpoint.
+    """
     parallel = meta.get("parallel") or {}
     chunks, blocks = parallel.get("chunks", 1), parallel.get("stages", [])
     if chunks == 1 and not blocks:
@@ -33,13 +35,16 @@ def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
 
 
 def without_order(meta: dict[str, Any]) -> dict[str, Any]:
-    """The record for a checkpoint whose blocks are in the model's order, of one that `saved_order` reads."""
+    """The record of a checkpoint without the keys that `saved_order` reads: its blocks are now in the model's order."""
     return {key: value for key, value in meta.items() if key not in ("parallel", "mesh")}
 
 
 def between(saved: np.ndarray | None, wanted: np.ndarray | None) -> np.ndarray | None:
-    """The row of `saved` that each row of `wanted` takes, -1 for none; None where all stays. Both are orders as of
-    `order_of_blocks`; None is the model's. Raises `UserError` where the numbers of blocks differ."""
+    """For each row of `wanted`, the row of `saved` with the same block, or -1 for none. None: nothing moves.
+
+    saved, wanted: orders as of `order_of_blocks`; None is the model's. Raises `UserError` where the numbers of blocks
+    differ.
+    """
     saved, wanted = (
         None if order is None or np.array_equal(order, np.arange(order.size)) else order for order in (saved, wanted)
     )
@@ -76,7 +81,7 @@ def stacked_dims(state: TrainState) -> TrainState:
 
 
 def _aside(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> NamedSharding:
-    """With `dim` whole, and `pipe`, where that splits it, on another one that it divides."""
+    """The sharding with `dim` whole. If `pipe` split it, `pipe` splits another dim that it divides."""
     entries = [entry_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
     own = entries.pop(dim)
     spec = from_entries(entries)
@@ -88,24 +93,24 @@ def _aside(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> NamedSh
 
 
 def _take(leaf: jax.Array, *, rows: tuple[int, ...], dim: int, aside: NamedSharding) -> jax.Array:
-    near = jax.device_put(leaf, jax.memory.Space.Device)  # it may rest in host memory
+    near = jax.device_put(leaf, jax.memory.Space.Device)  # an offloaded leaf is in host memory
     near = jax.lax.with_sharding_constraint(near, aside)
     return jax.lax.with_sharding_constraint(take_rows(near, np.asarray(rows), dim=dim), aside)
 
 
 def _taken(leaf: jax.Array, rows: np.ndarray, *, dim: int, aside: NamedSharding, out: NamedSharding) -> jax.Array:
-    """One leaf with other rows, when it is there: on GPUs those that follow would take memory meanwhile, on simulated
-    devices their collectives could wait for each other's threads for ever. `_take` is one function, so that each is
-    compiled for once."""
+    """A leaf with other rows. Waits for it: on GPUs the next leaf would take memory meanwhile, and on simulated devices
+    the collectives of two leaves could wait for each other's threads for ever."""
+    # `_take` is one function, so that jit compiles it once for leaves that are alike.
     make = jax.jit(_take, static_argnames=("rows", "dim", "aside"), out_shardings=out)
     return jax.block_until_ready(make(leaf, rows=tuple(rows.tolist()), dim=dim, aside=aside))
 
 
 def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
-    """A state whose blocks rest in this order, as it is saved.
+    """The state with its blocks in the model's order, to be saved. order: that of the blocks in `state`.
 
-    Leaves that change go to host memory one after the other, where devices have it: none holds a second copy. The
-    others are `own_copy`.
+    Leaves that change go to host memory, if there is one, one after the other: no device holds a second copy. The other
+    leaves are copied by `own_copy`.
     """
     rows = rows_of_blocks(order)
 
@@ -123,8 +128,9 @@ def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
 
 
 def as_saved(target: TrainState, rows: np.ndarray, saved: np.ndarray | None) -> TrainState:
-    """What to restore, to make `target` of it (ShapeDtypeStructs with shardings) by `in_order_of`. saved: its order.
-    Raises `UserError` where the numbers of blocks differ."""
+    """The state to restore from a checkpoint, for `in_order_of` to make `target` of it; both as ShapeDtypeStructs with
+    shardings. rows: of `between`. saved: the checkpoint's order. Raises `UserError` where the numbers of blocks differ.
+    """
     count = int((rows >= 0).sum()) if saved is None else saved.size
 
     def one(leaf: jax.ShapeDtypeStruct, dim: int) -> jax.ShapeDtypeStruct:
@@ -139,8 +145,10 @@ def as_saved(target: TrainState, rows: np.ndarray, saved: np.ndarray | None) -> 
 
 
 def in_order_of(target: TrainState, saved: TrainState, rows: np.ndarray) -> TrainState:
-    """The state as `target` has it, of one as `as_saved` asks for it. rows: see `between`. What is passed as `saved`
-    goes leaf by leaf, if the caller keeps no reference."""
+    """The state in the order and layout of `target`. saved: as `as_saved` asks for it. rows: of `between`.
+
+    The leaves of `saved` are freed one by one, if the caller keeps no reference.
+    """
     leaves, treedef = jax.tree.flatten(saved)
     del saved
     dims, asked = jax.tree.leaves(stacked_dims(target)), jax.tree.leaves(target)

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint: a SHA-256 of every file, written before the folder of a step gets its name.
 
-Orbax has no checksum on array data: a flipped bit is restored without a word. So that no step can be complete without
-its checksums, they are a part of the commit (`SealedFolder`). They find damage; who wrote a checkpoint they don't tell.
+Orbax has no checksum on array data: a flipped bit is restored without a word. The checksums are part of the commit
+(`SealedFolder`), so that no step is complete without them. They find damage; they do not tell who wrote a checkpoint.
 """
 
 import hashlib
@@ -26,16 +26,19 @@ _VERSION = 1
 _PIECE = 1 << 20  # bytes that are read and hashed at a time
 
 
-class Verdict(NamedTuple):
-    """What `check` found. problem: "" or what is damaged, by file, in one line. sealed: whether there were checksums; a
-    folder without, of an older version, cannot be judged."""
+class Integrity(NamedTuple):
+    """The result of `check_files`.
+
+    - problem: "", or the damaged files in one line.
+    - sealed: whether there were checksums. An older version wrote none; such a folder cannot be judged.
+    """
 
     problem: str
     sealed: bool
 
 
 def _files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """The regular files under a folder by relative name, and whatever else is there: links are never followed."""
+    """(the regular files under a folder by relative name, names of all else). Links are never followed."""
     files, others = {}, []
     for place, folders, names in os.walk(folder):
         for name in names + [name for name in folders if (Path(place) / name).is_symlink()]:
@@ -49,7 +52,7 @@ def _files(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 class Cancelled(Exception):
-    """Nobody waits for the verdict any more."""
+    """The check was cancelled: nobody waits for its result."""
 
 
 def _digest(path: Path, cancel: Event) -> str:
@@ -63,7 +66,7 @@ def _digest(path: Path, cancel: Event) -> str:
 
 
 def _digest_or_error(path: Path, cancel: Event) -> str:
-    """Or why there is none: such a file is damaged, too."""
+    """The digest, or why the file cannot be read: that is damage, too."""
     try:
         return _digest(path, cancel)
     except OSError as error:
@@ -73,8 +76,10 @@ def _digest_or_error(path: Path, cancel: Event) -> str:
 def _digests(
     paths: list[Path], one: Callable[[Path, Event], str] = _digest, cancel: Event | None = None, *, urgent: bool = True
 ) -> list[str]:
-    """By several threads: hashlib lets go of the interpreter. They end with this call, soon if it is interrupted, or
-    with `Cancelled` once `cancel` is set."""
+    """The digests of files, by several threads: hashlib releases the interpreter.
+
+    The threads end with this call, also where it is interrupted. Raises `Cancelled` once `cancel` is set.
+    """
     cancel = Event() if cancel is None else cancel
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=None if urgent else step_back) as pool:
         try:
@@ -85,7 +90,7 @@ def _digests(
 
 
 def _text(step: int, files: dict[str, list[Any]]) -> str:
-    """The content of `CHECKSUMS`: one way only of writing the same, and its own checksum in it."""
+    """The content of `CHECKSUMS`, with its own checksum. The same files always give the same text."""
     listed = {"version": _VERSION, "step": step, "files": files}
     own = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
     return json.dumps({**listed, "sha256": own}, sort_keys=True, indent=1) + "\n"
@@ -105,7 +110,7 @@ def seal(folder: Path, step: int) -> None:
 
 
 def record_of(folder: Path) -> dict[str, Any] | None:
-    """What this package noted beside a step's `meta`, {} if an older version saved it, None if it cannot be read."""
+    """The record of this package in a step's `meta`: {} from an older version, None if it cannot be read."""
     try:
         found = json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -114,7 +119,7 @@ def record_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
-    """The files by `CHECKSUMS`, or what is wrong with it."""
+    """The files that `CHECKSUMS` lists, {name: [bytes, digest]}; or a text that says what is wrong with it."""
     try:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
         found = json.loads(text)
@@ -133,18 +138,21 @@ def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
     return files
 
 
-def check(folder: Path, step: int, cancel: Event | None = None) -> Verdict:
-    """Compare a step's folder with its checksums. Opens only files that are in the folder, whatever is listed. Raises
-    `Cancelled`, in about a millisecond, once `cancel` is set."""
+def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integrity:
+    """Compare a step's folder with its checksums.
+
+    Only files inside the folder are opened, whatever is listed. Raises `Cancelled`, in about a millisecond, once
+    `cancel` is set.
+    """
     if (folder / CHECKSUMS).is_symlink():
-        return Verdict(f"{CHECKSUMS} is no file", sealed=True)
+        return Integrity(f"{CHECKSUMS} is no file", sealed=True)
     if not (folder / CHECKSUMS).exists():
         record = record_of(folder)
         missing = record is None or "checksums" in record
-        return Verdict(f"{CHECKSUMS} is missing" if missing else "", sealed=missing)
+        return Integrity(f"{CHECKSUMS} is missing" if missing else "", sealed=missing)
     listed = _listed(folder, step)
     if isinstance(listed, str):
-        return Verdict(f"{CHECKSUMS} {listed}", sealed=True)
+        return Integrity(f"{CHECKSUMS} {listed}", sealed=True)
     files, others = _files(folder)
     wrong = dict.fromkeys(others, "is no file")
     wrong |= dict.fromkeys(listed.keys() - files.keys() - wrong.keys(), "is missing")
@@ -160,12 +168,12 @@ def check(folder: Path, step: int, cancel: Event | None = None) -> Verdict:
     for name, digest in zip(same, digests, strict=True):
         if digest != listed[name][1]:
             wrong[name] = digest if digest.startswith("cannot") else "changed"
-    return Verdict(_few([f"{name} {what}" for name, what in sorted(wrong.items())]), sealed=True)
+    return Integrity(_few([f"{name} {what}" for name, what in sorted(wrong.items())]), sealed=True)
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with a step's folder, by file, in one line; nothing also where there are no checksums."""
-    problem = check(folder, int(folder.name)).problem
+    """The problem of a step's folder, in a list; an empty list if there is none, or there are no checksums."""
+    problem = check_files(folder, int(folder.name)).problem
     return [problem] if problem else []
 
 
@@ -174,31 +182,34 @@ def _few(wrong: list[str]) -> str:
 
 
 class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The folder of a save under way. Its commit is orbax's with a stop in between: when every process has written and
-    orbax its last file, process 0 adds the checksums; only then does the folder get the name of its step."""
+    """The temporary folder of a save, as a class that orbax instantiates.
+
+    Its commit has two steps. When every process has written, and orbax its last file, process 0 adds the checksums;
+    only then the folder gets the name of its step.
+    """
 
     saves: SaveBarrier
 
     @classmethod
     def of(cls, saves: SaveBarrier) -> type["SealedFolder"]:
-        """The class for the saves of one `Checkpoints`: orbax makes the folders."""
+        """The class for the saves of one `Checkpoints`."""
         return type(cls.__name__, (cls,), {"saves": saves})
 
     @classmethod
     def from_final(cls, final_path: Any, **options: Any) -> Any:
-        """As orbax's. The folders of items, inside the one of a step, remain orbax's."""
+        """The temporary folder of a step. The folders of items inside it are orbax's own."""
         if TEMPORARY in final_path.parent.name:
             return ocp.path.atomicity.AtomicRenameTemporaryPath.from_final(final_path, **options)
         temporary = super().from_final(final_path).get()
         return cls(temporary, temporary.with_name(temporary.name + "-sealing"), **options)
 
     def get_final(self) -> Any:
-        """The folder of the step, once it is complete."""
+        """The complete folder of the step."""
         between = super().get_final()
         return between.with_name(between.name.partition(TEMPORARY)[0])
 
     async def finalize(self) -> None:
-        """Runs on process 0, in a thread of orbax: training goes on."""
+        """Commit: on process 0, in a thread of orbax, while training goes on."""
         with self.saves.failing_everywhere():
             await super().finalize()
             between, final = Path(super().get_final()), Path(self.get_final())

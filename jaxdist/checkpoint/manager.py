@@ -1,8 +1,8 @@
 """Checkpoints through orbax: asynchronous, atomic (a step's folder appears when complete, with checksums), verified.
 
-What is saved is whole arrays under the names of the `TrainState`'s leaves, blocks in the order of the model, whatever
-the mesh, strategy and pipeline; they are restored straight into the layout of the state that asks. Next to them lies a
-record of what the run was (`meta`).
+A checkpoint holds whole arrays under the names of the `TrainState`'s leaves, blocks in the order of the model, whatever
+the mesh, strategy and pipeline. They are restored straight into the layout that is asked for. The item `meta` beside
+them is the record of the run.
 """
 
 import errno
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
@@ -28,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.checkpoint.background import own_copy, writers_step_back
 from jaxdist.checkpoint.barrier import SaveBarrier, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
-from jaxdist.checkpoint.checksums import CHECKSUMS, RECORD, TEMPORARY, SealedFolder, Verdict, check, record_of
+from jaxdist.checkpoint.checksums import CHECKSUMS, RECORD, TEMPORARY, Integrity, SealedFolder, check_files, record_of
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
 from jaxdist.checkpoint.retention import Retention
 from jaxdist.errors import UserError
@@ -39,12 +38,12 @@ from jaxdist.state import TrainState
 
 
 def _lasting(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint must hold to go on in any layout; a residual belongs to one, and is an item of its own."""
+    """The part of the state that every layout can restore. The residual belongs to one layout: it is another item."""
     return {name: part for name, part in state._asdict().items() if name != "residual"}
 
 
 def _restoring(target: Any) -> ocp.args.CheckpointArgs:
-    """The request for arrays laid out like the ShapeDtypeStructs of `target`."""
+    """The arguments of orbax to restore arrays in the layout of `target` (ShapeDtypeStructs)."""
     return ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
 
 
@@ -55,10 +54,14 @@ MIN_PART = 1 << 20
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. Every process must make the same calls. Close it, or use it as a context:
-    a failed asynchronous save surfaces as `SaveFailed` in `wait`, the next `save` or `close`, never silently.
+    """The folder `checkpoints/` of a run. Every process must make the same calls.
 
-    order: the block that each row of the run's stacked blocks holds (`order_of_blocks`), if that is not the model's."""
+    Close it, or use it as a context. A failed asynchronous save raises `SaveFailed` in `wait`, in the next `save` or in
+    `close`; it is never silent.
+
+    - keep, keep_every, keep_best: see `Retention`.
+    - order: the block in each row of the run's stacked blocks (`order_of_blocks`); None: the model's order.
+    """
 
     def __init__(
         self, folder: Path, *, keep: int, keep_every: int = 0, keep_best: int = 0, order: np.ndarray | None = None
@@ -73,7 +76,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             temporary_path_class=SealedFolder.of(self._saves),
-            # Where that fails in a thread, orbax leaves other threads to wait for it, and the interpreter for them.
+            # If making them fails in a thread, other threads of orbax wait for it, and the interpreter for these.
             async_options=ocp.options.AsyncOptions(
                 create_directories_asynchronously=False, barrier_sync_fn=self._saves.meet
             ),
@@ -82,8 +85,8 @@ class Checkpoints:
         handled = ocp.type_handlers.create_type_handler_registry(
             (jax.Array, ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_PART))
         )
-        # Handlers given up front: without them a manager that has not saved yet cannot tell what a checkpoint holds.
-        # Trained numbers shrink by 8 %, for five times the processor time of a save.
+        # Without handlers a manager that has not saved yet cannot tell what a checkpoint holds. No compression: trained
+        # numbers shrink by 8 %, for five times the processor time of a save.
         arrays = lambda: ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handled)  # noqa: E731
         items = {"state": arrays(), "residual": arrays(), "meta": ocp.JsonCheckpointHandler()}
         handlers = {name: share_failures(handler, self._saves) for name, handler in items.items()}
@@ -95,7 +98,7 @@ class Checkpoints:
         for step in self._manager.all_steps():
             self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
         self._under_way: int | None = None
-        self._ahead: tuple[int, Future[Verdict]] | None = None
+        self._ahead: tuple[int, Future[Integrity]] | None = None
         self._closing = Event()
         self._began = 0.0
         self.longest_save = 0.0  # seconds, from the call of `save` to the end; on process 0
@@ -107,24 +110,26 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def look_ahead(self) -> None:
-        """Begin to verify the newest step, in a thread: `newest_intact` will wait for what is left of it."""
+        """Begin to verify the newest step in a thread. `newest_intact` takes its result."""
         step = self.latest()
         if step is not None and jax.process_index() == 0:
             pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxdist-verify")
-            self._ahead = step, pool.submit(check, self._folder / str(step), step, self._closing)
+            self._ahead = step, pool.submit(check_files, self._folder / str(step), step, self._closing)
             pool.shutdown(wait=False)
 
-    def _check_files(self, step: int) -> Verdict:
+    def _check_files(self, step: int) -> Integrity:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
             return ahead[1].result()
-        return check(self._folder / str(step), step)
+        return check_files(self._folder / str(step), step)
 
     def newest_intact(self, say: Callable[[str], None]) -> int | None:
-        """The newest step whose files are what was written, or None if there is no checkpoint at all. Damaged ones that
-        are newer are moved aside, so that their steps can be saved again. say: gets a line for each; one for a
-        checkpoint of an older version, which has no checksums. Raises `UserError` if all are damaged; none is moved.
-        Raises `SaveFailed` as `wait` does."""
+        """The newest step whose files are as they were written, or None if there is no checkpoint.
+
+        Newer, damaged ones are moved aside, so that their steps can be saved again. say: is called with one line about
+        each of them, and about a checkpoint of an older version, without checksums. Raises `UserError` if all are
+        damaged (none is moved), and `SaveFailed` as `wait` does.
+        """
         self.wait()
         found = json.loads(from_first(json.dumps(self._look_or_say() if jax.process_index() == 0 else {})))
         if found["error"]:
@@ -136,7 +141,7 @@ class Checkpoints:
         return found["step"]
 
     def _look_or_say(self) -> dict[str, Any]:
-        """An error of process 0 is one of all: the others wait to hear from it."""
+        """`_look`, with errors as text: process 0 looks, and all processes raise what it met."""
         try:
             return self._look()
         except (OSError, UserError) as error:
@@ -161,7 +166,7 @@ class Checkpoints:
         return {"step": None, "lines": [], "error": what if damaged else ""}
 
     def _move_aside(self, step: int) -> str:
-        """Give a step's folder a name that is no step's. Nothing is deleted."""
+        """Rename a step's folder to a name that is not a step. Nothing is deleted."""
         name, tries = f"{step}{DAMAGED}", 1
         while (self._folder / name).exists():
             name, tries = f"{step}{DAMAGED}-{tries + 1}", tries + 1
@@ -173,11 +178,10 @@ class Checkpoints:
         return name
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any], *, loss: float | None = None) -> None:
-        """Start saving; returns when the state has been copied from the devices, so that its buffers may be donated.
-        loss: of an evaluation, for `keep_best`.
+        """Start a save. When this returns, the state has been copied: its buffers may be donated.
 
-        Raises FloatingPointError, and writes nothing, where parameters or optimizer state are not finite; `SaveFailed`
-        if the save before has not landed, or this one cannot begin.
+        loss: of an evaluation, for `keep_best`. Raises FloatingPointError, and writes nothing, where parameters or
+        optimizer state are not finite; `SaveFailed` if the previous save has not landed, or this one cannot begin.
         """
         if not self._is_finite((state.params, state.opt_state)):
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
@@ -216,12 +220,12 @@ class Checkpoints:
             self._fail(step, problem)
 
     def _clear(self) -> None:
-        """What a failed save has left takes room."""
+        """Remove what a failed save has left: it takes room."""
         for path in self._folder.glob(f"*{TEMPORARY}*"):
             shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
 
     def _fail(self, step: int, error: Exception | None) -> NoReturn:
-        self._manager.reload()  # what is there, in place of what was meant to be
+        self._manager.reload()  # orbax lists the step that was to be saved
         self.failed = SaveFailed(step, error)
         raise self.failed from error
 
@@ -232,10 +236,10 @@ class Checkpoints:
         return {key: value for key, value in found.items() if key != RECORD}
 
     def restore(self, step: int, target: TrainState) -> TrainState:
-        """The state of a step, laid out like `target` (ShapeDtypeStructs with shardings).
+        """The state of a step in the layout of `target` (ShapeDtypeStructs with shardings).
 
-        Raises `UserError` when the checkpoint is damaged, or of another model or optimizer: orbax would restore changed
-        bytes, and cast dtypes, silently. Warns when an older version saved it, without checksums.
+        Raises `UserError` for a damaged checkpoint, and for another model or optimizer: orbax would restore changed
+        bytes, and cast dtypes, silently. Warns about a checkpoint of an older version, without checksums.
         """
         self._verify(step)
         saved = saved_order(self.meta(step))
@@ -249,7 +253,7 @@ class Checkpoints:
             return self._in_saved_order(step, target)
 
     def _in_saved_order(self, step: int, target: TrainState) -> TrainState:
-        unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # saved before there was one
+        unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # of an older version
         asked = target._replace(guard=()) if unguarded else target
         self._check(step, asked)
         items = ocp.args.Composite(state=_restoring(_lasting(asked)))
@@ -260,12 +264,12 @@ class Checkpoints:
         return TrainState(**state, residual=self._residual(step, target.residual))
 
     def _verify(self, step: int) -> None:
-        """Once more each time, but for what `newest_intact` has just read."""
+        """Raise `UserError` for damage, unless `newest_intact` has just verified this step."""
         just, self._verified = self._verified, None
         if just == step:
             return
         self.wait()
-        own = check(self._folder / str(step), step) if jax.process_index() == 0 else ("", False)
+        own = check_files(self._folder / str(step), step) if jax.process_index() == 0 else ("", False)
         problem, sealed = json.loads(from_first(json.dumps(own)))
         if problem:
             raise UserError(f"checkpoint of step {step} is damaged: {problem}; use another one, or another --run-dir")
@@ -273,9 +277,9 @@ class Checkpoints:
             warnings.warn(f"checkpoint of step {step} has no checksums and cannot be verified", stacklevel=3)
 
     def _residual(self, step: int, target: Any) -> Any:
-        """What lossy gradient sums had not sent yet, in the layout of `target`; zeros where none was saved.
+        """The error feedback of lossy gradient sums in the layout of `target`; zeros where none was saved.
 
-        It is a summand on each device, so that on another number of devices the first one gets the sum of all.
+        It is one summand a device. On another number of devices the first one gets the sum of all.
         """
         if not jax.tree.leaves(target):
             return ()
@@ -322,7 +326,7 @@ class Checkpoints:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save was begun and not waited for: the same on every process."""
+        """Whether a save was begun and not waited for. The same on every process."""
         return self._under_way is not None
 
     def wait(self) -> None:
@@ -335,7 +339,7 @@ class Checkpoints:
         self.failed = None
 
     def _await(self) -> tuple[int, Exception | None]:
-        """The step whose save was under way, and what this process saw go wrong in it."""
+        """Wait. Returns the step that was being saved, and the error that this process met."""
         assert self._under_way is not None
         step, self._under_way = self._under_way, None
         try:
@@ -355,8 +359,8 @@ class Checkpoints:
         return step, None if landed else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _drain(self) -> None:
-        """Wait for the rest of a save that failed. Orbax goes on in threads that nobody waits for then, and raises what
-        they ran into in the next save."""
+        """Wait for the rest of a save that failed: otherwise orbax's threads go on, and the next save raises their
+        errors."""
         parts = self._manager._checkpointer, self._manager._non_blocking_metadata_store
         for part in parts:
             for _ in range(10):  # each failure is raised once; the first one is told
@@ -367,8 +371,8 @@ class Checkpoints:
                     continue
 
     def close(self) -> None:
-        """Wait for a save under way, then let go of everything. Raises `SaveFailed` of this process: unlike `wait`, it
-        may be called by one process alone, when that fails."""
+        """Wait for a save under way, then release everything. Raises `SaveFailed` of this process. Unlike `wait`, a
+        process that fails may call it alone."""
         self._closing.set()  # the interpreter waits at its exit for `look_ahead`
         step, error = (0, None) if self._under_way is None else self._await()
         self._manager.close()
@@ -378,7 +382,5 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

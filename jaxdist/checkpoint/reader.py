@@ -1,4 +1,4 @@
-"""Checkpoints read for what they hold, on the host and leaf by leaf: no mesh, no model, no optimizer is needed."""
+"""Reading checkpoints on the host, leaf by leaf, without a mesh, a model or an optimizer."""
 
 import math
 import re
@@ -22,7 +22,7 @@ FOLDER = "checkpoints"  # in a run directory
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a step's folder was written to its end: orbax gives it its name, and these files, last."""
+    """Whether a step's folder was written to its end. Its name and these files come last."""
     return folder.name.isdigit() and (folder / "_CHECKPOINT_METADATA").is_file() and (folder / "state").is_dir()
 
 
@@ -51,9 +51,12 @@ def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list
 
 
 class Stored:
-    """One step. meta: the record saved with it (`jaxdist.trainer.resume.identity`). leaves: name -> ShapeDtypeStruct of
-    every leaf of the state: "params.blocks.mlp.up.kernel". Blocks come in the order of the model, also where an older
-    version saved them as they lay in a pipeline."""
+    """A step of a checkpoint folder. Blocks come in the order of the model; older versions saved them in that of a
+    pipeline.
+
+    - meta: the record saved with it (`jaxdist.trainer.resume.record`).
+    - leaves: the leaves of the state, {"params.blocks.mlp.up.kernel": ShapeDtypeStruct}.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -79,11 +82,11 @@ class Stored:
 
     @property
     def model(self) -> ModelConfig:
-        """The model that was trained, every key filled in."""
+        """The section `model` of the run, every key filled in."""
         return ModelConfig(**self.meta["model"])
 
     def params(self) -> dict[str, Any]:
-        """name -> shape and dtype of the parameters: "blocks.mlp.up.kernel"."""
+        """Shapes and dtypes of the parameters, {"blocks.mlp.up.kernel": ShapeDtypeStruct}."""
         start = "params."
         return {name.removeprefix(start): leaf for name, leaf in self.leaves.items() if name.startswith(start)}
 
@@ -98,7 +101,7 @@ class Stored:
         return array
 
     def rest(self) -> dict[str, Any]:
-        """All that is not a parameter: optimizer state, step, guard; lists and dicts of arrays."""
+        """Optimizer state, step and guard, as lists and dicts of arrays: all but the parameters."""
         return self._read({name: part for name, part in self._tree.items() if name != "params"})
 
     def _read(self, tree: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""What `scripts/checkpoint.py` does once its arguments are read."""
+"""The command `checkpoint`: list, verify, export, import and average the checkpoints of runs."""
 
 import shutil
 from argparse import Namespace
@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist.build import make_model
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
-from jaxdist.checkpoint.huggingface.convert import CONFIG, check, export, load
+from jaxdist.checkpoint.huggingface.convert import CONFIG, check_model, export, load_params
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
 from jaxdist.checkpoint.manager import DAMAGED
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
@@ -33,18 +33,21 @@ from jaxdist.trainer.resume import record
 from jaxdist.trainer.run import check_vocabulary
 
 
-def run(arguments: Namespace, config: Config | None) -> int:
-    """Do what the arguments ask for and print it. config: of `import`. Returns the exit status."""
+def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
+    """Run the subcommand in `arguments`, and print its result. Returns the exit status.
+
+    config: for `import`, None for the others.
+    """
     jax.config.update("jax_platforms", "cpu")  # nothing here needs more
     try:
-        return _run(arguments, config)
+        return _dispatch(arguments, config)
     except (SaveFailed, OSError) as error:
         raise UserError(
             f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and try again"
         ) from error
 
 
-def _run(arguments: Namespace, config: Config | None) -> int:
+def _dispatch(arguments: Namespace, config: Config | None) -> int:
     if arguments.command == "ls":
         print("\n".join(listing(arguments.run_dir)))
     elif arguments.command == "verify":
@@ -61,7 +64,7 @@ def _run(arguments: Namespace, config: Config | None) -> int:
 
 
 def listing(run_dir: Path) -> list[str]:
-    """A table of the steps of a run."""
+    """The table of a run's steps, in lines."""
     metrics = run_dir / "metrics.jsonl"
     records = {each["step"]: each for each in read_metrics(metrics)} if metrics.exists() else {}
     rows: list[tuple[str, ...]] = [("step", "MiB", "written", "loss", "eval loss", "state")]
@@ -81,7 +84,7 @@ def listing(run_dir: Path) -> list[str]:
 
 
 def check_all(run_dir: Path) -> int:
-    """Print whether each step is as it was written. 1 where one is not."""
+    """Print for each step whether it is as it was written. Returns 1 if one is not, else 0."""
     status = 0
     for folder in step_folders(run_dir):
         if DAMAGED in folder.name:
@@ -94,19 +97,21 @@ def check_all(run_dir: Path) -> int:
 
 
 def import_model(folder: Path, config: Config, run_dir: Path) -> str:
-    """Make a run directory whose checkpoint, of step 0, has the parameters in a Hugging Face folder and a fresh
-    optimizer state. Returns what was done, in a line."""
+    """Make a run directory with a checkpoint of step 0: the parameters of a Hugging Face folder, and a new optimizer
+    state. Returns a line about it."""
     _check_new(run_dir, "--run-dir")
     model, positions = config.model, config.data.seq_len
     enable_x64(config.precision.policy)
     with TensorFiles(folder) as files:
-        vocab, before = check(files, read_json(folder / CONFIG), model, positions=positions)
+        vocab, before = check_model(files, read_json(folder / CONFIG), model, positions=positions)
         source = load_source(config.data)
         check_vocabulary(config, source)
         whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
         made = make_model(whole, precision_of(config.precision), stages=1, training=True)
         shapes = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made.shapes)}
-        params = nested((name, jnp.asarray(array)) for name, array in load(files, model, shapes, positions=positions))
+        params = nested(
+            (name, jnp.asarray(array)) for name, array in load_params(files, model, shapes, positions=positions)
+        )
     deterministic = config.parallel.grad_sync.deterministic
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
     opt_state = jax.jit(only_trained(optimizer, config.optimizer.freeze).init)(params)
@@ -122,8 +127,9 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
 
 
 def average(run_dir: Path, output: Path, *, last: int) -> str:
-    """Make a run directory whose checkpoint is the newest of a run, but that its parameters are the mean of the newest
-    `last`, taken in float64. What lossy gradient sums had not sent yet is left out. Returns what was done, in a line.
+    """Make a run directory with the newest checkpoint of a run, its parameters the mean of the newest `last`.
+
+    The mean is computed in float64. The residual of lossy gradient sums is left out. Returns a line about it.
     """
     if last < 1:
         raise UserError(f"--last: {last}; allowed: 1 and more")
@@ -172,7 +178,7 @@ def _check_new(run_dir: Path, key: str) -> None:
 
 
 def nested(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """{"a": {"b": 1}} of ("a.b", 1)."""
+    """The tree of named values: {"a": {"b": 1}} of ("a.b", 1)."""
     tree: dict[str, Any] = {}
     for name, value in named:
         *path, last = name.split(".")

@@ -1,27 +1,27 @@
-"""Which files of a folder are text."""
+"""The text files of a folder."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Installed packages, test suites and what the build of this Python wrote: none of them is the same on two machines with
-# the same Python. pydoc_data is one generated file of 0.75 MB, which alone would be most of the held-out text.
+# Installed packages, test suites and files written by the build differ between machines with the same Python.
+# pydoc_data is one generated file of 0.75 MB, which alone would be most of the held-out text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
 _BUILD_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 _PROBE_BYTES = 8192
 
 
 def read_text(file: Path) -> bytes:
-    """The content of a file; nothing if it is binary: if there is a NUL byte in its first 8 KiB."""
+    """The content of a file; nothing if it is binary, that is, has a NUL byte in its first 8 KiB."""
     with file.open("rb") as stream:
         head = stream.read(_PROBE_BYTES)
         return b"" if b"\0" in head else head + stream.read()
 
 
 def text_files(root: Path, *, library: bool = False) -> Iterator[Path]:
-    """Regular files under `root` but hidden ones and links; with `library`, what belongs to the standard library.
+    """The regular files under `root`, in no order, but hidden ones and links.
 
-    In no order. Raises `OSError` for a folder that cannot be listed: none is left out.
+    library: the Python files of the standard library instead. Raises `OSError` for a folder that cannot be listed.
     """
 
     def wanted(name: str) -> bool:

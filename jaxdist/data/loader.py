@@ -1,10 +1,10 @@
 """Batches of windows of a token array. The global batch is a pure function of (seed, step).
 
-It does not depend on the number of processes or devices: a run can stop, change its mesh and go on with the same data,
-and there is no state to save.
+It does not depend on the number of processes or devices: a run can stop, change its mesh and go on with the same data.
+There is no state to save.
 
-B = global batch, S = seq_len. A window is S inputs and the S ids one further on, S + 1 ids in all; neighbouring windows
-share one id, so that every id but the first is a target once.
+Legend: B global batch, S seq_len. A window has S + 1 ids: S inputs, and the S targets one id later. Neighbours share an
+id, so every id but the first is a target once.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -21,20 +21,18 @@ from jax.sharding import NamedSharding
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
 
-T = TypeVar("T")
+_Item = TypeVar("_Item")
 
 ROUNDS = 8
 
 
 def permute(index: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Where each `index` in [0, count) goes in a permutation of [0, count) chosen by `keys` (uint64, one a round).
+    """A permutation of [0, count), at each `index` (int64). keys: uint64, one a round, choose the permutation.
 
-    A Feistel network over the smallest even number of bits that holds count - 1, walked until the result is below count
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): random access, no table. int64 in, int64 out.
-
-    Not grain's index_shuffle, which for 2**(2k) + 1 indices (65,537 and up) gives one twice and leaves one out, as of
-    0.2.18.
+    It is a Feistel network over the smallest even number of bits that holds count - 1, walked until the result is below
+    count (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): random access without a table.
     """
+    # Not grain's index_shuffle: for 2**(2k) + 1 indices (65,537 and up) it gives one twice and leaves one out (0.2.18).
     half = max(3, (int(count - 1).bit_length() + 1) // 2)  # of 64 at least: fewer bits shuffle badly
     mask = (1 << half) - 1
     out = index.astype(np.uint64)
@@ -56,11 +54,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class ShuffledWindows:
-    """The windows of endless epochs, shuffled, each once an epoch. Sample k = step * B + row is in epoch k // count.
+    """Endless epochs of shuffled windows, each window once an epoch. Sample k = step * B + row is in epoch k // count.
 
-    Window i of an epoch starts at offset + i * seq_len. The offset, below seq_len, changes from epoch to epoch, so a
-    model does not see the same cuts again; up to 2 seq_len - 1 ids at the two ends of the text are left out of an epoch
-    to make room.
+    Window i of an epoch starts at offset + i * seq_len. The offset, below seq_len, changes with the epoch, so that a
+    model does not see the same cuts again. An epoch leaves out up to 2 seq_len - 1 ids at the ends of the text.
     """
 
     def __init__(self, size: int, *, seq_len: int, seed: int) -> None:
@@ -83,11 +80,11 @@ class ShuffledWindows:
 
 
 class SpreadWindows:
-    """A fixed set of windows for evaluation: `batches` batches, or fewer if the text has not that many.
+    """A fixed set of windows for evaluation: `batches` batches, or fewer of a short text.
 
-    If the set is smaller than the text, its windows lie at even distances over the whole text, and so do those of each
-    single batch (batch s holds every `batches`-th window of the set from the s-th on). Otherwise the set is every
-    window once, and rows that are left over do not count: their weights are 0.
+    If the set is smaller than the text, its windows lie at even distances over the whole text. So do those of each
+    batch: batch s holds every `batches`-th window of the set from the s-th on. Otherwise the set is every window once,
+    and the weights of the rows that are left over are 0.
     """
 
     def __init__(self, size: int, *, seq_len: int, global_batch: int, batches: int | None) -> None:
@@ -108,10 +105,10 @@ class SpreadWindows:
 
 
 def targets_across(starts: np.ndarray, first: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which targets are the first token of another document than their input: (rows, columns) in [rows, seq_len].
+    """The (rows, columns) of targets that are in another document than their input.
 
-    starts: where documents start, increasing. first: the first position of each window; target j of a window is the
-    token at first + j + 1.
+    starts: the positions at which documents start, increasing. first: the first position of each window; target j of a
+    window is the token at first + j + 1.
     """
     low, high = np.searchsorted(starts, first + 1), np.searchsorted(starts, first + 1 + seq_len)
     rows = np.repeat(np.arange(first.size), high - low)
@@ -119,22 +116,71 @@ def targets_across(starts: np.ndarray, first: np.ndarray, seq_len: int) -> tuple
     return rows, starts[low[rows] + within] - first[rows] - 1
 
 
-def check_batch(global_batch: int, sharding: NamedSharding) -> None:
+def check_batch_split(global_batch: int, sharding: NamedSharding) -> None:
     """Raise `UserError` unless the devices divide the batch."""
     axes = sharding.spec[0] if len(sharding.spec) else None
     axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
     check_rows(global_batch, {axis: sharding.mesh.shape[axis] for axis in axes})
 
 
-class Loader:
-    """Global batches of a 1-D token array (memory-mapped or not), each process reading only the rows its devices hold.
+class GlobalBatches:
+    """A loader of global batches. A subclass says what sample k is.
 
-    `sharding` splits dim 0 of every leaf (`NamedSharding(mesh, P(BATCH_AXES))`). With `shuffle`, endless shuffled
-    epochs from `seed` (`ShuffledWindows`). Without, the fixed set for evaluation (`SpreadWindows`): `self.batches`
-    batches, at most `batches`; None means the whole text. With `documents`, the positions (increasing) at which
-    documents start, a target that is the first token of a document has weight 0: nothing before it is of its document.
+    - leaves: shapes and dtypes of a global batch.
+    - sharding: of every leaf.
+    - batches: the number of batches; None: endless.
+    """
 
-    Raises `UserError` if the tokens are fewer than a window, or the devices do not divide the batch.
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    global_batch: int
+    sharding: NamedSharding
+    batches: int | None = None
+
+    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of samples `k` (int64), on the host."""
+        raise AssertionError("a subclass defines it")
+
+    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
+        """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
+
+        Raises `IndexError` for a step outside a fixed set.
+        """
+        if step < 0 or (self.batches is not None and step >= self.batches):
+            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
+        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The global batch of a step, as global arrays.
+
+        There is no communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
+        """
+        read: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # devices and leaves ask for the same rows again
+
+        def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "the callback is asked for data, not for a shape"
+            start, stop, _ = index[0].indices(self.global_batch)
+            if (start, stop) not in read:
+                read[start, stop] = self.host_rows(step, slice(start, stop))
+            return read[start, stop][leaf]
+
+        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
+            rows = lambda index: rows_of(leaf, index)  # noqa: E731
+            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
+
+        with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
+            return {leaf: whole(leaf, each) for leaf, each in self.leaves.items()}
+
+
+class Loader(GlobalBatches):
+    """Global batches of a 1-D token array, memory-mapped or not. A process reads only the rows of its own devices.
+
+    - sharding: splits dim 0 of every leaf (`NamedSharding(mesh, P(BATCH_AXES))`).
+    - shuffle: endless shuffled epochs from `seed` (`ShuffledWindows`); otherwise a fixed set for evaluation
+      (`SpreadWindows`) of at most `batches` batches. None: the whole text.
+    - documents: the positions (increasing) at which documents start. A target that is the first token of a document has
+      weight 0, because its input is of another one.
+
+    Raises `UserError` if there are fewer tokens than a window has, or the devices do not divide the batch.
     """
 
     def __init__(
@@ -154,7 +200,7 @@ class Loader:
                 f"data.seq_len={seq_len}: a window is {seq_len + 1} tokens, the text has {tokens.size}; use a shorter "
                 "window or a longer text"
             )
-        check_batch(global_batch, sharding)
+        check_batch_split(global_batch, sharding)
         if shuffle and batches is not None:
             raise UserError(f"batches={batches} is for shuffle=False: shuffled batches have no end")
         self.seq_len = seq_len
@@ -165,29 +211,14 @@ class Loader:
         self.windows: ShuffledWindows | SpreadWindows
         if shuffle:
             self.windows = ShuffledWindows(tokens.size, seq_len=seq_len, seed=seed)
-            self.batches = None
         else:
             self.windows = SpreadWindows(tokens.size, seq_len=seq_len, global_batch=global_batch, batches=batches)
             self.batches = self.windows.batches
         # Overlapping views of seq_len + 1 ids, one per position; indexing with starts copies only those rows from disk.
         self._views = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len + 1)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch of the first sample of a step, from 0. A step may end in a later one."""
-        return step * self.global_batch // self.windows.count
-
-    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
-        """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
-
-        inputs, targets int32 [rows, S]; weights float32 [rows, S], 1 where a target counts. Raises `IndexError` for a
-        step outside a fixed set.
-        """
-        if step < 0 or (self.batches is not None and step >= self.batches):
-            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
-        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
-
     def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows of samples `k` (int64), as in `host_rows`."""
+        """inputs and targets int32 [n, S]; weights float32 [n, S], 1 where a target counts."""
         starts, counts = self.windows.starts(k)
         ids = self._views[starts]
         weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
@@ -195,61 +226,24 @@ class Loader:
             weights[targets_across(self.documents, starts, self.seq_len)] = 0
         return {"inputs": ids[:, :-1].astype(np.int32), "targets": ids[:, 1:].astype(np.int32), "weights": weights}
 
-    def batch(self, step: int) -> dict[str, jax.Array]:
-        """The global batch of a step: the leaves of `host_rows` with B rows, as global arrays in `sharding`.
-
-        No communication and no computation on devices, so it may run in a thread (`prefetch`) beside a step.
-        """
-        return global_batch_of(self, step)
-
-
-class HostBatches(Protocol):
-    """What gives rows of global batches on the host: `Loader`. leaves: of a global batch."""
-
-    leaves: dict[str, jax.ShapeDtypeStruct]
-    global_batch: int
-    sharding: NamedSharding
-
-    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]: ...
-
-
-def global_batch_of(made: HostBatches, step: int) -> dict[str, jax.Array]:
-    """Rows on the host to global arrays, each range of rows read once: devices and leaves ask for the same."""
-    read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-
-    def rows_of(leaf: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None, "the callback is asked for data, not for a shape"
-        start, stop, _ = index[0].indices(made.global_batch)
-        if (start, stop) not in read:
-            read[start, stop] = made.host_rows(step, slice(start, stop))
-        return read[start, stop][leaf]
-
-    def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
-        rows = lambda index: rows_of(leaf, index)  # noqa: E731
-        return jax.make_array_from_callback(each.shape, made.sharding, rows, dtype=each.dtype)
-
-    with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-        return {leaf: whole(leaf, each) for leaf, each in made.leaves.items()}
-
 
 def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of a batch: shapes and dtypes of `Loader.batch`."""
+    """Shapes and dtypes of the leaves of `Loader.batch`."""
     grid = (global_batch, seq_len)
     leaves: dict[str, type] = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
     return {leaf: jax.ShapeDtypeStruct(grid, dtype) for leaf, dtype in leaves.items()}
 
 
-def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Generator[T, None, None]:
-    """Yield make(start), ..., make(stop - 1), in order; a thread makes up to `depth` of them ahead of the consumer.
+def prefetch(make: Callable[[int], _Item], start: int, stop: int, depth: int = 2) -> Generator[_Item, None, None]:
+    """Yield make(start), ..., make(stop - 1), in order. A thread makes up to `depth` of them ahead of the consumer.
 
-    An exception in `make` is raised here, at its place in the order, with its own traceback. Closing the generator (its
-    `close`, `break` out of the only loop that holds it, or an exception in the consumer) drops what is not begun, waits
-    for the one item being made and ends the thread. Wrap it in `contextlib.closing` if something else keeps a
-    reference.
+    An exception in `make` is raised here, at its place in the order, with its own traceback. Closing the generator
+    drops what is not begun, waits for the item being made, and ends the thread. Wrap it in `contextlib.closing` if
+    something else than the loop keeps a reference.
     """
     assert depth >= 1, "depth is how many items may be made ahead"
     todo = iter(range(start, stop))
-    ahead: deque[Future[T]] = deque()
+    ahead: deque[Future[_Item]] = deque()
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxdist-prefetch")
     try:
         ahead.extend(pool.submit(make, i) for i in islice(todo, depth))

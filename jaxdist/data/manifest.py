@@ -1,7 +1,7 @@
-"""What lies beside files of token ids: `manifest.json`, and an index of document starts. Both may be missing.
+"""The manifest and the index of document starts beside files of token ids. Both may be missing.
 
-manifest.json is written by `jaxdist.data.prepare`. The index of `train.bin` is `train.index`: the positions at which
-documents start, uint64, little-endian, increasing from 0.
+`jaxdist.data.prepare` writes manifest.json. The index of `train.bin` is `train.index`: the positions at which documents
+start, uint64, little-endian, increasing from 0.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ FORMAT = 1
 ID_DTYPES = ("uint8", "uint16", "uint32")
 
 
-class Entry(NamedTuple):
-    """What a manifest says of one file of ids."""
+class ManifestEntry(NamedTuple):
+    """The content of a manifest."""
 
     manifest: Path
     dtype: str  # of ID_DTYPES
@@ -31,12 +31,12 @@ class Entry(NamedTuple):
 
 
 def index_of(file: Path) -> Path:
-    """Where the document starts of a file of ids are."""
+    """The path of the index of a file of ids."""
     return file.with_suffix(".index")
 
 
-def entry_of(file: Path) -> Entry | None:
-    """What the manifest beside `file` says of it; None if there is none, or it does not name the file.
+def entry_of(file: Path) -> ManifestEntry | None:
+    """The manifest beside `file`; None if there is none, or it does not name the file.
 
     Raises `UserError` for a manifest that cannot be understood.
     """
@@ -45,7 +45,7 @@ def entry_of(file: Path) -> Entry | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-        entry = Entry(path, found["dtype"], int(found["vocab"]), str(found["tokenizer"]), dict(found["files"]))
+        entry = ManifestEntry(path, found["dtype"], int(found["vocab"]), str(found["tokenizer"]), dict(found["files"]))
         if found["format"] != FORMAT or entry.dtype not in ID_DTYPES:
             raise ValueError(f"format {found['format']!r}, dtype {entry.dtype!r}")
         for each in entry.files.values():
@@ -58,8 +58,8 @@ def entry_of(file: Path) -> Entry | None:
     return entry if file.name in entry.files else None
 
 
-def checked_pieces(file: Path, entry: Entry | None) -> Iterable[bytes]:
-    """The content of a file in pieces. Raises `UserError` at the end if it is not what the manifest says."""
+def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:
+    """The content of a file in pieces. Raises `UserError` after the last one if the manifest has another hash."""
     said = None if entry is None else entry.files.get(file.name)
     if said is None:
         yield from file_pieces(file)
@@ -78,7 +78,7 @@ def checked_pieces(file: Path, entry: Entry | None) -> Iterable[bytes]:
         )
 
 
-def document_starts(file: Path, size: int, entry: Entry | None) -> np.ndarray | None:
+def document_starts(file: Path, size: int, entry: ManifestEntry | None) -> np.ndarray | None:
     """Positions (int64) at which the documents of a file of `size` ids start; None if there is no index.
 
     Raises `UserError` for an index that is damaged, or that the manifest names and is not there.

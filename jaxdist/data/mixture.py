@@ -8,14 +8,13 @@ samples: random draws would stray by the square root of its size.
 from collections.abc import Sequence
 from fractions import Fraction
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import registry
 from jaxdist.config.rules.fields import SMALLEST_SHARE, parse_mixture
 from jaxdist.config.schema import DataConfig
-from jaxdist.data.loader import Loader, batch_shapes, global_batch_of
+from jaxdist.data.loader import GlobalBatches, Loader, batch_shapes
 from jaxdist.data.samples import Leaves, SampleLoader, Samples, batch_leaves, shuffled, spread
 from jaxdist.data.source import Part, Source, fingerprint, kind_of
 from jaxdist.errors import UserError
@@ -90,7 +89,7 @@ def block_order(counts: Sequence[int]) -> np.ndarray:
     return order
 
 
-class MixedLoader:
+class MixedLoader(GlobalBatches):
     """Global batches as `Loader` gives them, of the parts of a mixture, each with its own shuffled epochs."""
 
     def __init__(
@@ -113,21 +112,15 @@ class MixedLoader:
         part = self._order[place]
         return part, block * self._counts[part] + self._rank[place]
 
-    def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
-        """As `Loader.host_rows`."""
-        if step < 0:
-            raise IndexError(f"no batch {step}: they are numbered from 0")
-        part, own = self.choose(step * self.global_batch + np.arange(self.global_batch)[rows])
+    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of samples `k` (int64), each from its part."""
+        part, own = self.choose(k)
         made = [(part == i, loader.samples(own[part == i])) for i, loader in enumerate(self._loaders)]
         whole = {leaf: np.empty((part.size, *value.shape[1:]), value.dtype) for leaf, value in made[0][1].items()}
         for here, values in made:
             for leaf, value in values.items():
                 whole[leaf][here] = value
         return whole
-
-    def batch(self, step: int) -> dict[str, jax.Array]:
-        """As `Loader.batch`."""
-        return global_batch_of(self, step)
 
 
 def _seed_of(seed: int, part: int) -> int:

@@ -1,6 +1,6 @@
-"""Yardsticks for a language model: what counting pairs or triples of tokens achieves on the same held-out text.
+"""Baselines for a language model: models that count pairs or triples of tokens, on the same held-out text.
 
-V = vocabulary. Bits per token, i.e. per byte for bytes; divide a model's loss in nats by ln 2 to compare.
+Legend: V vocabulary. Bits per token, i.e. per byte for bytes; divide a model's loss in nats by ln 2 to compare.
 """
 
 import numpy as np
@@ -46,8 +46,8 @@ def trigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
 
 
 def _counts(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
-    """How often each n-gram of `order` ids occurs: int64 [V**order], the first id is the most significant digit. The
-    table of a short text is cheap: the pages of `np.zeros` that no n-gram touches are never written."""
+    """The counts of all n-grams of `order` ids, int64 [V**order]. The first id is the most significant digit."""
+    # Cheap for a short text: pages of `np.zeros` that no n-gram touches are never written.
     counts = np.zeros(vocab**order, np.int64)
     for start in range(0, ids.size - order + 1, _CHUNK):
         part = ids[start : start + _CHUNK + order - 1].astype(np.int64)
@@ -62,7 +62,7 @@ def _counts(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
 
 
 def _witten_bell(counts: np.ndarray, codes: np.ndarray, lower: np.ndarray, vocab: int) -> np.ndarray:
-    """p(last id | the others) of each n-gram in `codes`; `lower` is that with the first id dropped, for all codes."""
+    """p(last id | the others) of each n-gram in `codes`. lower: the same without the first id, for all codes."""
     contexts, context = np.unique(codes // vocab, return_inverse=True)
     table = counts.reshape(-1, vocab)[contexts]  # a row per context
     total, kinds = table.sum(axis=1), np.count_nonzero(table, axis=1)

@@ -1,7 +1,7 @@
-"""Text to files of token ids, for the source `tokens`: the work of `scripts/prepare_data.py`.
+"""Tokenization of text into files of ids for the source `tokens`, behind `scripts/prepare_data.py`.
 
-The folder that is written: `train.bin` and `val.bin` (ids), `train.index` and `val.index` (document starts), and
-`manifest.json`; `jaxdist.data.manifest` says what they hold. It appears under its name when all of it is complete.
+The output is a folder of `train.bin` and `val.bin` (ids), `train.index` and `val.index` (document starts), and
+`manifest.json` (see `jaxdist.data.manifest`). It gets its name when it is complete.
 """
 
 import hashlib
@@ -20,38 +20,38 @@ from jaxdist.data.manifest import FORMAT, ID_DTYPES, MANIFEST
 from jaxdist.data.source import hash_fraction, read_error, split_tail
 from jaxdist.errors import UserError
 
-_BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # tokenised together
+_BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
 _BY_DOCUMENT = "documents with int(SHA-256 of the text, first 8 bytes) / 2**64 < limit"
 _BY_POSITION = "the last fraction of each document: all are the same text"
 
 
 class Input(NamedTuple):
-    """A file that is read."""
+    """A file to read."""
 
     path: Path
-    named: bool  # not found in a folder
+    named: bool  # by the user; otherwise it was found in a folder
     size: int  # bytes
 
 
 class Document(NamedTuple):
-    """A text, and where it was found."""
+    """A text, and the place where it was found."""
 
     text: bytes
     where: str  # for messages
-    taken: int  # bytes of the input
+    nbytes: int  # in the input file
 
 
 class Tokenizer(NamedTuple):
-    """Texts to ids."""
+    """A function from texts to ids, and what the manifest says of it."""
 
     name: str
     vocab: int
     sha256: str | None  # of its file
-    encode: Callable[[Sequence[Document], bytes], list[np.ndarray]]  # the bytes are added to the end of each text
+    encode: Callable[[Sequence[Document], bytes], list[np.ndarray]]  # bytes: added to the end of each text
 
 
 def input_files(inputs: Sequence[str | Path]) -> list[Input]:
-    """All files of the inputs in order; of a folder those that the source `text` looks at, by relative path."""
+    """All files of the inputs, in order. Of a folder, the files that the source `text` reads, by relative path."""
     found = []
     for name in inputs:
         path = Path(name)
@@ -70,8 +70,8 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
 
 
 def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
-    """One document a file, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are empty,
-    unless they were named themselves."""
+    """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
+    empty, unless the user named them."""
     for file, named, size in files:
         try:
             if file.suffix == ".jsonl":
@@ -98,7 +98,7 @@ def _lines(file: Path, field: str) -> Iterator[Document]:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Every byte is an id."""
+    """The tokenizer whose ids are the bytes of a text."""
 
     def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
         return [np.frombuffer(document.text + end, np.uint8) for document in batch]
@@ -107,7 +107,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def file_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a JSON file of the package `tokenizers`. Nothing is added at the ends of a text, none is cut.
+    """The tokenizer in a JSON file of the package `tokenizers`. It adds no special tokens and cuts no text.
 
     Raises `UserError` where the package is not installed, or the file holds no tokenizer.
     """
@@ -149,7 +149,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
 
 
 class _File:
-    """A file that is being written, with its size and its hash."""
+    """A file under way, with its size and its hash."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.stream = stack.enter_context(path.open("wb"))
@@ -162,14 +162,14 @@ class _File:
         self.size += len(piece)
 
     def finish(self) -> dict[str, Any]:
-        """To the disk itself. What the manifest says of it."""
+        """Write to the disk itself. Returns the file's entry in the manifest."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
         return {"bytes": self.size, "sha256": self.digest.hexdigest()}
 
 
 class _Side:
-    """The ids and document starts of one side."""
+    """The ids and document starts of one side, train or val."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, stack: ExitStack) -> None:
         self.name, self.dtype = name, dtype
@@ -189,8 +189,8 @@ class _Side:
         return {f"{self.name}.bin": counts | self.ids.finish(), f"{self.name}.index": self.index.finish()}
 
 
-class Work(NamedTuple):
-    """What is to be done."""
+class Preparation(NamedTuple):
+    """The arguments of `prepare`, checked and read."""
 
     files: Sequence[Input]
     field: str
@@ -210,22 +210,24 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the ids of `inputs` (files, `.jsonl` files, folders) to the new folder `out`. Returns the manifest.
 
-    tokenizer: `bytes`, or a JSON file of the package `tokenizers`. field: the key of the text in `.jsonl` files. end:
-    added to the end of each document before it is tokenised. held_out: which documents go to val.bin depends on their
-    text alone, so the same text is never on both sides; if one side would be empty, the document nearest to the limit
-    changes sides; if all documents are one text, its end is held out. Empty documents are left out.
+    - tokenizer: `bytes`, or a JSON file of the package `tokenizers`.
+    - field: the key of the text in `.jsonl` files.
+    - end: is added to the end of each document before it is tokenized.
+    - held_out: the share of val.bin. A document's side depends on its text alone, so the same text is never on both
+      sides. If one side would be empty, the document nearest to the limit changes sides; if all documents are one text,
+      its end is held out.
 
-    Raises `UserError`: what cannot be read, is no text, or is too little.
+    Empty documents are left out. Raises `UserError` for inputs that cannot be read, are not text, or are too little.
     """
     if out.exists():
         raise UserError(f"--out: {str(out)!r} exists; give the name of a new folder, or remove it")
     if not 0 < held_out <= 0.5:
         raise UserError(f"--held-out: {held_out:g} is out of range; allowed: a number > 0 and <= 0.5")
     found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser())
-    work = Work(input_files(inputs), field, found, end.encode(), held_out)
+    work = Preparation(input_files(inputs), field, found, end.encode(), held_out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        partial.mkdir(parents=True)  # if it is there, it is not ours to remove: another host may be at work
+        partial.mkdir(parents=True)  # one that is there may be another host's, at work
     except OSError as error:
         raise _cannot_write(out, error) from error
     try:
@@ -248,8 +250,8 @@ def _cannot_write(out: Path, error: OSError) -> UserError:
     )
 
 
-def _write_both(folder: Path, work: Work) -> dict[str, Any]:
-    """Both sides, by the rule that leaves neither of them empty. Returns the manifest."""
+def _write_both(folder: Path, work: Preparation) -> dict[str, Any]:
+    """Write both sides, by the rule that leaves neither of them empty. Returns the manifest."""
     limit: float | None = work.held_out
     files, low, high = _write(folder, work, limit)
     if low == high:
@@ -285,9 +287,11 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return next(np.dtype(name) for name in ID_DTYPES if tokenizer.vocab - 1 <= np.iinfo(name).max).newbyteorder("<")
 
 
-def _write(folder: Path, work: Work, limit: float | None) -> tuple[dict[str, Any], float, float]:
-    """Both sides, held out below `limit` (None: the end of each document). Returns what the manifest says of the files,
-    and the smallest and the largest hash of a document."""
+def _write(folder: Path, work: Preparation, limit: float | None) -> tuple[dict[str, Any], float, float]:
+    """Write both sides. Returns the files of the manifest, and the smallest and the largest hash of a document.
+
+    limit: documents with a smaller hash are held out; None: the end of each document is.
+    """
     low, high = 1.0, 0.0
     with ExitStack() as stack:
         train, val = (_Side(folder, name, _dtype(work.tokenizer), stack) for name in ("train", "val"))
@@ -306,10 +310,10 @@ def _write(folder: Path, work: Work, limit: float | None) -> tuple[dict[str, Any
 
 
 def _batches(found: Iterator[Document], advance: Callable[[int], None]) -> Iterator[list[Document]]:
-    """Documents with text in them, some at a time."""
+    """Batches of the documents that are not empty."""
     batch: list[Document] = []
     for document in found:
-        advance(document.taken)
+        advance(document.nbytes)
         batch += [document] if document.text else []
         if len(batch) == _BATCH_DOCUMENTS or sum(len(each.text) for each in batch) > _BATCH_BYTES:
             yield batch
@@ -319,7 +323,7 @@ def _batches(found: Iterator[Document], advance: Callable[[int], None]) -> Itera
 
 
 def _progress(total: int, stack: ExitStack) -> Callable[[int], None]:
-    """A bar on standard error, of bytes. Returns what moves it."""
+    """Show a progress bar on standard error. Returns the function that advances it by a number of bytes."""
     from rich.console import Console  # slow to import
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -330,7 +334,7 @@ def _progress(total: int, stack: ExitStack) -> Callable[[int], None]:
 
 
 def summary(manifest: dict[str, Any], out: Path) -> list[str]:
-    """What was written, in lines, and how to train on it."""
+    """The lines that say what was written, and how to train on it."""
     lines = [
         f"{name:<9}  {said['tokens']:,} tokens ({manifest['dtype']}), {said['documents']:,} documents, "
         f"sha256 {said['sha256'][:16]}"

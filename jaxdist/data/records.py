@@ -1,7 +1,8 @@
-"""Record files whose records are documents, as one array of ids: what `parquet` and `arrayrecord` share.
+"""Record files of documents as one array of ids, for the sources `parquet` and `arrayrecord`.
 
 Everything is read at the start, for fingerprint and vocabulary, and stays in memory: a byte a character of text, one to
-four a token. What is larger belongs into files of `tokens` (scripts/prepare_data.py), which are mapped instead.
+four bytes a token. Larger data belong into files of the source `tokens` (scripts/prepare_data.py), which are
+memory-mapped.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config.schema import DataConfig
+from jaxdist.data.manifest import ID_DTYPES
 from jaxdist.data.source import Source, fingerprint, held_out_files, read_error, require_windows, split_tail
 from jaxdist.errors import UserError
 
-ID_DTYPES = ("uint8", "uint16", "uint32")
 _MAX_ID = 2**31 - 1  # batches are int32
-# file -> a document at a time: bytes of a text (uint8), or tokens of any other integer type.
+# file -> its documents: the bytes of a text (uint8), or tokens of any other integer type.
 Reader = Callable[[Path], Iterator[np.ndarray]]
 
 
 def record_files(path: Path, suffixes: Sequence[str], *, key: str) -> list[Path]:
-    """The file, or those of a folder with one of these suffixes, by relative path; hidden ones and links left out."""
+    """The file, or the files of a folder with one of these suffixes, by relative path, but hidden ones and links."""
     try:
         if not path.is_dir():
             if not path.is_file():
@@ -46,8 +47,11 @@ def _hidden(path: Path) -> bool:
 
 
 def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], read: Reader) -> Source:
-    """A source of the records in `data.path`, a file or folder: held out are the documents of `data.val_path`; without
-    it those whose content hashes below `data.held_out` (the same text is never on both sides); of one, its end."""
+    """The source of the records in `data.path`, a file or folder.
+
+    The documents of `data.val_path` are held out. Without it, those whose content hashes below `data.held_out` are, so
+    that the same text is never on both sides; of a single document, its end.
+    """
     files = record_files(Path(config.path).expanduser(), suffixes, key="data.path")
     documents, unit = _read_all(files, read, key="data.path")
     if config.val_path is not None:
@@ -71,7 +75,7 @@ def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], rea
             f"data.path: {config.path!r} holds the id {lowest if lowest < 0 else largest}; allowed: 0 to {_MAX_ID}"
         )
     dtype = next(np.dtype(each) for each in ID_DTYPES if largest <= np.iinfo(each).max)
-    # Of all in the order of the files: what is held out follows from it.
+    # The documents in the order of the files. What is held out follows from it.
     contents = (each.astype(dtype, copy=False) for each in (*documents, *held))
     digest = fingerprint((f"{i}", each.nbytes, [each.tobytes()]) for i, each in enumerate(contents))
     train, held_out = (_joined(side, dtype) for side in sides)

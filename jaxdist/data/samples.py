@@ -1,6 +1,6 @@
-"""Samples of fixed shapes, such as an image and its label: read at random, or from a stream.
+"""Batches of samples with fixed shapes, such as an image and its label, from random access or from a stream.
 
-B = global batch.
+Legend: B global batch, n samples.
 """
 
 from collections import OrderedDict
@@ -12,16 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.data.loader import ROUNDS, ShuffledWindows, SpreadWindows, check_batch, global_batch_of, permute
+from jaxdist.data.loader import ROUNDS, GlobalBatches, ShuffledWindows, SpreadWindows, check_batch_split, permute
 from jaxdist.errors import UserError
 
-WEIGHTS = "weights"  # of a batch whose samples have none: float32 [B], 1 where a sample counts
+WEIGHTS = "weights"  # a leaf that is added to batches without one: float32 [B], 1 where a sample counts
 Rows = dict[str, np.ndarray]
 Leaves = dict[str, jax.ShapeDtypeStruct]
 
 
 class Samples(NamedTuple):
-    """Samples that can be read at random. leaves: of one sample. read: numbers (int64 [n]) -> leaves [n, ...]."""
+    """Samples with random access. leaves: of one sample. read: numbers (int64 [n]) -> leaves [n, ...]."""
 
     size: int
     leaves: Leaves
@@ -29,9 +29,14 @@ class Samples(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Samples that come in one order. start: number of the first -> the samples of an epoch from it on. size: how many
-    an epoch has; None: not known. take: what `start` gives, and its number -> leaves of one sample. buffer: how many
-    are shuffled together."""
+    """Samples that come in one order.
+
+    - size: the samples of an epoch; None if that is not known.
+    - leaves: of one sample.
+    - start: a number -> an iterator over an epoch, from the sample of this number on.
+    - take: an item of that iterator, and its number -> the leaves of the sample.
+    - buffer: the number of samples that are shuffled together.
+    """
 
     size: int | None
     leaves: Leaves
@@ -41,8 +46,10 @@ class Stream(NamedTuple):
 
 
 def sample_leaves(sample: Mapping[str, Any], *, where: str) -> Leaves:
-    """Shape and type of each part of a sample as devices get them: 8-byte numbers become 4-byte ones. Raises
-    `UserError` for what is no array of numbers; where: of its message."""
+    """Shapes and dtypes of a sample on devices: 8-byte numbers become 4-byte ones.
+
+    Raises `UserError` for what is not an array of numbers; its message begins with `where`.
+    """
     leaves = {}
     for name, value in sample.items():
         array = np.asarray(value)
@@ -54,8 +61,7 @@ def sample_leaves(sample: Mapping[str, Any], *, where: str) -> Leaves:
 
 
 def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
-    """Rows as type `dtype` of `sample_leaves`. Raises `UserError` for integers that it does not hold; where: of its
-    message."""
+    """Rows cast to `dtype`. Raises `UserError` for integers that do not fit; its message begins with `where`."""
     cast = np.asarray(rows).astype(dtype, copy=False)
     if np.issubdtype(dtype, np.integer) and not np.array_equal(cast, rows):
         limits = np.iinfo(dtype)
@@ -66,7 +72,7 @@ def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
 
 
 def batch_leaves(leaves: Leaves, global_batch: int) -> Leaves:
-    """Of a global batch, from those of a sample."""
+    """The leaves of a global batch, from those of a sample."""
     return {
         leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype)
         for leaf, like in with_weights(leaves).items()
@@ -74,11 +80,11 @@ def batch_leaves(leaves: Leaves, global_batch: int) -> Leaves:
 
 
 class ShuffledStream:
-    """Endless epochs of a stream in which each run of `buffer` samples is shuffled. Which sample is number k is a
-    function of (seed, k) and of the stream alone.
+    """Endless epochs of a stream, shuffled within runs of `buffer` samples. Sample k depends on (seed, k) and on the
+    stream alone.
 
-    Numbers are best asked for in rising order: for a smaller one than before, the stream is started anew. across: how
-    many samples lie between the smallest and the largest number of a step.
+    across: the distance between the smallest and the largest number of a step. Read numbers in rising order: a smaller
+    one starts the stream again.
     """
 
     def __init__(self, stream: Stream, *, seed: int, across: int) -> None:
@@ -88,7 +94,7 @@ class ShuffledStream:
         self._runs: OrderedDict[tuple[int, int], tuple[list[Any], np.ndarray]] = OrderedDict()
 
     def read(self, k: np.ndarray) -> Rows:
-        """Samples `k` (int64): leaves [n, ...]."""
+        """The leaves [n, ...] of samples `k` (int64 [n])."""
         taken = [self._one(int(each)) for each in k]
         return {
             leaf: np.stack([each[leaf] for each in taken]) if taken else np.zeros((0, *like.shape), like.dtype)
@@ -145,9 +151,13 @@ class ShuffledStream:
             )
 
 
-class SampleLoader:
-    """Global batches of samples, as `jaxdist.data.Loader` has them of windows. pick: numbers of samples (int64 [n]) ->
-    leaves [n, ...], weights among them. leaves: of one sample. batches: how many there are; None: no end."""
+class SampleLoader(GlobalBatches):
+    """Global batches of samples, like `jaxdist.data.Loader` for windows.
+
+    - pick: numbers of samples (int64 [n]) -> leaves [n, ...], with weights.
+    - leaves: of one sample.
+    - batches: the number of batches; None: endless.
+    """
 
     def __init__(
         self,
@@ -158,23 +168,17 @@ class SampleLoader:
         sharding: NamedSharding,
         batches: int | None = None,
     ) -> None:
-        check_batch(global_batch, sharding)
-        self.global_batch, self.sharding, self.batches, self.samples = global_batch, sharding, batches, pick
+        check_batch_split(global_batch, sharding)
+        self.global_batch, self.sharding, self.batches, self._pick = global_batch, sharding, batches, pick
         self.leaves = batch_leaves(leaves, global_batch)
 
-    def host_rows(self, step: int, rows: slice) -> Rows:
-        """Rows `rows` of the global batch of a step, on the host."""
-        if step < 0 or (self.batches is not None and step >= self.batches):
-            raise IndexError(f"no batch {step}: they are numbered from 0, there are {self.batches or 'endless ones'}")
-        return self.samples(step * self.global_batch + np.arange(self.global_batch)[rows])
-
-    def batch(self, step: int) -> dict[str, jax.Array]:
-        """The global batch of a step. No communication and no computation on devices."""
-        return global_batch_of(self, step)
+    def samples(self, k: np.ndarray) -> Rows:
+        """The leaves [n, ...] of samples `k` (int64), with weights."""
+        return self._pick(k)
 
 
 def with_weights(leaves: Leaves) -> Leaves:
-    """The leaves of a sample in a batch."""
+    """The leaves of a sample in a batch, which has weights."""
     return leaves if WEIGHTS in leaves else {**leaves, WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
 
 
@@ -196,15 +200,15 @@ def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSha
 
 
 def spread(samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None) -> SampleLoader:
-    """A fixed set for evaluation: `batches` batches at most, evenly spread; None: all samples. Rows that are left over
-    do not count."""
+    """A fixed set for evaluation of at most `batches` batches, evenly spread; None: all samples. Rows that are left
+    over have weight 0."""
     windows = SpreadWindows(samples.size + 1, seq_len=1, global_batch=global_batch, batches=batches)
     options = {"global_batch": global_batch, "sharding": sharding, "batches": windows.batches}
     return _of_windows(samples, windows, options)
 
 
 def _of_windows(samples: Samples, windows: ShuffledWindows | SpreadWindows, options: dict[str, Any]) -> SampleLoader:
-    """A sample is a window of one id and its target, as it were: the same shuffling, the same spreading."""
+    """A loader that shuffles or spreads samples as if each were a window of one id."""
     assert windows.count == samples.size
 
     def pick(k: np.ndarray) -> Rows:

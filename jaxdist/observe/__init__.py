@@ -1,13 +1,14 @@
-"""What is seen and kept of a run: console, metrics.jsonl, env.json and report.html. Nothing here imports JAX."""
+"""The record of a run: console, metrics.jsonl, env.json and report.html. Nothing here imports JAX.
+
+`jaxdist.observe.report` imports matplotlib, and so is imported only where a report is written.
+"""
 
 from jaxdist.observe.console import Console
 from jaxdist.observe.environment import environment, measured_on, redact, redact_command, redact_urls, write_environment
 from jaxdist.observe.metrics import MetricsWriter, read_metrics, work_unit
-from jaxdist.observe.report import LayoutRow, write_report
 
 __all__ = [
     "Console",
-    "LayoutRow",
     "MetricsWriter",
     "environment",
     "measured_on",
@@ -17,5 +18,4 @@ __all__ = [
     "redact_urls",
     "work_unit",
     "write_environment",
-    "write_report",
 ]

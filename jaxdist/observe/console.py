@@ -1,5 +1,6 @@
 """What a person sees while a run trains: a live bar on a terminal, plain lines in a log file."""
 
+import datetime
 import math
 import os
 import re
@@ -8,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TextIO
 
 _RECENT = 50  # step times the estimate of the remaining time looks at
@@ -26,10 +26,8 @@ def format_duration(seconds: float) -> str:
     """Hours, minutes and seconds as `1:02:03`; days in front when there are any."""
     if not math.isfinite(seconds):
         return _UNKNOWN
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
+    text = str(datetime.timedelta(seconds=max(0, round(seconds))))  # such as "1 day, 1:02:03"
+    return re.sub(r" days?,", "d", text)
 
 
 def _number(value: float) -> str:
@@ -127,19 +125,17 @@ class Console:
     def __enter__(self) -> "Console":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
-        fields = []
-        if "loss" in metrics:
-            fields.append(f"loss {_number(metrics['loss'])}")
-        if "grad_norm" in metrics:
-            fields.append(f"grad {metrics['grad_norm']:.3g}")
-        rates = [(unit, f"{unit}_per_s") for unit in ("tokens", "samples")]
-        return fields + [f"{unit}/s {_rate(metrics[key])}" for unit, key in rates if key in metrics]
+        shown: dict[str, tuple[str, Callable[[float], str]]] = {
+            "loss": ("loss", _number),
+            "grad_norm": ("grad", lambda norm: f"{norm:.3g}"),
+            "tokens_per_s": ("tokens/s", _rate),
+            "samples_per_s": ("samples/s", _rate),
+        }
+        return [f"{name} {text(metrics[key])}" for key, (name, text) in shown.items() if key in metrics]
 
     def _eta(self, step: int) -> str:
         """Remaining time from the median of recent steps: compilation and evaluations do not recur in every step."""

@@ -1,7 +1,7 @@
-"""Where a run happened: versions, devices, command and the few environment variables that matter, without secrets.
+"""The environment of a run for env.json, without secrets: versions, devices, command, and a few variables.
 
-Only variables on an allow-list are recorded. Names that look like secrets are redacted even there, and so are
-assignments to such names in the command and user names and passwords in URLs.
+Only variables on an allow-list are recorded. If their names look like secrets, the values are redacted. So are
+assignments to such names in the command, and user names and passwords in URLs.
 """
 
 import datetime
@@ -79,7 +79,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that a run stands on. None: not installed."""
+    """The versions of Python and of the packages that a run needs. None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -90,7 +90,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Revision of the checkout this package is tracked in; None without git or outside one (an installed package)."""
+    """The revision of the checkout that tracks this file; None without git, or for an installed package."""
     folder = Path(__file__).resolve().parent
 
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +110,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def measured_on() -> dict[str, str]:
-    """What belongs beside every measurement: date, command, versions, processor."""
+    """The conditions to record with a measurement: date, command, versions, processor."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
@@ -130,11 +130,12 @@ def environment(
     command: Sequence[str],
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What env.json holds, ready for JSON.
+    """The content of env.json.
 
-    `devices` are the kinds of all devices of the run ("NVIDIA H200", "cpu"), one string a device; `mesh` the sizes of
-    its axes; `command` the arguments as started (sys.argv). `environ` stands in for os.environ. A package that is not
-    installed has version None; `git` is None outside a checkout.
+    - devices: the kinds of all devices of the run ("NVIDIA H200", "cpu"), one string a device.
+    - mesh: the sizes of its axes.
+    - command: the arguments as started (sys.argv).
+    - environ: stands in for os.environ.
     """
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -152,5 +153,5 @@ def environment(
 
 
 def write_environment(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Write what `environment` returned as indented JSON, atomically."""
+    """Write the values of `environment` as indented JSON, atomically."""
     replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())

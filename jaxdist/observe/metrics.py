@@ -1,21 +1,18 @@
 """The record of a run: metrics.jsonl, one JSON object a line, readable while the run writes it.
 
-A line is `{"step": 10, "loss": 3.2, "grad_norm": 1.2, "tokens_per_s": 12345.6}`; evaluations carry `"eval/loss"`.
-Where data are samples, not tokens, it is "samples_per_s".
-Floats are written in the shortest form that reads back as the same float64. JSON has no NaN and no infinity: such a
-value is written as null beside a second key that says what it was, `{"loss": null, "loss/nonfinite": "nan"}` ("nan",
-"inf" or "-inf"), so that every line is valid JSON for any reader. `read_metrics` puts the float back.
+A line is `{"step": 10, "loss": 3.2, "grad_norm": 1.2, "tokens_per_s": 12345.6}`; evaluations carry `"eval/loss"`. Data
+that are samples, not tokens, have "samples_per_s". Floats are written in the shortest form that reads back as the same
+float64. JSON has no NaN and no infinity: `{"loss": null, "loss/nonfinite": "nan"}` ("nan", "inf" or "-inf") keeps every
+line valid, and `read_metrics` puts the float back.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
@@ -73,10 +70,6 @@ def _decode(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
-
-
 def _parse(path: Path, content: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     """(lines with their records, whether a torn last line was left out).
 
@@ -107,13 +100,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl; each line reaches the operating system before `write` returns. A line that cannot be
-    written, as on a full disk, is kept (`write` raises OSError), and goes before the next one.
+    """Appends lines to metrics.jsonl, on process 0. A line reaches the operating system before `write` returns. If it
+    cannot be written, as on a full disk, `write` raises OSError, and writes it before the next line.
 
-    `resume_step=k`: the run goes on after step k. Lines of later steps and a torn last line are dropped in one atomic
-    replacement, all others stay byte for byte; a missing file is an empty one. `resume_step=None`: a new run. A file
-    already there is kept beside it as `<name>.old` (replacing an earlier one).
-    Only one process may write: make it on process 0. UserError for a damaged file, see `read_metrics`.
+    resume_step: the step after which the run goes on. The lines of later steps and a torn last line are dropped in one
+    atomic replacement; all others stay byte for byte. None: a new run; a file that is there becomes `<name>.old`.
+    Raises `UserError` for a damaged file, see `read_metrics`.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None) -> None:
@@ -126,7 +118,7 @@ class MetricsWriter:
         self._file = self.path.open("ab", buffering=0)
 
     def _truncate(self, step: int) -> None:
-        content = _read(self.path)
+        content = self.path.read_bytes() if self.path.exists() else b""
         parsed, torn = _parse(self.path, content)
         kept = [line for line, record in parsed if record["step"] <= step]
         unfinished = bool(kept) and not kept[-1].endswith(b"\n")  # whole, but killed before its newline
@@ -175,9 +167,7 @@ class MetricsWriter:
     def __enter__(self) -> "MetricsWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -190,31 +180,14 @@ class Curve(NamedTuple):
 
 def curve(metrics: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> Curve:
     """The records that carry `key`, values times `factor`."""
-    points = [(record["step"], record[key]) for record in metrics if record.get(key) is not None]
-    steps, values = (np.array([point[i] for point in points], dtype=np.float64) for i in (0, 1))
-    return Curve(steps.astype(np.int64), values * factor)
+    found = [record for record in metrics if record.get(key) is not None]
+    steps = np.array([record["step"] for record in found], np.int64)
+    return Curve(steps, np.array([record[key] for record in found], np.float64) * factor)
 
 
 def work_unit(metrics: Iterable[Mapping[str, Any]]) -> str:
-    """What the records count: "samples" where they have "samples_per_s", else "tokens"."""
+    """The unit of work in the records: "samples" if they have "samples_per_s", else "tokens"."""
     return "samples" if any("samples_per_s" in record for record in metrics) else "tokens"
-
-
-def decimate(line: Curve, limit: int = 2000) -> Curve:
-    """At most about `limit` points: the smallest and the largest value of each stretch, so that no spike is lost."""
-    count = len(line.steps)
-    if count <= limit:
-        return line
-    edges = np.linspace(0, count, limit // 2 + 1).astype(int)
-    keep: set[int] = {0, count - 1}
-    for start, stop in itertools.pairwise(edges):
-        part = line.values[start:stop]
-        if np.isfinite(part).any():
-            keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
-        elif stop > start:
-            keep.add(start)  # the gap stays a gap
-    index = np.array(sorted(keep))
-    return Curve(line.steps[index], line.values[index])
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.observe import figures
 from jaxdist.observe.console import format_duration, printable
 from jaxdist.observe.environment import redact_urls
 from jaxdist.observe.metrics import Curve, curve, replace_file, work_unit
 
 _LONG = 12  # lists with more entries, and tables with more than 5 times as many rows, are folded
+_Record = Mapping[str, Any]  # a line of metrics.jsonl
 
 
 class LayoutRow(NamedTuple):
-    """One parameter: how it is cut, and the bytes one device holds against the bytes of the whole."""
+    """The layout of one parameter, and its bytes: of the part that one device holds, and of the whole."""
 
     path: str
     shape: tuple[int, ...]
@@ -29,21 +31,32 @@ class LayoutRow(NamedTuple):
     bytes_total: int
 
 
-class _Unit(NamedTuple):
-    """Unit of the losses shown; factors to it from nats and from bits per byte (None: it cannot be converted)."""
+class _Losses(NamedTuple):
+    """Losses and baselines in one unit."""
 
-    name: str
-    loss: float
-    baseline: float | None
+    train: Curve
+    evaluation: Curve
+    unit: str
+    baselines: dict[str, float]
+
+    @property
+    def own(self) -> tuple[str, float]:
+        """What baselines are compared with: the best evaluation or, without one, the last training loss; NaN for
+        neither."""
+        finite = self.evaluation.values[np.isfinite(self.evaluation.values)]
+        if finite.size:
+            return "best evaluation", float(finite.min())
+        return "final training loss", float(self.train.values[-1]) if self.train.steps.size else math.nan
 
 
-def _unit(data_info: Mapping[str, Any]) -> _Unit:
-    if "samples_per_step" in data_info:  # a loss of somebody else's: what it is in is not known
-        return _Unit("the model's own unit", 1.0, None)
-    if data_info.get("unit") == "bytes":
-        return _Unit("bits per byte", 1 / math.log(2), 1.0)
-    per_token = data_info.get("bytes_per_token")
-    return _Unit("nats per token", 1.0, None if per_token is None else math.log(2) * float(per_token))
+def _losses(metrics: Sequence[_Record], baselines: Mapping[str, float], data_info: Mapping[str, Any]) -> _Losses:
+    unit, nats, bits = "nats per token", 1.0, math.log(2)  # a factor for each, to the unit
+    if "samples_per_step" in data_info:  # the unit of a user's own loss is not known, and there are no baselines
+        unit = "the model's own unit"
+    elif data_info.get("unit") == "bytes":
+        unit, nats, bits = "bits per byte", 1 / math.log(2), 1.0
+    train, evaluation = (curve(metrics, key, nats) for key in ("loss", "eval/loss"))
+    return _Losses(train, evaluation, unit, {name: value * bits for name, value in baselines.items()})
 
 
 def _median(values: np.ndarray) -> float:
@@ -51,9 +64,9 @@ def _median(values: np.ndarray) -> float:
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def _rates(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, float, np.ndarray]:
-    """Tokens (or samples) per second, their median, and which steps are left out of it: those slower than half
-    (compilation)."""
+def _rates(metrics: Sequence[_Record]) -> tuple[Curve, float, np.ndarray]:
+    """Tokens (or samples) per second, their median, and a mask of the steps that the median leaves out: those slower
+    than half of it, because of compilation."""
     rates = curve(metrics, f"{work_unit(metrics)}_per_s")
     low = rates.values < _median(rates.values) / 2
     return rates, _median(rates.values[~low]), low
@@ -103,106 +116,68 @@ def _values(values: Mapping[str, Any]) -> str:
     return f'<div class="scroll"><table class="values"><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>"
-
-
 def _section(name: str, *parts: str) -> str:
     return f'<section id="{name.lower()}"><h2>{_text(name)}</h2>{"".join(parts)}</section>'
 
 
-def _wall_seconds(metrics: Sequence[Mapping[str, Any]], per_step: float | None) -> float | None:
-    """Seconds of training: from "wall_s" where lines have it (0 again after a resume), else from the rates."""
-    total = previous = 0.0
-    seen = False
-    for value in (float(record["wall_s"]) for record in metrics if record.get("wall_s") is not None):
-        total += previous if value < previous else 0.0
-        previous, seen = value, True
-    if seen:
-        return total + previous
-    rates = curve(metrics, f"{work_unit(metrics)}_per_s").values
-    rates = rates[np.isfinite(rates) & (rates > 0)]
-    return float((per_step / rates).sum()) if per_step and rates.size else None
+def _figure(image: str, caption: str) -> str:
+    return f"<figure>{image}<figcaption>{_text(caption)}</figcaption></figure>"
 
 
-def _seen(metrics: Sequence[Mapping[str, Any]], per_step: float | None) -> float | None:
-    recorded = [record["tokens"] for record in metrics if record.get("tokens") is not None]
-    if recorded:
-        return float(recorded[-1])
-    return per_step * max(record["step"] for record in metrics) if per_step and metrics else None
-
-
-def _summary(
-    metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], data_info: Mapping[str, Any], unit: _Unit
-) -> str:
-    train, evaluation = curve(metrics, "loss", unit.loss), curve(metrics, "eval/loss", unit.loss)
-    _, rate, _ = _rates(metrics)
-    counted = work_unit(metrics)
-    per_step = data_info.get(f"{counted}_per_step")
-    seen, wall = _seen(metrics, per_step), _wall_seconds(metrics, per_step)
-    finite = np.isfinite(evaluation.values)
-    cards: list[tuple[str, str, str]] = []
+def _cards(metrics: Sequence[_Record], losses: _Losses, data_info: Mapping[str, Any]) -> str:
+    """The summary at the top: (title, value, note) of each card."""
+    train, evaluation, work, (rates, rate, _) = losses.train, losses.evaluation, work_unit(metrics), _rates(metrics)
+    per_step = data_info.get(f"{work}_per_step") if metrics else None
+    usable = rates.values[np.isfinite(rates.values) & (rates.values > 0)]
+    seen, wall = ("-", "not recorded"), "-"
+    if per_step:
+        seen = f"{per_step * max(record['step'] for record in metrics):,.0f}", ""
+        wall = format_duration(float((per_step / usable).sum())) if usable.size else "-"
+    final, best = ("-", "no step recorded"), ("-", "no evaluation recorded")
     if train.steps.size:
-        cards.append(("Final training loss", _number(train.values[-1]), f"{unit.name}, step {train.steps[-1]:,}"))
-    else:
-        cards.append(("Final training loss", "-", "no step recorded"))
-    if finite.any():
-        best = int(np.nanargmin(np.where(finite, evaluation.values, np.nan)))
-        where = f"{unit.name}, step {evaluation.steps[best]:,}"
-        cards.append(("Best evaluation", _number(evaluation.values[best]), where))
-    else:
-        cards.append(("Best evaluation", "-", "no evaluation recorded" if not finite.size else "none is finite"))
-    cards.append(_baseline_card(baselines, _own_loss(metrics, unit), unit))
-    title = f"{counted.capitalize()} seen"
-    cards.append((title, "-", "not recorded") if seen is None else (title, f"{seen:,.0f}", ""))
-    cards.append(("Median throughput", f"{rate:,.0f}" if math.isfinite(rate) else "-", f"{counted}/s"))
-    cards.append(("Wall time", "-" if wall is None else format_duration(wall), "in training steps"))
+        final = _number(train.values[-1]), f"{losses.unit}, step {train.steps[-1]:,}"
+    if np.isfinite(evaluation.values).any():
+        where = int(np.argmin(np.where(np.isfinite(evaluation.values), evaluation.values, np.inf)))
+        best = _number(evaluation.values[where]), f"{losses.unit}, step {evaluation.steps[where]:,}"
+    elif evaluation.steps.size:
+        best = "-", "none is finite"
+    cards = [
+        ("Final training loss", *final),
+        ("Best evaluation", *best),
+        ("Baselines beaten", *_beaten(losses)),
+        (f"{work.capitalize()} seen", *seen),
+        ("Median throughput", f"{rate:,.0f}" if math.isfinite(rate) else "-", f"{work}/s"),
+        ("Wall time", wall, "in training steps"),
+    ]
     items = (f"<div><dt>{_text(a)}</dt><dd>{_text(b)}<small>{_text(c)}</small></dd></div>" for a, b, c in cards)
     return f'<dl class="cards">{"".join(items)}</dl>'
 
 
-def _own_loss(metrics: Sequence[Mapping[str, Any]], unit: _Unit) -> tuple[str, float]:
-    """What baselines are compared with: the best evaluation or, without one, the last training loss (NaN: neither)."""
-    evaluation = curve(metrics, "eval/loss", unit.loss).values
-    finite = evaluation[np.isfinite(evaluation)]
-    if finite.size:
-        return "best evaluation", float(finite.min())
-    train = curve(metrics, "loss", unit.loss).values
-    return "final training loss", float(train[-1]) if train.size else math.nan
+def _beaten(losses: _Losses) -> tuple[str, str]:
+    """How many baselines the run beats, and the hardest of these."""
+    name, own = losses.own
+    if not losses.baselines or not math.isfinite(own):
+        return "-", "nothing to compare"
+    beaten = {key: value for key, value in losses.baselines.items() if value > own}
+    hardest = min(beaten.items(), key=lambda item: item[1], default=None)
+    note = f"by the {name}" if hardest is None else f"hardest: {hardest[0]}, {_number(hardest[1])}"
+    return f"{len(beaten)} of {len(losses.baselines)}", note
 
 
-def _baseline_card(baselines: Mapping[str, float], own: tuple[str, float], unit: _Unit) -> tuple[str, str, str]:
-    if not baselines or unit.baseline is None or not math.isfinite(own[1]):
-        return "Baselines beaten", "-", "nothing to compare"
-    beaten = {name: value for name, value in baselines.items() if value * unit.baseline > own[1]}
-    if not beaten:
-        return "Baselines beaten", f"0 of {len(baselines)}", f"by the {own[0]}"
-    hardest = min(beaten, key=lambda name: beaten[name])
-    best = _number(beaten[hardest] * unit.baseline)
-    return "Baselines beaten", f"{len(beaten)} of {len(baselines)}", f"hardest: {hardest}, {best}"
-
-
-def _baseline_table(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], unit: _Unit) -> str:
-    if not baselines:
+def _baseline_table(losses: _Losses) -> str:
+    if not losses.baselines:
         return "<p>No baselines were given.</p>"
-    if unit.baseline is None:
-        rows: list[Sequence[object]] = [(key, _number(value)) for key, value in baselines.items()]
-        note = "<p>The data are tokens of unknown length in bytes, so these do not compare with the losses above.</p>"
-        return _table(["baseline", "bits per byte"], rows, right=[1]) + note
-    name, own = _own_loss(metrics, unit)
-    ordered = sorted(((key, value * unit.baseline) for key, value in baselines.items()), key=lambda item: -item[1])
+    name, own = losses.own
+    ordered = sorted(losses.baselines.items(), key=lambda item: -item[1])
     rows = [(key, _number(value), f"{value - own:+.4f}" if math.isfinite(own) else "-") for key, value in ordered]
-    return _table(["baseline", unit.name, f"minus the {name}"], rows, right=[1, 2])
+    return _table(["baseline", losses.unit, f"minus the {name}"], rows, right=[1, 2])
 
 
-def _loss_section(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], unit: _Unit) -> str:
-    from jaxdist.observe import figures
-
-    train, evaluation = curve(metrics, "loss", unit.loss), curve(metrics, "eval/loss", unit.loss)
-    drawn = {} if unit.baseline is None else {name: value * unit.baseline for name, value in baselines.items()}
-    svg = figures.loss_figure(train, evaluation, baselines=drawn, unit=unit.name)
+def _loss_section(losses: _Losses) -> str:
+    train, evaluation, unit, drawn = losses.train, losses.evaluation, losses.unit, losses.baselines
+    image = figures.loss_figure(train, evaluation, baselines=drawn, unit=unit)
     bad = train.steps[~np.isfinite(train.values)]
-    caption = f"Loss in {unit.name}" + (" (nats per byte divided by ln 2)." if unit.name == "bits per byte" else ".")
+    caption = f"Loss in {unit}" + (" (nats per byte divided by ln 2)." if unit == "bits per byte" else ".")
     if bad.size:
         caption += f" {bad.size:,} of {train.steps.size:,} steps had a loss that is not finite, first step {bad[0]:,}."
     if np.isfinite(train.values).any():
@@ -210,15 +185,13 @@ def _loss_section(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, 
         above = int((np.isfinite(train.values) & (train.values > high)).sum())
         caption += f" Steps above the axis: {above:,}." if above else ""
     rows = [(f"{step:,}", _number(value)) for step, value in zip(*evaluation, strict=True)]
-    table = _folded(f"Evaluations ({len(rows)})", _table(["step", unit.name], rows, right=[0, 1])) if rows else ""
-    return _section("Loss", _figure(svg, caption), _baseline_table(metrics, baselines, unit), table)
+    table = _folded(f"Evaluations ({len(rows)})", _table(["step", unit], rows, right=[0, 1])) if rows else ""
+    return _section("Loss", _figure(image, caption), _baseline_table(losses), table)
 
 
-def _throughput_section(metrics: Sequence[Mapping[str, Any]]) -> str:
-    from jaxdist.observe import figures
-
+def _throughput_section(metrics: Sequence[_Record]) -> str:
     (rates, median, low), unit = _rates(metrics), work_unit(metrics)
-    svg = figures.throughput_figure(rates, median=median, low=low, unit=unit)
+    image = figures.throughput_figure(rates, median=median, low=low, unit=unit)
     caption = f"{unit.capitalize()} per second, all devices together."
     if low.any():
         slow = rates.steps[low]
@@ -227,27 +200,23 @@ def _throughput_section(metrics: Sequence[Mapping[str, Any]]) -> str:
             f" Left out of the axis range and the median: {slow.size:,} of {rates.steps.size:,} steps, slower than half"
             f" the median (step {named}). The first step, and the first after a resume, include compilation."
         )
-    return _section("Throughput", _figure(svg, caption))
+    return _section("Throughput", _figure(image, caption))
 
 
 def _mesh_section(mesh_axes: Mapping[str, int], devices: Sequence[str]) -> str:
-    from jaxdist.observe import figures
-
     count = math.prod(mesh_axes.values())
     active = " × ".join(f"{axis} {size}" for axis, size in mesh_axes.items() if size > 1) or "every axis has size 1"
     kinds = Counter(devices)
     named = ", ".join(f"{n:,} × {kind}" for kind, n in kinds.most_common())
     named = named if len(kinds) <= 4 else f"{devices[0]} ... {devices[-1]}"
-    svg = figures.mesh_figure(mesh_axes, [printable(device) for device in devices])
+    image = figures.mesh_figure(mesh_axes, [printable(device) for device in devices])
     caption = f"{count:,} {'device' if count == 1 else 'devices'}: {active}. Devices: {named or 'not recorded'}."
     if not figures.draws_devices(mesh_axes):
         caption += " Each strip is one axis, outermost first; its note is the distance between neighbours along it."
-    return _section("Mesh", _figure(svg, caption))
+    return _section("Mesh", _figure(image, caption))
 
 
 def _layout_section(layout: Sequence[LayoutRow]) -> str:
-    from jaxdist.observe import figures
-
     units: dict[str, tuple[int, int]] = {}
     for row in layout:
         unit = re.split(r"[/.]", printable(row.path))[0]
@@ -255,57 +224,38 @@ def _layout_section(layout: Sequence[LayoutRow]) -> str:
         units[unit] = (part + row.bytes_per_device, whole + row.bytes_total)
     part, whole = sum(row.bytes_per_device for row in layout), sum(row.bytes_total for row in layout)
     held = f"Parameters: one device holds {figures.short_bytes(part)} of {figures.short_bytes(whole)}."
+    size = lambda row: map(figures.short_bytes, (row.bytes_per_device, row.bytes_total))  # noqa: E731
     rows = [
-        (
-            row.path,
-            " × ".join(map(str, row.shape)) or "scalar",
-            row.dtype,
-            row.spec,
-            row.shards,
-            figures.short_bytes(row.bytes_per_device),
-            figures.short_bytes(row.bytes_total),
-        )
+        (row.path, " × ".join(map(str, row.shape)) or "scalar", row.dtype, row.spec, row.shards, *size(row))
         for row in layout
     ]
     table = _table(["parameter", "shape", "dtype", "spec", "shards", "per device", "whole"], rows, right=[4, 5, 6])
     return _section("Layout", _figure(figures.layout_figure(units), held if rows else ""), table if rows else "")
 
 
+# The figures are drawn for a light page; on a dark one they are inverted, hues kept.
 _CSS = """
-:root { color-scheme: light dark; --page: #ffffff; --panel: #f5f7fa; --line: #d8dee7; --ink: #1b2430; --muted: #5b6777;
-  --grid: #e4e8ee; --train: #2563b8; --eval: #c2410c; --baseline: #6b7280; --whole: #cfdbec; --link: #1d4f9c; }
-@media (prefers-color-scheme: dark) { :root { --page: #12161c; --panel: #1a2029; --line: #323b48; --ink: #e4e9f0;
-  --muted: #9aa7b8; --grid: #29313c; --train: #6ea8f5; --eval: #f59a5b; --baseline: #98a3b3; --whole: #34465f;
-  --link: #8ab6f7; } }
+:root { color-scheme: light dark; --panel: #f5f7fa; --line: #d8dee7; --muted: #5b6777; --link: #1d4f9c; }
+@media (prefers-color-scheme: dark) { img { filter: invert(1) hue-rotate(180deg); }
+  :root { --panel: #1a2029; --line: #323b48; --muted: #9aa7b8; --link: #8ab6f7; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 16px/1.55 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+body { margin: 0; font: 16px/1.55 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
 main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { font-size: 1.75rem; line-height: 1.25; margin: 0 0 .35rem; overflow-wrap: anywhere; }
+h1, td { overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.75rem 0 .9rem; padding-bottom: .35rem; border-bottom: 1px solid var(--line); }
 nav { display: flex; flex-wrap: wrap; gap: .1rem 1rem; }
-nav a { color: var(--link); text-decoration: none; } nav a:hover { text-decoration: underline; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16rem, 45%), 1fr)); gap: .75rem;
-  margin: 1.5rem 0 0; }
-.cards div { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem; padding: .7rem .9rem; }
-.cards dt { color: var(--muted); font-size: .82rem; }
-.cards dd { margin: .1rem 0 0; font-size: 1.4rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.cards small { display: block; font-size: .78rem; font-weight: 400; color: var(--muted); }
-figure { margin: 0 0 1.25rem; } figure svg { display: block; width: 100%; height: auto; }
-figcaption, p { color: var(--muted); font-size: .9rem; margin: .6rem 0; }
+a, summary { color: var(--link); cursor: pointer; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16rem, 45%), 1fr)); gap: .75rem; }
+.cards div, pre { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem; padding: .7rem .9rem; }
+.cards dd { margin: 0; font-size: 1.4rem; font-weight: 600; }
+small { display: block; font-size: .78rem; font-weight: 400; }
+small, dt, figcaption, p, thead, .values th { color: var(--muted); font-size: .87rem; }
+figure { margin: 0 0 1.25rem; } img { width: 100%; }
 .scroll { overflow-x: auto; margin: .75rem 0; }
 table { border-collapse: collapse; font-size: .87rem; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .34rem .8rem .34rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; } thead th { color: var(--muted); white-space: nowrap; }
-tbody tr:last-child > * { border-bottom: 0; }
-.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-#layout td { white-space: nowrap; }
-#layout td:first-child, #layout td:nth-child(4) { font-family: ui-monospace, Menlo, Consolas, monospace; }
-.values th { width: 11rem; color: var(--muted); font-weight: 500; } .values td { overflow-wrap: anywhere; }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem; padding: .9rem 1rem;
-  overflow-x: auto; font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-summary { cursor: pointer; color: var(--link); }
+.n, #layout td { white-space: nowrap; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+pre { font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
@@ -315,7 +265,7 @@ def write_report(
     title: str,
     config_yaml: str,
     environment: Mapping[str, Any],
-    metrics: Sequence[Mapping[str, Any]],
+    metrics: Sequence[_Record],
     layout: Sequence[LayoutRow],
     mesh_axes: Mapping[str, int],
     devices: Sequence[str],
@@ -325,20 +275,19 @@ def write_report(
 ) -> None:
     """Write the page at `path`, atomically. Everything may be empty; losses may be NaN.
 
-    `metrics` are the records of `read_metrics`: "loss" and "eval/loss" in nats per token, "tokens_per_s"; optional
-    "tokens" (seen so far) and "wall_s" (since this process began to train). `devices` are kinds or names in mesh order,
-    `mesh_axes` the sizes of all axes, outermost first. `baselines` are in bits per byte. `data_info` is a source's
-    info: "unit" is "bytes" or "tokens"; optional "tokens_per_step" gives tokens seen and wall time where the records do
-    not say, and "bytes_per_token" makes baselines comparable with the losses of tokens. Of samples that are no ids the
-    records have "samples_per_s", `data_info` "samples_per_step", and losses are in whatever unit they are.
+    - metrics: the records of `read_metrics`. "loss" and "eval/loss" are in nats per token, or in the unit of a user's
+      own loss; with "tokens_per_s" or "samples_per_s".
+    - mesh_axes: the sizes of all axes, outermost first. devices: kinds or names in mesh order.
+    - baselines: in bits per token.
+    - data_info: of a source, with "tokens_per_step" or "samples_per_step"; "unit" is "bytes" or "tokens".
     """
-    unit = _unit(data_info)
+    losses = _losses(metrics, baselines, data_info)
     sample = f"<pre>{html.escape(printable(samples))}</pre>" if samples.strip() else "<p>No samples.</p>"
     shown_environment = {**environment, "command": " ".join(environment.get("command", []))}
     names = ["Loss", "Throughput", "Mesh", "Layout", "Samples", "Data", "Configuration", "Environment"]
     links = "".join(f'<a href="#{name.lower()}">{name}</a>' for name in names)
     sections = [
-        _loss_section(metrics, baselines, unit),
+        _loss_section(losses),
         _throughput_section(metrics),
         _mesh_section(mesh_axes, devices),
         _layout_section(layout),
@@ -352,6 +301,6 @@ def write_report(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{_CSS}</style></head>"
     )
-    top = f"<h1>{_text(title)}</h1><nav>{links}</nav>{_summary(metrics, baselines, data_info, unit)}"
+    top = f"<h1>{_text(title)}</h1><nav>{links}</nav>{_cards(metrics, losses, data_info)}"
     page = f"{head}\n<body><main>{top}\n" + "\n".join(sections) + "</main></body></html>\n"
     replace_file(path, page.encode())

@@ -4,7 +4,6 @@ diff, captured: the differentiated parameters, and those read without gradients;
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -23,6 +22,7 @@ from jaxdist.parallel.blocks.prefetch import PrefetchedBlocks
 from jaxdist.parallel.blocks.prefetch_embed_head import EmbedAndHead, only_read
 from jaxdist.parallel.blocks.remat import BLOCK_INPUT, after, rematerialise
 from jaxdist.parallel.blocks.sqrt_remat import SegmentedBlocks
+from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.run import blocks_of_chunk, on_first_stage, relay
 from jaxdist.parallel.schedule import Program, Stages
 from jaxdist.parallel.strategy import Strategy
@@ -30,6 +30,8 @@ from jaxdist.parallel.units import EMBED_LAYER, Units, fold
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree, unit_specs
+
+EVALUATION = StepOptions()  # of a program that is not differentiated
 
 
 def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
@@ -53,13 +55,14 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     return model._replace(embed=embed, block=block, head=head, logits=logits)
 
 
-def _check(model: ModelDef, remat: Remat, *, isolated: bool, prefetch: int) -> None:
+def _check(model: ModelDef, options: StepOptions) -> None:
     """Raise `UserError` for options that exclude each other."""
+    prefetch, deterministic = options.prefetch, options.grad_sync.deterministic
     if prefetch:
-        check_prefetched(remat)
-    if isolated:
-        check_deterministic(remat)
-    check_unrolled(model.scan_blocks, remat, prefetch=prefetch, deterministic=isolated)
+        check_prefetched(options.remat)
+    if deterministic:
+        check_deterministic(options.remat)
+    check_unrolled(model.scan_blocks, options.remat, prefetch=prefetch, deterministic=deterministic)
     if prefetch and model.stages:
         refuse_stages("parallel.prefetch: 1", allowed="0")
 
@@ -70,31 +73,16 @@ def _check_axes(units: Units) -> None:
         check_axis("context", lax.axis_size("context"))
 
 
-def make_program(
-    model: ModelDef,
-    strategy: Strategy,
-    specs: PyTree,
-    *,
-    remat: Remat,
-    isolated: bool = False,
-    prefetch: int = 0,
-    reduce_dtype: Any = None,
-    conditions: bool = True,
-) -> Program:
-    """The program of a model. Its microbatches are dicts of arrays [b, ...]; "keys" holds a dropout key per sample.
-
-    isolated: see `jaxdist.parallel.units.isolate`.
-    prefetch: 1 gathers each block while another one computes.
-    reduce_dtype: the dtype that gradients are reduced in; needed with prefetch.
-    conditions: see `Stages`.
-    """
-    _check(model, remat, isolated=isolated, prefetch=prefetch)
+def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: StepOptions = EVALUATION) -> Program:
+    """The program of a model. Its microbatches are dicts of arrays [b, ...]; "keys" holds a dropout key per sample."""
+    _check(model, options)
+    isolated, conditions = options.grad_sync.deterministic, options.pipeline_cond
     units = Units(model, strategy, unit_specs(specs), specs[STACKED], isolated, conditions)
     one = OneBlock(
         units.gather_block, units.run_block, (by_condition if conditions else by_mask) if model.stages else None
     )
     # Constants would be kept once for each block. Isolated blocks do that: they keep the same in every layout.
-    runner = _runner(one, remat, unroll=model.scan_blocks, constants=isolated)
+    runner = _runner(one, options.remat, unroll=model.scan_blocks, constants=isolated)
     run_blocks = differentiable(runner)
 
     def embed(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
@@ -102,7 +90,7 @@ def make_program(
             params = strategy.gather(diff, captured, units.specs["embed"])
         return units.run("embed", model.embed, params, batch, fold(batch["keys"], EMBED_LAYER))
 
-    embed = rematerialise(embed, remat, gathers=units.gathers_again("embed"), in_scan=False)
+    embed = rematerialise(embed, options.remat, gathers=units.gathers_again("embed"), in_scan=False)
 
     def head(diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         return _run_head(units, diff, captured, h, batch)
@@ -123,10 +111,10 @@ def make_program(
         h = through(diff, captured, embed(diff["embed"], captured["embed"], batch), batch)
         return on_first_stage(lambda h: head(diff, captured, h, batch), h)
 
-    if prefetch:
-        loss = _prefetched_loss(EmbedAndHead(units, embed, head), remat, reduce_dtype)
+    if options.prefetch:
+        loss = _prefetched_loss(EmbedAndHead(units, embed, head), options)
     stages = Stages(embed, head, runner, units.head_units, model.chunks, model.stages, conditions)
-    return Program(loss, hidden, None if prefetch or remat == "offload" else stages)
+    return Program(loss, hidden, None if options.prefetch or options.remat == "offload" else stages)
 
 
 def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -147,16 +135,17 @@ def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch:
     return units.run_head(params, table, h, batch)
 
 
-def _prefetched_loss(ends: EmbedAndHead, remat: Remat, reduce_dtype: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _prefetched_loss(ends: EmbedAndHead, options: StepOptions) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The loss of a model whose blocks are gathered ahead: see `PrefetchedBlocks`."""
-    assert reduce_dtype is not None, "needed with prefetch"
     units = ends.units
     reduce_block, sums = units.strategy.reduce_block, None
     if reduce_block is not None:
         # The runner sums a block's gradients itself: after their reduction, beside another block.
         sums = jax.named_scope(STACKED)(lambda grads: reduce_block(grads, units.stacked))
     gather = units._replace(strategy=units.strategy._replace(reduce_block=None)).gather_block
-    in_loop, outside = (rematerialise(units.run_block, remat, gathers=True, in_scan=loop) for loop in (True, False))
+    in_loop, outside = (
+        rematerialise(units.run_block, options.remat, gathers=True, in_scan=loop) for loop in (True, False)
+    )
 
     def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         _check_axes(units)
@@ -164,7 +153,12 @@ def _prefetched_loss(ends: EmbedAndHead, remat: Remat, reduce_dtype: Any) -> Cal
         slices, sliced, head = ends.slices(diff, captured, h, batch)
         rows = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=())
         runner = PrefetchedBlocks(
-            OneBlock(gather, in_loop), OneBlock(gather, outside), units.run_block, slices, reduce_dtype, sums
+            OneBlock(gather, in_loop),
+            OneBlock(gather, outside),
+            units.run_block,
+            slices,
+            options.precision.reduce,
+            sums,
         )
         h, whole = differentiable(runner)(rows, (h, sliced), batch["keys"])
         return head(whole, h)
@@ -190,7 +184,7 @@ def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[
 
     For sampling. The parameters are sharded as the strategy stores them.
     """
-    units, program = unit_specs(specs), make_program(model, strategy, specs, remat="none")
+    units, program = unit_specs(specs), make_program(model, strategy, specs)
     hidden = program.hidden
     assert hidden is not None
 

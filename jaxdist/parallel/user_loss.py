@@ -6,6 +6,7 @@ all reductions are the strategy's, explicit and outside autodiff, and the check 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -89,16 +90,8 @@ def program_and_region(
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     mode = options.remat
     if isinstance(model, ModelDef):
-        program = make_program(
-            in_precision(model, options.precision),
-            strategy,
-            specs,
-            remat=available(mode, mesh),
-            prefetch=options.prefetch,
-            reduce_dtype=options.precision.reduce,
-            isolated=options.sync.deterministic,
-            conditions=options.pipeline_cond,
-        )
+        options = replace(options, remat=available(mode, mesh))
+        program = make_program(in_precision(model, options.precision), strategy, specs, options)
         return program, jax.shard_map
     if options.prefetch:
         raise UserError(

@@ -1,22 +1,90 @@
-"""Evaluation during a run."""
+"""Evaluation and sampling: forward-only programs in the layout of training."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from jaxdist.build import make_model
+from jaxdist.collectives import psum, to_varying
 from jaxdist.data import BLOCK, Part, make_eval_loader
-from jaxdist.mesh import on_cpu
-from jaxdist.trainer.forward import make_eval_step
-from jaxdist.trainer.run import Run, forward_parts
+from jaxdist.mesh import BATCH_LIKE, batch_shards, on_cpu
+from jaxdist.nn import ModelDef
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.program import in_precision, make_logits, make_program
+from jaxdist.parallel.strategy import Strategy
+from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.specs import STACKED, PyTree, batch_spec
+from jaxdist.state import specs_of_arrays
+from jaxdist.trainer.run import RunPlan
+
+
+def _unused_keys(rows: int) -> jax.Array:
+    """Dropout keys that are never read: a model for evaluation has no dropout."""
+    return jax.random.split(jax.random.key(0), rows)
+
+
+def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., Any]:
+    """Compiled (params, batch) -> (loss sum, weight sum) over the global batch. `model` must have no dropout."""
+    program = make_program(model, strategy, specs)
+
+    def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        batch = to_varying({**batch, "keys": _unused_keys(rows)}, BATCH_LIKE)
+        return psum(to_varying(program.loss(*strategy.begin(params, specs, STACKED), batch), BATCH_LIKE), BATCH_LIKE)
+
+    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))
+
+
+def make_sampler(
+    model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy, *, temperature: float = 0.8
+) -> Callable[..., jax.Array]:
+    """Compiled (params, tokens [R, S], start, stop, key) -> tokens with positions start..stop-1 sampled in turn.
+
+    R must be divisible by the batch shards, stop at most S. Each token costs a forward pass over S positions: this is
+    for a look at what was learned, not for serving.
+    """
+    assert mesh.shape["context"] == 1, "sampling runs the model on whole sequences"
+    logits_of = make_logits(model, strategy, specs)
+
+    def region(params: PyTree, tokens: jax.Array, position: jax.Array) -> jax.Array:
+        batch = to_varying({"inputs": tokens, "keys": _unused_keys(tokens.shape[0])}, BATCH_LIKE)
+        return logits_of(params, batch, position)
+
+    rows = batch_spec(mesh)
+    forward = jax.shard_map(region, mesh=mesh, in_specs=(specs, rows, P()), out_specs=rows)
+
+    def sample(params: PyTree, tokens: jax.Array, start: jax.Array, stop: jax.Array, key: jax.Array) -> jax.Array:
+        def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
+            logits = forward(params, tokens, position - 1)
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+            return lax.dynamic_update_slice_in_dim(tokens, drawn[:, None].astype(tokens.dtype), position, axis=1)
+
+        return lax.fori_loop(start, stop, extend, tokens)
+
+    return jax.jit(sample)
+
+
+def forward_parts(plan: RunPlan) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
+    """The arguments of `make_eval_step` and `make_sampler`: the model without dropout, in the layout of the run."""
+    config, parts, mesh = plan.config, plan.parts, plan.mesh
+    strategy = get_strategy(parts.options)
+    precision, stages = parts.options.precision, mesh.shape["pipe"]
+    model = make_model(config, precision, stages=stages, training=False, attention=parts.attention[0])
+    return in_precision(model, precision), mesh, specs_of_arrays(parts.target.params), strategy
 
 
 class Evaluator:
-    """Mean loss over the same held-out windows or samples, every time; of a mixture, over those of each part."""
+    """Mean loss over a fixed set of held-out windows or samples; of a mixture, over a set of each part."""
 
-    def __init__(self, run: Run) -> None:
-        config, whole = run.config, [Part("", BLOCK, run.source)]
+    def __init__(self, plan: RunPlan, watch: Watch) -> None:
+        config, whole = plan.config, [Part("", BLOCK, plan.source)]
         self._parts = [
             (
                 part.name,
@@ -25,19 +93,23 @@ class Evaluator:
                     part.source,
                     seq_len=config.data.seq_len,
                     global_batch=config.data.global_batch,
-                    sharding=run.sharding,
+                    sharding=plan.sharding,
                     batches=config.train.eval_batches,
                 ),
             )
-            for part in run.source.parts or whole
+            for part in plan.source.parts or whole
         ]
-        self._step = make_eval_step(*forward_parts(run))
-        self._crumbs = run.watch.crumbs
-        self._unit, self._on_cpu = run.source.info["unit"], on_cpu(run.mesh)
+        self._step = make_eval_step(*forward_parts(plan))
+        self._crumbs = watch.crumbs
+        self._unit, self._on_cpu = plan.source.info["unit"], on_cpu(plan.mesh)
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """{"eval/loss": nats a token, for bytes "eval/bits_per_byte", of a mixture "eval/loss/NAME" for each part}.
-        The loss of a mixture is the mean of its parts' by their shares."""
+        """The metrics of an evaluation:
+
+        - "eval/loss": nats a token; of a mixture, the mean of its parts by their shares.
+        - "eval/bits_per_byte": where tokens are bytes.
+        - "eval/loss/NAME": of each part of a mixture.
+        """
         self._crumbs.enter("evaluation")
         mean, named = 0.0, dict[str, float]()
         for name, share, loader in self._parts:
@@ -51,3 +123,17 @@ class Evaluator:
             named |= {f"eval/loss/{name}": loss / weight} if name else {}
         bits = {"eval/bits_per_byte": mean / math.log(2)} if self._unit == "bytes" else {}
         return {"eval/loss": mean, **bits, **named}
+
+
+def sample_text(plan: RunPlan, params: PyTree) -> str:
+    """Text that the model writes after the prompt, one sample a batch shard. Needs a source of bytes."""
+    config, rows, length = plan.config, batch_shards(plan.mesh), plan.config.data.seq_len
+    prompt = np.frombuffer(config.train.sample_prompt.encode()[: length - 1] or b"\n", np.uint8)
+    stop = min(length, len(prompt) + config.train.sample_tokens)
+    tokens = np.zeros((rows, length), np.int32)
+    tokens[:, : len(prompt)] = prompt
+    sampler = make_sampler(*forward_parts(plan))
+    global_tokens = jax.make_array_from_callback(tokens.shape, plan.sharding, lambda index: tokens[index])
+    drawn = sampler(params, global_tokens, len(prompt), stop, jax.random.key(config.train.seed))
+    whole = multihost_utils.process_allgather(drawn, tiled=True)
+    return "\n\n".join(bytes(row[:stop].astype(np.uint8)).decode("utf-8", "replace") for row in np.asarray(whole))

@@ -1,4 +1,4 @@
-"""The header on the console: what runs."""
+"""The header of a run on the console: model, data, mesh, parallelism, memory."""
 
 import json
 import platform
@@ -9,7 +9,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxdist.build import prefetches_on
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
@@ -17,7 +16,7 @@ from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.runtime.cache import cache_row
 from jaxdist.runtime.rank_names import name_ranks
-from jaxdist.trainer.run import Run
+from jaxdist.trainer.run import TrainingRun
 
 
 def plural(word: str, count: int) -> str:
@@ -32,8 +31,8 @@ def describe_sync(sync: GradSync) -> str:
     return sync.algorithm + (f" ({sync.wire_dtype})" if sync.wire_dtype else "")
 
 
-def counted(number: int | None) -> str:
-    """ "10,855,127"; of a stream without an end that is known, "?"."""
+def with_commas(number: int | None) -> str:
+    """Such as "10,855,127"; "?" for the length of a stream that does not say it."""
     return "?" if number is None else f"{number:,}"
 
 
@@ -44,10 +43,14 @@ def process_hosts() -> list[str]:
     return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]
 
 
-def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
-    """Ranks, hosts, devices and how the mesh lies on them: "4 ranks on 2 hosts (0-1 on a; 2-3 on b), 2 devices each;
-    mesh: fsdp between hosts; data between processes of a host"."""
-    places = [f"{name_ranks(group).partition(' ')[2]} on {name}" for name, group in by_host(hosts).items()]
+def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
+    """Ranks, hosts, devices, and which axes of the mesh cross them.
+
+    "4 ranks on 2 hosts (0-1 on a; 2-3 on b), 2 devices each; mesh: fsdp between hosts; data between processes of a
+    host".
+    """
+    ranks_of = {name: [rank for rank, each in enumerate(hosts) if each == name] for name in dict.fromkeys(hosts)}
+    places = [f"{name_ranks(group).partition(' ')[2]} on {name}" for name, group in ranks_of.items()]
     shown = "; ".join(places[:4]) + (f"; and {len(places) - 4} more" if len(places) > 4 else "")
     process = np.vectorize(lambda device: device.process_index)(mesh.devices)
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
@@ -69,48 +72,44 @@ def describe_job(mesh: Mesh, hosts: Sequence[str]) -> str:
     )
 
 
-def by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
-    """Host names with their ranks, in the order of these."""
-    found: dict[str, list[int]] = {}
-    for rank, name in enumerate(hosts):
-        found.setdefault(name, []).append(rank)
-    return found
-
-
-def describe(run: Run) -> dict[str, str]:
-    """The header on the console: what runs."""
-    config, info = run.config, run.source.info
+def describe(run: TrainingRun) -> dict[str, str]:
+    """The rows of the header, by name."""
+    plan, progress = run.plan, run.progress
+    config, mesh, parts, info = plan.config, plan.mesh, plan.parts, plan.source.info
     parallel = config.parallel
-    schedule, microbatches = order_of_work(parallel.grad_sync, run.mesh, parallel.schedule, parallel.microbatches)
-    sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(run.mesh).items() if size > 1) or "one device"
-    kind = "simulated CPU" if on_cpu(run.mesh) else run.mesh.devices.flat[0].device_kind
-    near, far = resident_bytes(run.target) / 2**20, resident_bytes(run.target, on_host=True) / 2**20
+    sync = parts.options.grad_sync
+    schedule, microbatches = order_of_work(sync, mesh, parallel.schedule, parallel.microbatches)
+    sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items() if size > 1) or "one device"
+    kind = "simulated CPU" if on_cpu(mesh) else mesh.devices.flat[0].device_kind
+    near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
-        "run": str(run.folder),
-        "model": f"{config.model.describe()}, {run.model.parameters:,} parameters",
-        "data": f"{info['name']}: {counted(info['train'])} {info['unit']} to train on in {info['files']} files, "
-        f"{counted(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
-        "mesh": f"{sizes} ({run.mesh.size} {kind} {plural('device', run.mesh.size)}, "
+        "run": str(run.outputs.folder),
+        "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters",
+        "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
+        f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
+        "mesh": f"{sizes} ({mesh.size} {kind} {plural('device', mesh.size)}, "
         f"{jax.process_count()} {plural('process', jax.process_count())})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
-        + (", prefetching" if prefetches_on(config, run.mesh) else ""),
+        + (", prefetching" if parts.options.prefetch else ""),
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
     if ModelFacts.of(config.model.name).kernels:
-        kernel, why = run.attention
+        kernel, why = parts.attention
         rows["attention"] = kernel + (f", because {why}" if why else "")
-    if config.memory.offload.optimizer and (on_cpu(run.mesh) or not has_host_memory(run.mesh)):
+    if config.memory.offload.optimizer and (on_cpu(mesh) or not has_host_memory(mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
     if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
         rows["cache"] = cache
     if jax.process_count() > 1:
-        rows["job"] = describe_job(run.mesh, process_hosts())
+        rows["job"] = describe_ranks(mesh, process_hosts())
     if run.baselines:
         marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"
-    if run.first_step:
-        new = [f"\n{key} {json.dumps(now)} (was {json.dumps(before)})" for key, (before, now) in run.changed.items()]
-        rows["resumed"] = f"after step {run.first_step}{', with' if new else ''}{''.join(new)}"
+    if progress.first_step:
+        new = [
+            f"\n{key} {json.dumps(now)} (was {json.dumps(before)})" for key, (before, now) in progress.changed.items()
+        ]
+        rows["resumed"] = f"after step {progress.first_step}{', with' if new else ''}{''.join(new)}"
     return rows

@@ -1,4 +1,4 @@
-"""Finished steps on their way to console and metrics.jsonl, read one step late."""
+"""Metrics of finished steps, for the console and metrics.jsonl. They are read one step late."""
 
 import math
 import time
@@ -10,20 +10,21 @@ import jax
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, leaves_of
 from jaxdist.optim import learning_rates
-from jaxdist.trainer.failures.nonfinite import NonFinite, Spikes, is_bad, skip_line
-from jaxdist.trainer.run import Run
+from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.trainer.nonfinite import NonFinite, Spikes, is_bad, skip_line
+from jaxdist.trainer.run import Outputs, RunPlan
 
-T = TypeVar("T")
+_Batch = TypeVar("_Batch")
 
 
 class LateMetrics:
-    """Metrics of the step before: reading them never waits for the step that was just dispatched."""
+    """The metrics of the previous step. Reading them never waits for the step that was just dispatched."""
 
     def __init__(self) -> None:
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None
 
     def push(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, float]] | None:
-        """Hand in a dispatched step's metrics; get the previous step's values, if one is waiting."""
+        """Take a dispatched step's metrics. Returns the values of the previous step, if one is waiting."""
         for value in metrics.values():
             value.copy_to_host_async()
         ready = self.flush()
@@ -39,7 +40,7 @@ class LateMetrics:
 
 
 class Clock:
-    """Times between the moments at which steps were seen to be finished, evaluations left out."""
+    """The time between finished steps, evaluations left out."""
 
     def __init__(self, per_step: int, unit: str = "tokens") -> None:
         """A step has `per_step` tokens, or samples, as `unit` says."""
@@ -50,8 +51,8 @@ class Clock:
         """Do not count the time since the last step."""
         self._mark, self._waited = time.perf_counter(), 0.0
 
-    def awaited(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same, with the time that each was waited for counted."""
+    def awaited(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The same batches; the time that the loop waits for each is counted."""
         rest = iter(batches)
         while True:
             before = time.perf_counter()
@@ -63,8 +64,11 @@ class Clock:
             yield batch
 
     def read(self) -> dict[str, float]:
-        """Of the step that has just been seen: tokens_per_s or samples_per_s; data_wait, the fraction of its time that
-        the loop waited for the batch of the step after it."""
+        """The metrics of the step that has just finished:
+
+        - tokens_per_s or samples_per_s.
+        - data_wait: the fraction of its time that the loop waited for the next batch.
+        """
         now = time.perf_counter()
         seconds, waited = now - self._mark, self._waited
         self._mark, self._waited = now, 0.0
@@ -72,7 +76,7 @@ class Clock:
 
 
 def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
-    """How many tokens a step is trained on, "tokens"; or "samples", where they are no ids."""
+    """(tokens that a step is trained on, "tokens"); where samples are not ids, (samples, "samples")."""
     leaves = leaves_of(source, global_batch=config.data.global_batch, seq_len=config.data.seq_len)
     if source.vocab and "targets" in leaves:
         return math.prod(leaves["targets"].shape), "tokens"
@@ -80,13 +84,14 @@ def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
 
 
 class Recorder:
-    """Takes finished steps to console and metrics.jsonl."""
+    """Writes finished steps to the console and metrics.jsonl, and raises `NonFinite` for what must not go on."""
 
-    def __init__(self, run: Run, spikes: Spikes) -> None:
-        self._run, self._spikes = run, spikes
+    def __init__(self, plan: RunPlan, outputs: Outputs, watch: Watch, spikes: Spikes) -> None:
+        self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
+        self._max_skips = plan.parts.options.max_skips
         self._late, self._unwritten = LateMetrics(), False
-        self._rates = learning_rates(run.config.optimizer, run.config.train.steps)
-        self._clock = Clock(*work_of_a_step(run.config, run.source))
+        self._rates = learning_rates(plan.config.optimizer, plan.config.train.steps)
+        self._clock = Clock(*work_of_a_step(plan.config, plan.source))
         self.awaited = self._clock.awaited
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -105,17 +110,17 @@ class Recorder:
     ) -> dict[str, float]:
         if finished is None:
             return {}
-        self._run.watch.crumbs.at_step("record")
+        self._crumbs.at_step("record")
         step, values = finished
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
         metrics = {"loss": loss, **values, "lr": float(rate), **self._clock.read()}
         metrics |= {"skipped": skipped} if in_a_row else {}
-        self._run.console.step(step, metrics)
+        self._outputs.console.step(step, metrics)
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
-            self._run.console.evaluation(step, evaluation)
+            self._outputs.console.evaluation(step, evaluation)
         self._write(step, metrics | evaluation)
         if is_bad(loss, norm) or in_a_row:
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
@@ -124,25 +129,27 @@ class Recorder:
         return evaluation
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        """To metrics.jsonl. A full disk is said once, and does not end the run before its end."""
-        if self._run.metrics is None:
+        """Write a line of metrics.jsonl. A full disk is said once, and does not end the run before its end."""
+        if self._outputs.metrics is None:
             return
         try:
-            self._run.metrics.write(step, metrics)
+            self._outputs.metrics.write(step, metrics)
             self._unwritten = False
         except OSError as error:
             if not self._unwritten:
-                self._run.console.line(f"warning: metrics.jsonl, step {step}: {error.strerror}; kept for the next one")
+                self._outputs.console.line(
+                    f"warning: metrics.jsonl, step {step}: {error.strerror}; kept for the next one"
+                )
             self._unwritten = True
 
     def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None) -> None:
         """Say that a step was skipped, or raise `NonFinite`."""
-        limit = self._run.max_skips
+        limit = self._max_skips
         if 0 < in_a_row <= limit:
-            self._run.console.line(skip_line(step, loss, norm, scale))
+            self._outputs.console.line(skip_line(step, loss, norm, scale))
             return
         name, value = ("grad_norm", norm) if math.isfinite(loss) else ("loss", loss)
         row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""
-        other = "" if self._run.config.precision.policy == "fp32" else ", or precision=fp32"
+        other = "" if self._config.precision.policy == "fp32" else ", or precision=fp32"
         text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr{other}"
         raise NonFinite(step, text, guarded=in_a_row > 0)

@@ -1,30 +1,26 @@
-"""What must not change between a checkpoint and its resumption, and what may but is said."""
+"""Resuming: the newest intact checkpoint, what must not differ from it, and what may differ but is said."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
+from jaxdist.precision.loss_scale import released
+from jaxdist.state import TrainState
+from jaxdist.trainer.failures.same_program import settings_by_key
 
-MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # of section precision, on resuming
+PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # on resuming
 
 
-def identity(config: Config, source: Source) -> dict[str, Any]:
-    """What must not change between a checkpoint and its resumption: it would be another experiment under the same
-    name."""
-    data = {**what(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
-    whole = {
-        "model": what(config.model),
-        "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
-        "precision": {key: value for key, value in asdict(config.precision).items() if key not in MAY_CHANGE},
-        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
-        "train": {"seed": config.train.seed},
-    }
-    return json.loads(json.dumps(whole))  # as it will come back
+def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back: lists in place of tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
 
 
 def what(section: Any) -> dict[str, Any]:
@@ -32,30 +28,31 @@ def what(section: Any) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in fields(section) if not each.metadata["rule"].how}
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """All keys by their names, "optimizer.lr", with the values as a checkpoint holds them."""
-
-    def flat(tree: dict[str, Any], start: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in tree.items():
-            found |= flat(value, f"{start}{key}.") if isinstance(value, dict) else {start + key: value}
-        return found
-
-    known: dict[str, Any] = json.loads(json.dumps(flat(asdict(config), "")))
-    return known
+def identity(config: Config, source: Source) -> dict[str, Any]:
+    """The settings that make a run this experiment. Resuming with another value of one is refused."""
+    data = {**what(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
+    precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
+    whole = {
+        "model": what(config.model),
+        "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
+        "precision": precision,
+        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
+        "train": {"seed": config.train.seed},
+    }
+    return _as_saved(whole)
 
 
 def record(config: Config, source: Source, *, passed: int = 0, forced: Sequence[Any] = ()) -> dict[str, Any]:
-    """What is saved beside a state. passed: batches that were passed over. forced: see `Run.forced`."""
+    """The record that is saved beside a state. passed and forced: see `jaxdist.trainer.run.Progress`."""
     more = {"forced": list(forced)} if forced else {}
-    return identity(config, source) | {"config": settings_of(config), "batches_passed": passed} | more
+    return identity(config, source) | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed} | more
 
 
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:
-    """key -> [value in a checkpoint's record, value now], for all that differ and are in both."""
+    """Settings that differ: {key: [value in a checkpoint's record, value now]}, for keys that are in both."""
     before = saved.get("config", saved.get("schedule", {}))  # older versions saved the optimizer's keys only
     before = before | {f"model.{key}": value for key, value in saved.get("model", {}).items()}  # and null for defaults
-    now = settings_of(config)
+    now = _as_saved(settings_by_key(config))
     del now["checkpoint.resume"]
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}
 
@@ -66,9 +63,9 @@ def show_changes(changed: dict[str, list[Any]], limit: int | None = None) -> str
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if limit and len(texts) > limit else "")
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """key -> [value in a checkpoint's record, value now], where `identity` differs."""
-    # Older versions had no other.
+def identity_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """The keys of `identity` that differ: {key: [value in a checkpoint's record, value now]}."""
+    # Older versions knew no other values of these keys.
     older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}}
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]
@@ -85,8 +82,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list[An
 def check_identity(
     saved: dict[str, Any], now: dict[str, Any], folder: Path, *, force: bool = False
 ) -> dict[str, list[Any]]:
-    """Raise `UserError` naming what differs, unless `force`d to go on. Returns what differs all the same."""
-    found = differences(saved, now)
+    """Raise `UserError` naming what differs, unless `force` is set. Returns `identity_changes`."""
+    found = identity_changes(saved, now)
     if found and not force:
         key, (before, value) = next(iter(found.items()))
         others = {name: values for name, values in found.items() if name != key}
@@ -96,3 +93,47 @@ def check_identity(
             "another run with --run-dir, or checkpoint.resume=force to go on all the same"
         )
     return found
+
+
+class Restored(NamedTuple):
+    """The content of a checkpoint that a run goes on from.
+
+    - meta: the record that was saved with the state.
+    - forced: what `checkpoint.resume=force` let pass, {key: [before, now]}.
+    """
+
+    state: TrainState
+    meta: dict[str, Any]
+    forced: dict[str, list[Any]]
+
+
+def restore_newest(
+    checkpoints: Checkpoints,
+    config: Config,
+    source: Source,
+    target: TrainState,
+    *,
+    folder: Path,
+    say: Callable[[str], None],
+) -> Restored | None:
+    """The newest intact checkpoint in the layout of `target`, or None if there is none.
+
+    say: is called with one line about each damaged checkpoint. Raises `UserError` where `checkpoint.resume` or the
+    run's identity does not allow it.
+    """
+    latest = checkpoints.latest()
+    if latest is not None and config.checkpoint.resume == "never":
+        raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
+    if latest is None and config.checkpoint.resume == "must":
+        raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
+    latest = checkpoints.newest_intact(say)
+    if latest is None:
+        return None
+    if latest > config.train.steps:
+        raise UserError(
+            f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
+        )
+    meta, force = checkpoints.meta(latest), config.checkpoint.resume == "force"
+    forced = check_identity(meta, identity(config, source), folder, force=force)
+    state = checkpoints.restore(latest, target)
+    return Restored(state._replace(guard=released(state.guard)), meta, forced)

@@ -1,13 +1,13 @@
-"""What a training run is made of: data, mesh, model, laid-out state and the run directory, built from a
-configuration."""
+"""A training run: its plan (configuration, devices, data, program), its progress, and its outputs.
 
-import functools
+`build` makes the three from a configuration and a run directory. The other modules of this folder take what they need.
+"""
+
 import json
 import math
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist.build import assemble, make_model
+from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.load import to_yaml
@@ -24,132 +24,162 @@ from jaxdist.data import Source, batch_shapes, bigram_bits, load_source, trigram
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
-from jaxdist.nn import ModelDef
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
-from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.program import in_precision
-from jaxdist.parallel.strategy import Strategy
-from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.specs import BATCH_SPEC, PyTree
-from jaxdist.state import TrainState, specs_of_arrays
-from jaxdist.train_step import TrainStep
-from jaxdist.trainer.failures.diagnose import make_diagnosis
+from jaxdist.specs import BATCH_SPEC
+from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import facts_of_program
-from jaxdist.trainer.resume import changed_settings, check_identity, identity, show_changes
+from jaxdist.trainer.resume import changed_settings, restore_newest, show_changes
 
 
-@dataclass
-class Run:
-    """Everything a run is made of. Only `state` changes, and by a rollback the fields that follow it: first_step, the
-    step that the loop starts after; passed, the batches that were passed over so far; rollbacks, how many to which
-    step. changed: of the configuration, since the checkpoint that was resumed, key -> [before, now]. forced: what was
-    changed by `checkpoint.resume=force`, now or before: {"step", "changed"}."""
+class RunPlan(NamedTuple):
+    """What trains. It does not change during a run."""
 
     config: Config
-    folder: Path
     mesh: Mesh
     source: Source
-    options: StepOptions
-    attention: tuple[str, str | None]
-    model: ModelDef
-    target: TrainState
-    step: TrainStep
-    state: TrainState
-    first_step: int
-    passed: int
-    rollbacks: dict[int, int]
-    max_skips: int
-    diagnosis: Callable[[Mesh], Any]
-    checkpoints: Checkpoints
-    console: Console
-    metrics: MetricsWriter | None  # None on processes other than 0
-    baselines: dict[str, float]
-    cache: CacheHits
-    samples: MetricsWriter | None  # `observe.samples`
-    changed: dict[str, list[Any]]
-    forced: list[dict[str, Any]]
-    watch: Watch
+    parts: Parts
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of every batch leaf."""
+        """The layout of every leaf of a batch."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
 
-def forward_parts(run: Run) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
-    """What forward-only programs (`jaxdist.trainer.forward`) are made of: the model without dropout, in the
-    run's layout."""
-    strategy = get_strategy(run.options)
-    precision, stages = run.options.precision, run.mesh.shape["pipe"]
-    model = make_model(run.config, precision, stages=stages, training=False, attention=run.attention[0])
-    return in_precision(model, precision), run.mesh, specs_of_arrays(run.target.params), strategy
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run has come. `state` changes with each step, the other fields with a rollback only.
 
-
-class Beginning(NamedTuple):
-    """What a run goes on from. meta: the record of the checkpoint, {} without one. forced: what
-    `checkpoint.resume=force` let pass, key -> [before, now]."""
+    - first_step: the step that the loop starts after.
+    - passed: the number of batches that rollbacks have skipped.
+    - rollbacks: {step of a checkpoint: how often the run went back to it}.
+    - changed: settings that differ from the checkpoint that was resumed, {key: [before, now]}.
+    - forced: the changes of a run's identity that `checkpoint.resume=force` let pass, each {"step", "changed"}.
+    """
 
     state: TrainState
-    meta: dict[str, Any]
-    forced: dict[str, list[Any]]
+    first_step: int
+    passed: int = 0
+    rollbacks: dict[int, int] = field(default_factory=dict)
+    changed: dict[str, list[Any]] = field(default_factory=dict)
+    forced: list[dict[str, Any]] = field(default_factory=list)
 
 
-def restore_or_init(
-    config: Config,
-    folder: Path,
-    checkpoints: Checkpoints,
-    *,
-    source: Source,
-    target: TrainState,
-    fresh: Callable[[], TrainState],
-    say: Callable[[str], None],
-) -> Beginning:
-    """The state of the newest checkpoint that is not damaged, if the run directory has one and `checkpoint.resume`
-    allows, else `fresh()`. say: gets a line for what is damaged."""
-    latest = checkpoints.latest()
-    if latest is not None and config.checkpoint.resume == "never":
-        raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
-    if latest is None and config.checkpoint.resume == "must":
-        raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
-    latest = checkpoints.newest_intact(say)
-    if latest is not None:
-        if latest > config.train.steps:
-            raise UserError(
-                f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
-            )
-        meta, force = checkpoints.meta(latest), config.checkpoint.resume == "force"
-        forced = check_identity(meta, identity(config, source), folder, force=force)
-        state = checkpoints.restore(latest, target)
-        return Beginning(state._replace(guard=released(state.guard)), meta, forced)
-    return Beginning(fresh(), {}, {})
+@dataclass(kw_only=True)
+class Outputs:
+    """Where a run writes: the console and the run directory. metrics and samples (`observe.samples`) are the files of
+    process 0; they are None on the others."""
+
+    folder: Path
+    console: Console
+    checkpoints: Checkpoints
+    metrics: MetricsWriter | None = None
+    samples: MetricsWriter | None = None
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Add a line to incidents.jsonl, on process 0. Where that fails, as on a full disk, the console says so."""
+        if jax.process_index() != 0:
+            return
+        try:
+            with (self.folder / "incidents.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self.console.line(f"incidents.jsonl: {error.strerror}; not written: {json.dumps(record)}")
+
+    def report_damage(self, line: str) -> None:
+        """Say on the console and in incidents.jsonl what is wrong with a checkpoint."""
+        self.console.line(f"warning: {line}")
+        self.note({"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
+
+    def report_forced(self, step: int, changed: dict[str, list[Any]]) -> None:
+        """Say on the console and in incidents.jsonl that the run goes on with another identity."""
+        line = f"checkpoint.resume=force: goes on after step {step} as another run: {show_changes(changed)}"
+        self.console.line(f"warning: {line}")
+        self.note({"step": step, "what": line, "action": "forced", "changed": changed})
+
+    def open_files(self, plan: RunPlan, stack: ExitStack, *, resume_step: int | None) -> None:
+        """Write what is known before the first step, and open the files of metrics."""
+        opened = lambda name: stack.enter_context(MetricsWriter(self.folder / name, resume_step=resume_step))  # noqa: E731
+        self.metrics = opened("metrics.jsonl")
+        self.samples = opened("samples.jsonl") if plan.config.observe.samples else None
+        (self.folder / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")
+        write_environment(self.folder / "env.json", {**run_environment(plan.mesh), "data": plan.source.info})
+
+    def close_metrics(self) -> None:
+        """Close metrics.jsonl. A full disk is said, and does not end the run."""
+        try:
+            if self.metrics is not None:
+                self.metrics.close()
+        except OSError as error:
+            self.console.line(f"warning: metrics.jsonl: {error.strerror}; the last lines are not in it")
 
 
-def note(folder: Path, console: Console, record: dict[str, Any]) -> None:
-    """Add a line to incidents.jsonl, on process 0. Where that fails, as on a full disk, the console says so."""
-    if jax.process_index() != 0:
-        return
-    try:
-        with (folder / "incidents.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        console.line(f"incidents.jsonl: {error.strerror}; not written: {json.dumps(record)}")
+@dataclass(kw_only=True)
+class TrainingRun:
+    """A run that is ready for its first step. baselines: bits per token of counting models, by name."""
+
+    plan: RunPlan
+    progress: Progress
+    outputs: Outputs
+    baselines: dict[str, float]
+    watch: Watch
+    cache: CacheHits
 
 
-def report_damage(folder: Path, console: Console, line: str) -> None:
-    """Say on the console and in incidents.jsonl what is wrong with a checkpoint."""
-    console.line(f"warning: {line}")
-    note(folder, console, {"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
+def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> TrainingRun:
+    """Load the data, lay out the state, and write what is known before the first step. What must be closed is entered
+    into `stack`."""
+    cache = stack.enter_context(CacheHits())
+    mesh = make_mesh(**asdict(config.mesh))
+    parts = assemble(config, mesh)
+    keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
+    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", **keeping, order=parts.order))
+    checkpoints.look_ahead()  # while the data is read
+    plan = RunPlan(config, mesh, load_data(config), parts)
+    if jax.process_count() > 1:
+        watch.agree(facts_of_program(config, parts, mesh, plan.source))
+    watch.crumbs.enter("restore")
+    lead, observe = jax.process_index() == 0, config.observe
+    console = Console(config.train.steps, mode=observe.console, log_every=observe.log_every, enabled=lead)
+    outputs = Outputs(folder=folder, console=stack.enter_context(console), checkpoints=checkpoints)
+    progress = restore_or_init(plan, outputs)
+    if lead:
+        resumed = progress.first_step if checkpoints.latest() is not None else None
+        outputs.open_files(plan, stack, resume_step=resumed)
+    baselines = ngram_baselines(plan.source) if lead else {}
+    return TrainingRun(plan=plan, progress=progress, outputs=outputs, baselines=baselines, watch=watch, cache=cache)
 
 
-def report_forced(folder: Path, console: Console, step: int, changed: dict[str, list[Any]]) -> None:
-    """Say on the console and in incidents.jsonl that the run is another one from here on."""
-    line = f"checkpoint.resume=force: goes on after step {step} as another run: {show_changes(changed)}"
-    console.line(f"warning: {line}")
-    note(folder, console, {"step": step, "what": line, "action": "forced", "changed": changed})
+def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:
+    """The progress of the newest intact checkpoint if the run directory has one, otherwise a new state."""
+    config, parts = plan.config, plan.parts
+    found = restore_newest(
+        outputs.checkpoints, config, plan.source, parts.target, folder=outputs.folder, say=outputs.report_damage
+    )
+    if found is None:
+        state = init_state(parts.model, parts.optimizer, plan.mesh, parts.options)
+        return Progress(state=state, first_step=int(jax.device_get(state.step)))
+    step, forced = int(jax.device_get(found.state.step)), found.meta.get("forced", [])
+    if found.forced:
+        forced = [*forced, {"step": step, "changed": found.forced}]
+        outputs.report_forced(step, found.forced)
+    return Progress(
+        state=found.state,
+        first_step=step,
+        passed=found.meta.get("batches_passed", 0),
+        changed=changed_settings(found.meta, config),
+        forced=forced,
+    )
+
+
+def load_data(config: Config) -> Source:
+    """The data of this configuration. Raises `UserError` where the model cannot be trained on it."""
+    source = load_source(config.data)
+    check_vocabulary(config, source)
+    check_leaves(config, source)
+    return packed(config, source)
 
 
 def check_vocabulary(config: Config, source: Source) -> None:
@@ -161,7 +191,7 @@ def check_vocabulary(config: Config, source: Source) -> None:
 
 
 def check_leaves(config: Config, source: Source) -> None:
-    """Raise `UserError` when samples are not what the model takes. What one of somebody else's takes is not known."""
+    """Raise `UserError` when samples are not what the model takes. Of a user's own model that is not known."""
     first, wanted = source.first, batch_shapes(1, 1)
     if isinstance(first, np.ndarray) or not ModelFacts.of(config.model.name).ids_only:
         return
@@ -188,90 +218,17 @@ def packed(config: Config, source: Source) -> Source:
     return source
 
 
-def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Run:
-    """Load the data, lay out the state, write what is known before the first step."""
-    lead, cache = jax.process_index() == 0, stack.enter_context(CacheHits())
-    mesh = make_mesh(**asdict(config.mesh))
-    parts = assemble(config, mesh)
-    keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
-    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", **keeping, order=parts.order))
-    checkpoints.look_ahead()  # while the data is read
-    source = load_source(config.data)
-    check_vocabulary(config, source)
-    check_leaves(config, source)
-    source = packed(config, source)
-    if jax.process_count() > 1:
-        watch.agree(facts_of_program(config, parts, mesh, source))
-    watch.crumbs.enter("restore")
-    console = stack.enter_context(
-        Console(config.train.steps, mode=config.observe.console, log_every=config.observe.log_every, enabled=lead)
-    )
-    diagnosis = functools.partial(make_diagnosis, parts.model, numbers=parts.order.tolist(), options=parts.options)
-    fresh = functools.partial(init_state, parts.model, parts.optimizer, mesh, parts.options)
-    begun = restore_or_init(
-        config,
-        folder,
-        checkpoints,
-        source=source,
-        target=parts.target,
-        fresh=fresh,
-        say=functools.partial(report_damage, folder, console),
-    )
-    first_step = int(jax.device_get(begun.state.step))
-    forced = begun.meta.get("forced", [])
-    if begun.forced:
-        forced = [*forced, {"step": first_step, "changed": begun.forced}]
-        report_forced(folder, console, first_step, begun.forced)
-    metrics = samples = None
-    if lead:
-        resumed = first_step if checkpoints.latest() is not None else None
-        metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl", resume_step=resumed))
-        if config.observe.samples:
-            samples = stack.enter_context(MetricsWriter(folder / "samples.jsonl", resume_step=resumed))
-        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        write_environment(folder / "env.json", {**run_environment(mesh), "data": source.info})
-    baselines = ngram_baselines(source) if lead else {}
-    return Run(
-        config,
-        folder,
-        mesh,
-        source,
-        parts.options,
-        parts.attention,
-        parts.model,
-        parts.target,
-        parts.step,
-        begun.state,
-        first_step,
-        begun.meta.get("batches_passed", 0),
-        {},
-        parts.options.max_skips,
-        diagnosis,
-        checkpoints,
-        console,
-        metrics,
-        baselines,
-        cache,
-        samples,
-        changed_settings(begun.meta, config),
-        forced,
-        watch,
-    )
-
-
 def ngram_baselines(source: Source) -> dict[str, float]:
     """Bits per token of counting models on the held-out text; empty for mixtures, samples, too large vocabularies."""
     if source.parts or not isinstance(source.train, np.ndarray) or not isinstance(source.held_out, np.ndarray):
         return {}
-    bits = {
-        "bigram": bigram_bits(source.train, source.held_out, source.vocab),
-        "trigram": trigram_bits(source.train, source.held_out, source.vocab),
-    }
+    models = {"bigram": bigram_bits, "trigram": trigram_bits}
+    bits = {name: count(source.train, source.held_out, source.vocab) for name, count in models.items()}
     return {name: value for name, value in bits.items() if not math.isnan(value)}
 
 
 def run_environment(mesh: Mesh) -> dict[str, Any]:
-    """What env.json says."""
+    """The content of env.json."""
     kinds = [device.device_kind for device in mesh.devices.flat]
     described = environment(process_count=jax.process_count(), devices=kinds, mesh=sizes_of(mesh), command=sys.argv)
     return {**described, "compiler": settings()}

@@ -1,8 +1,8 @@
-"""`observe.samples`: which samples each step was trained on, read from the arrays that the devices got.
+"""Hashes of the samples that each step was trained on, for `observe.samples`.
 
-A line of samples.jsonl is {"step": 1, "samples": [hash of each row of the global batch]}. What the seed chose is not
-asked: rows are hashed as they lie on the devices, inputs, targets and weights. So two runs saw the same data, in
-whatever layout, exactly if their files are equal.
+A line of samples.jsonl is {"step": 1, "samples": [hash of each row of the global batch]}. The rows are hashed as they
+lie on the devices: inputs, targets and weights. So two runs in any layouts saw the same data exactly if their files are
+equal.
 """
 
 import hashlib
@@ -12,7 +12,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxdist.observe import MetricsWriter
+
 _BYTES = 8  # of SHA-256
+
+
+def log_samples(writer: MetricsWriter | None, step: int, batch: Mapping[str, jax.Array]) -> None:
+    """Write the line of a step. Every process must call it; writer: of process 0, None on the others."""
+    found = hashes_of(batch)
+    if writer is not None:
+        writer.write_list(step, "samples", found)
 
 
 def hashes_of(batch: Mapping[str, jax.Array]) -> list[str]:

@@ -1,48 +1,47 @@
-"""Saving during a run: a save that fails is told at once when it is known, and the next one is tried all the same."""
+"""Saving during a run. A save that fails is reported as soon as that is known; the run goes on to its last step."""
 
 from jaxdist.checkpoint import SaveFailed
 from jaxdist.trainer.resume import record
-from jaxdist.trainer.run import Run, note
+from jaxdist.trainer.run import Outputs, TrainingRun
 
 
-def settle(run: Run) -> None:
-    """Wait for a save under way, and tell if it failed."""
+def settle(outputs: Outputs) -> None:
+    """Wait for a save under way, and report it if it failed."""
     try:
-        run.checkpoints.wait()
+        outputs.checkpoints.wait()
     except SaveFailed as error:
-        _tell(run, error)
+        _report(outputs, error)
 
 
-def begin_save(run: Run, step: int, loss: float | None = None) -> None:
-    """Save the state; training may go on meanwhile. loss: of an evaluation after the step. Raises FloatingPointError
-    where the state is not finite."""
-    settle(run)
-    meta = record(run.config, run.source, passed=run.passed, forced=run.forced)
+def begin_save(run: TrainingRun, step: int, loss: float | None = None) -> None:
+    """Begin to save the state; training may go on meanwhile. loss: of an evaluation after the step.
+
+    Raises FloatingPointError where the state is not finite.
+    """
+    settle(run.outputs)
+    plan, progress = run.plan, run.progress
+    meta = record(plan.config, plan.source, passed=progress.passed, forced=progress.forced)
     try:
-        run.checkpoints.save(step, run.state, meta, loss=loss)
+        run.outputs.checkpoints.save(step, progress.state, meta, loss=loss)
     except SaveFailed as error:
-        _tell(run, error)
+        _report(run.outputs, error)
 
 
-def _tell(run: Run, error: SaveFailed) -> None:
-    run.console.line(f"warning: {error}; the next one will be tried all the same")
-    _note(run, error, "went on")
+def _report(outputs: Outputs, error: SaveFailed) -> None:
+    outputs.console.line(f"warning: {error}; the next one will be tried all the same")
+    outputs.note({"step": error.step, "what": str(error), "action": "went on"})
 
 
-def _note(run: Run, error: SaveFailed, action: str) -> None:
-    note(run.folder, run.console, {"step": error.step, "what": str(error), "action": action})
-
-
-def all_saved(run: Run) -> bool:
-    """At the end of a run: whether the last save has landed. If not, it is said in one line."""
+def all_saved(outputs: Outputs) -> bool:
+    """Whether the last save of a run has landed. If not, the console says so in one line."""
     try:
-        run.checkpoints.wait()
+        outputs.checkpoints.wait()
     except SaveFailed as error:
-        _note(run, error, "ended")
-    failed = run.checkpoints.failed
+        outputs.note({"step": error.step, "what": str(error), "action": "ended"})
+    failed = outputs.checkpoints.failed
     if failed is None:
         return True
-    newest = run.checkpoints.latest()
+    newest = outputs.checkpoints.latest()
     there = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
-    run.console.line(f"failed: {failed}; {there}")
+    outputs.console.line(f"failed: {failed}; {there}")
     return False

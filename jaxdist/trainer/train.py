@@ -1,18 +1,22 @@
-"""The training run behind `scripts/train.py`: loop, and leave a run directory that tells the whole story.
+"""Training: the loop of a run, behind `scripts/train.py`.
 
-The loop never waits for the device: batches are made ahead by a thread, metrics are read one step late.
+The story of this folder: `train` (here) checks the run directory, `run.build` makes the run, and `loop` steps through
+it. `recorder` writes metrics, `evaluation` evaluates and samples, `saving` saves, `nonfinite` handles bad steps with
+the diagnoses in `failures/`. `header` and `summary` are the first and the last lines on the console.
+
+The loop never waits for the device: a thread makes batches ahead, and metrics are read one step late.
 """
 
 import functools
 import math
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import jax
 
+from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.data import Loader, MixedLoader, SampleLoader, make_loader, prefetch
 from jaxdist.errors import UserError
@@ -25,34 +29,35 @@ from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.trainer.evaluation import Evaluator
-from jaxdist.trainer.failures.nonfinite import NonFinite, Spikes, look_into, roll_back, write_down
+from jaxdist.trainer.evaluation import Evaluator, sample_text
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
+from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back, write_down
 from jaxdist.trainer.recorder import Recorder
-from jaxdist.trainer.run import Run, build, note
-from jaxdist.trainer.sample_hashes import hashes_of
+from jaxdist.trainer.run import RunPlan, TrainingRun, build
+from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
-from jaxdist.trainer.summary import finish, sample_text
+from jaxdist.trainer.summary import write_summary
 
 DONE, FAILED = 0, 1
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something done every `every` steps (0 = never) and after the last one is due after `step`."""
+    """Whether an action is due after `step` that happens every `every` steps (0 = never) and after the last one."""
     return every > 0 and (step % every == 0 or step == last)
 
 
-def loop(run: Run, stop: StopSignal) -> tuple[int, bool]:
-    """Train to the last step or until asked to stop. Returns the steps taken and whether all were."""
-    config = run.config
+def loop(run: TrainingRun, stop: StopSignal) -> tuple[int, bool]:
+    """Train to the last step, or until asked to stop. Returns the last step, and whether it is that of the
+    configuration."""
+    config, watch = run.plan.config, run.watch
     loader = make_loader(
-        run.source,
+        run.plan.source,
         seq_len=config.data.seq_len,
         global_batch=config.data.global_batch,
         seed=config.train.seed,
-        sharding=run.sharding,
+        sharding=run.plan.sharding,
     )
     spikes = Spikes(config.train.loss_spike)
     while True:
@@ -60,23 +65,23 @@ def loop(run: Run, stop: StopSignal) -> tuple[int, bool]:
             return steps(run, loader, spikes, stop)
         except NonFinite as error:
             failed = error.with_traceback(None)  # its frames would keep the old state in memory
-        run.console.line(f"step {failed.step}: {failed}")
-        run.watch.crumbs.enter("look into it")
+        run.outputs.console.line(f"step {failed.step}: {failed}")
+        watch.crumbs.enter("look into it")
         rolling = config.train.on_nonfinite == "rollback"
         if failed.guarded and not rolling:  # the state is that before the step, and counts the step's batch
             begin_save(run, failed.step)
         finding = look_into(run, failed, loader)
         why = roll_back(run, failed) if rolling else "stopped"
-        write_down(run, failed, finding, action=why or "rolled back")
+        write_down(run.outputs, failed, finding, action=why or "rolled back", passed=run.progress.passed)
         if why:
             raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
 
 
-def save(run: Run, step: int, loss: float | None = None) -> None:
+def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     """Save the state. Raises `NonFinite` where it is not finite."""
-    if run.checkpoints.under_way:
+    if run.outputs.checkpoints.under_way:
         run.watch.crumbs.enter("settle")
-        settle(run)
+        settle(run.outputs)
     run.watch.crumbs.enter("save")
     try:
         begin_save(run, step, loss)
@@ -86,30 +91,32 @@ def save(run: Run, step: int, loss: float | None = None) -> None:
     raise NonFinite(step, text, guarded=False)
 
 
-def steps(run: Run, loader: Loader | MixedLoader | SampleLoader, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
-    """`loop`, to the first step that the run cannot take: raises `NonFinite`."""
-    config, last = run.config, run.config.train.steps
-    evaluate = Evaluator(run) if config.train.eval_every else None
-    recorder = Recorder(run, spikes)
-    step, stopped = run.first_step, False
-    check = ReplicaCheck(run.target, run.mesh) if config.train.check_replicas_every else None
-    crumbs = run.watch.crumbs
-    batches = prefetch(lambda i: loader.batch(i + run.passed), step, last, config.data.prefetch)
+def steps(
+    run: TrainingRun, loader: Loader | MixedLoader | SampleLoader, spikes: Spikes, stop: StopSignal
+) -> tuple[int, bool]:
+    """`loop`, up to the first step that the run cannot take: raises `NonFinite`."""
+    plan, progress, crumbs = run.plan, run.progress, run.watch.crumbs
+    config, last = plan.config, plan.config.train.steps
+    evaluate = Evaluator(plan, run.watch) if config.train.eval_every else None
+    recorder = Recorder(plan, run.outputs, run.watch, spikes)
+    step, stopped = progress.first_step, False
+    check = ReplicaCheck(plan.parts.target, plan.mesh) if config.train.check_replicas_every else None
+    batches = prefetch(lambda i: loader.batch(i + progress.passed), step, last, config.data.prefetch)
     with closing(batches), crumbs.failing():
         for batch in crumbs.steps(recorder.awaited(batches), step):
             loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
-                run.state, metrics = run.step(run.state, batch)
+                progress.state, metrics = plan.parts.step(progress.state, batch)
                 step += 1
                 crumbs.at_step("wait")
                 recorder.dispatched(step, metrics)
-            if run.config.observe.samples:
+            if config.observe.samples:
                 crumbs.at_step("wait")
-                log_samples(run, step, batch)
+                log_samples(run.outputs.samples, step, batch)
             crumbs.at_step("agree")
-            if step == run.first_step + 1 and run.cache.count > loaded:
-                run.console.line("the program of a step came from the compilation cache")
+            if step == progress.first_step + 1 and run.cache.count > loaded:
+                run.outputs.console.line("the program of a step came from the compilation cache")
             stopped = stop.requested(step) and step < last
             crumbs.enter("host")
             evaluating = evaluate is not None and due(step, config.train.eval_every, last)
@@ -117,11 +124,11 @@ def steps(run: Run, loader: Loader | MixedLoader | SampleLoader, spikes: Spikes,
             evaluation = {}
             if check and (saving or due(step, config.train.check_replicas_every, last)):
                 crumbs.enter("check")
-                check(step, run.state)
+                check(step, progress.state)
             if evaluating or saving:
                 crumbs.at_step("wait")
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
-                after = functools.partial(evaluate, run.state.params) if evaluate and evaluating else None
+                after = functools.partial(evaluate, progress.state.params) if evaluate and evaluating else None
                 evaluation = recorder.catch_up(after)
             if saving:
                 save(run, step, evaluation.get("eval/loss"))
@@ -130,16 +137,9 @@ def steps(run: Run, loader: Loader | MixedLoader | SampleLoader, spikes: Spikes,
     return step, not stopped
 
 
-def log_samples(run: Run, step: int, batch: Mapping[str, jax.Array]) -> None:
-    """`observe.samples`."""
-    found = hashes_of(batch)
-    if run.samples is not None:
-        run.samples.write_list(step, "samples", found)
-
-
 def run_directory(given: str | None, config_path: str) -> Path:
-    """The folder of a run: the one given, or that of the launcher, or a new one under runs/ called after the
-    configuration and the time."""
+    """The folder of a run: the given one, else the launcher's, else a new one under runs/ named after the configuration
+    and the time."""
     given = given if given is not None else os.environ.get(RUN_DIR) or None
     folder = Path(given) if given is not None else new_run_directory(config_path)
     if folder.exists() and not folder.is_dir():
@@ -159,13 +159,15 @@ def refuse_links(folder: Path) -> None:
 
 
 def agree_on(folder: Path) -> Path:
-    """Process 0's folder on every process: they may have been started in different seconds."""
+    """Process 0's folder, on every process: a new folder is named after the second in which a process started."""
     return Path(from_first(str(folder)))
 
 
 def train(config: Config, folder: Path) -> int:
-    """Train as `config` says into `folder`, resuming what is there. Returns the exit status: 0 done, 75 stopped and
-    resumable, 1 failed. Raises `UserError` for what the user can mend."""
+    """Train into `folder`, or resume the run that is there.
+
+    Returns the exit status: 0 done, 75 stopped and resumable, 1 failed. Raises `UserError` for what the user can mend.
+    """
     watch = Watch(config.train.watchdog_s)
     with StopSignal() as stop:
         try:
@@ -175,12 +177,12 @@ def train(config: Config, folder: Path) -> int:
             return STOPPED
         stop.join()
         with fail_alone(), watch.reporting():
-            status = _train(config, folder, stop, watch)
+            status = _in_folder(config, folder, stop, watch)
             watch.close()
             return status
 
 
-def _train(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
+def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     folder = agree_on(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +191,7 @@ def _train(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     refuse_links(folder)
     try:
         watch.folder = folder
-        return _run(config, folder, stop, watch)
+        return _build_and_loop(config, folder, stop, watch)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -201,50 +203,44 @@ def _train(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     return FAILED
 
 
-def time_limit(run: Run, started: float) -> TimeLimit:
-    """`train.max_hours`. A save takes as long as the longest one, and before there was one as its bytes at 100 MB/s."""
-    hours, leaves = run.config.train.max_hours, jax.tree.leaves(run.target)
+def time_limit(plan: RunPlan, checkpoints: Checkpoints, started: float) -> TimeLimit:
+    """The limit by `train.max_hours`. A save is taken to last as long as the longest one so far; before the first, as
+    its bytes do at 100 MB/s."""
+    hours, leaves = plan.config.train.max_hours, jax.tree.leaves(plan.parts.target)
     guess = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / 1e8
-    return TimeLimit(hours and hours * 3600, started, lambda: run.checkpoints.longest_save or guess)
+    return TimeLimit(hours and hours * 3600, started, lambda: checkpoints.longest_save or guess)
 
 
-def _close_metrics(run: Run) -> None:
-    try:
-        if run.metrics is not None:
-            run.metrics.close()
-    except OSError as error:
-        run.console.line(f"warning: metrics.jsonl: {error.strerror}; the last lines are not in it")
-
-
-def _run(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
+def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     with ExitStack() as stack, watch.crumbs.failing():
         run = build(config, folder, stack, watch)
-        stack.callback(_close_metrics, run)
-        run.console.header(describe(run))
-        stop.limit = time_limit(run, stop.started)
+        outputs, console = run.outputs, run.outputs.console
+        stack.callback(outputs.close_metrics)
+        console.header(describe(run))
+        stop.limit = time_limit(run.plan, outputs.checkpoints, stop.started)
         try:
             step, complete = loop(run, stop)
         except NonFinite as error:
-            settle(run)
-            run.console.line(f"failed: {error}")
+            settle(outputs)
+            console.line(f"failed: {error}")
             return FAILED
         except ReplicasDiffer as error:  # it was not saved: the newest checkpoint is good
-            settle(run)
-            run.console.line(f"stopped: {error}; the same command with --run-dir {folder} goes on before it")
-            note(folder, run.console, {"step": error.step, "what": str(error), "action": "stopped"})
+            settle(outputs)
+            console.line(f"stopped: {error}; the same command with --run-dir {folder} goes on before it")
+            outputs.note({"step": error.step, "what": str(error), "action": "stopped"})
             return STOPPED
         watch.crumbs.enter("finish")
         samples = ""
-        if complete and config.train.sample_tokens and run.source.info["unit"] == "bytes":
-            samples = sample_text(run)
-        if not all_saved(run):
+        if complete and config.train.sample_tokens and run.plan.source.info["unit"] == "bytes":
+            samples = sample_text(run.plan, run.progress.state.params)
+        if not all_saved(outputs):
             return FAILED
         if jax.process_index() == 0:
             if not complete:
                 if stop.why == "train.max_hours":
-                    run.console.line(f"train.max_hours: {config.train.max_hours:g} hours are nearly over")
-                run.console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on")
-            finish(run, samples)
+                    console.line(f"train.max_hours: {config.train.max_hours:g} hours are nearly over")
+                console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on")
+            write_summary(run, samples)
         anywhere(False)  # all stay until process 0 is done, with watch and signal handlers
     if not complete:
         leave_stop_note(os.environ)

@@ -3,10 +3,10 @@
     python scripts/bench/collectives.py --algorithms ring,tree --bytes 1kb:16mb --devices 8
     python scripts/bench/collectives.py --algorithms all --virtual-hosts 4 --rate 200mbit --json OUT.json --plot OUT.svg
 
-Every call is a program of its own, compiled once; its result is compared with numpy's first. Before each call all
-processes meet in a barrier; a call takes as long as the process that takes longest; the algorithms take turns in an
-order that differs from round to round; figures are medians over rounds. In a job (`jaxdist.runtime.join.environment`)
-every process runs this script, and process 0 reports.
+Every call is a program of its own, compiled once. First its result is compared with numpy's. Before each call all
+processes meet in a barrier; the time of a call is that of the slowest process. The algorithms take turns, in an order
+that differs from round to round; figures are medians over rounds. In a job (`jaxdist.runtime.join.environment`) every
+process runs this script, and process 0 reports.
 """
 
 import argparse
@@ -56,8 +56,8 @@ UNITS = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 WARM_UP = 2  # calls
 HEADERS = 14 + 20 + 32  # bytes of a packet that are not payload: Ethernet, IPv4, TCP with timestamps
 INTERFACE, RATE = "VIRTUAL_HOSTS_INTERFACE", "VIRTUAL_HOSTS_RATE"  # set on virtual hosts
-# What each host must send or receive at least, in N: n devices with N bytes each, d of them on each host. With d = 1 it
-# is also what turns time into the "bus bandwidth" of nccl-tests.
+# The least that a host must send or receive, in units of N: n devices with N bytes each, d of them on each host. With
+# d = 1 it turns time into the "bus bandwidth" of nccl-tests.
 LEAST: dict[str, Callable[[int, int], float]] = {
     "all_reduce": lambda n, d: 2 * (n - d) / n,
     "reduce_scatter": lambda n, d: (n - d) / n,
@@ -66,9 +66,9 @@ LEAST: dict[str, Callable[[int, int], float]] = {
 
 
 class Setup(NamedTuple):
-    """What every measurement shares. local: devices of each of the hosts. group: all devices, and the link that
-    predictions and `auto` reckon with. itemsize: bytes of an element on the wire, scales included. bits: the slowest
-    link's rate in bits per second, where it is known."""
+    """The devices and links of all measurements. local: devices of a host. group: all devices, with the link of
+    predictions and `auto`. itemsize: bytes of an element on the wire, with scales. bits: the slowest link's rate in
+    bits per second, where it is known."""
 
     options: argparse.Namespace
     mesh: Mesh
@@ -207,19 +207,14 @@ def call(setup: Setup, algorithm: str, x: jax.Array) -> Any:
 
 def program(setup: Setup, body: Callable[[jax.Array], jax.Array]) -> Any:
     """[n, size] -> [n, ...]: `body` on the row of each device, compiled."""
-    mapped = jax.shard_map(
-        lambda x: to_varying(body(x[0]), AXES)[None], mesh=setup.mesh, in_specs=setup.rows, out_specs=setup.rows
-    )
-    return jax.jit(mapped)
+    on_row = lambda x: to_varying(body(x[0]), AXES)[None]  # noqa: E731
+    return jax.jit(jax.shard_map(on_row, mesh=setup.mesh, in_specs=setup.rows, out_specs=setup.rows))
 
 
 def input_of(setup: Setup, size: int) -> jax.Array:
     """[n, size], the pattern of each rank in its row."""
-    return jax.make_array_from_callback(
-        (setup.mesh.size, size),
-        NamedSharding(setup.mesh, setup.rows),
-        lambda index: pattern(index[0].start or 0, size, setup.options.dtype)[None],  # type: ignore[index]
-    )
+    row = lambda index: pattern(index[0].start or 0, size, setup.options.dtype)[None]  # noqa: E731
+    return jax.make_array_from_callback((setup.mesh.size, size), NamedSharding(setup.mesh, setup.rows), row)
 
 
 def sent() -> tuple[int, int]:
@@ -271,7 +266,7 @@ def traffic(setup: Setup, algorithm: str, size: int) -> tuple[Cost, list[int], i
 
 
 def least(setup: Setup, nbytes: float) -> float:
-    """Seconds below which no algorithm can come: what the busiest host must send or receive, at the links' rate."""
+    """The bound of every algorithm in seconds: what the busiest host must send or receive, at the links' rate."""
     assert setup.bits is not None
     on_wire = nbytes * setup.itemsize / jnp.dtype(setup.options.dtype).itemsize
     return LEAST[setup.options.operation](setup.mesh.size, setup.local) * on_wire * 8 / setup.bits
@@ -285,16 +280,10 @@ def row_of(setup: Setup, algorithm: str, size: int, found: np.ndarray) -> dict[s
     times = found[:, :, 0, 0].max(axis=0) * 1e3  # of the process that took longest, in each round
     median = float(np.median(times))
     inside = LINKS["local"] if setup.hosts > 1 and setup.local > 1 else None
-    row: dict[str, Any] = {
-        "bytes": nbytes,
-        "algorithm": algorithm,
-        "chosen": chosen,
-        "median_ms": median,
-        "min_ms": float(times.min()),
-        "max_ms": float(times.max()),
-        "predicted_ms": cost.seconds(setup.link, inside) * 1e3,
-        "bus_mb_per_s": LEAST[operation](setup.mesh.size, 1) * nbytes / median / 1e3,
-    }
+    row: dict[str, Any] = {"bytes": nbytes, "algorithm": algorithm, "chosen": chosen}
+    row |= {"median_ms": median, "min_ms": float(times.min()), "max_ms": float(times.max())}
+    row["predicted_ms"] = cost.seconds(setup.link, inside) * 1e3
+    row["bus_mb_per_s"] = LEAST[operation](setup.mesh.size, 1) * nbytes / median / 1e3
     if setup.bits is not None:
         row |= {"of_bound": least(setup, nbytes) * 1e3 / median, "of_own_bound": busiest * 8e3 / setup.bits / median}
     if INTERFACE in os.environ:
@@ -358,10 +347,7 @@ def conditions(setup: Setup) -> dict[str, Any]:
         "mesh": {axis: setup.mesh.shape[axis] for axis in AXES},
         "bits_per_s": setup.bits,
         "link": setup.link._asdict(),
-        "operation": options.operation,
-        "dtype": options.dtype,
-        "wire_dtype": options.wire_dtype,
-        "rounds": options.rounds,
+        **{key: getattr(options, key) for key in ("operation", "dtype", "wire_dtype", "rounds")},
     }
 
 

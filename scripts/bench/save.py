@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist import init_state, make_mesh, make_optimizer, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.checkpoint.checksums import CHECKSUMS, check
+from jaxdist.checkpoint.checksums import CHECKSUMS, check_files
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.data import Loader
 from jaxdist.models.gpt import gpt
@@ -79,7 +79,7 @@ def save_beside_steps(
 def restore(folder: Path, number: int, target: Any) -> dict[str, Any]:
     """Seconds of verifying and of restoring, each alone, from files that the system has in memory."""
     begun = time.perf_counter()
-    assert not check(folder / str(number), number).problem
+    assert not check_files(folder / str(number), number).problem
     verified = time.perf_counter() - begun
     with Checkpoints(folder, keep=2) as checkpoints:
         assert checkpoints.newest_intact(print) == number  # `restore` will not verify once more

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint import Checkpoints, checksums, manager
-from jaxdist.checkpoint.checksums import CHECKSUMS, Cancelled, check, record_of, seal
+from jaxdist.checkpoint.checksums import CHECKSUMS, Cancelled, check_files, record_of, seal
 from jaxdist.errors import UserError
 from jaxdist.state import TrainState
 
@@ -145,7 +145,9 @@ def test_restore_itself_looks_too(copy: Path, monkeypatch: pytest.MonkeyPatch) -
             checkpoints.restore(2, asked())
         assert checkpoints.newest_intact(print) == 1
         looked: list[int] = []
-        monkeypatch.setattr(manager, "check", lambda folder, step: looked.append(step) or check(folder, step))
+        monkeypatch.setattr(
+            manager, "check_files", lambda folder, step: looked.append(step) or check_files(folder, step)
+        )
         checkpoints.restore(1, asked())
         assert looked == [], "read a moment ago"
         checkpoints.restore(1, asked())
@@ -260,7 +262,7 @@ def test_a_listed_path_outside_is_not_opened(copy: Path, name: str, monkeypatch:
         seal(copy / "2", 2)
     opened = []
     monkeypatch.setattr(Path, "open", functools.partialmethod(_watched, opened, Path.open))
-    verdict = check(copy / "2", 2)
+    verdict = check_files(copy / "2", 2)
     assert verdict.problem == f"{CHECKSUMS} names {name!r}, which is no place inside the folder" and verdict.sealed
     assert {path.name for path in opened} <= {CHECKSUMS}
 
@@ -275,7 +277,7 @@ def test_links_are_not_followed(copy: Path, tmp_path: Path, name: str) -> None:
     path = copy / "2" / name
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert f"{name} is no file" in check(copy / "2", 2).problem
+    assert f"{name} is no file" in check_files(copy / "2", 2).problem
 
 
 KILLED = """

@@ -15,7 +15,7 @@ from levels import levels
 from saved_runs import LENGTH, MODELS, NEEDS, bits, config_of, random_params, restored, save_run
 
 from jaxdist.build import make_model
-from jaxdist.checkpoint.huggingface.convert import check, config_json, export
+from jaxdist.checkpoint.huggingface.convert import check_model, config_json, export
 from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import open_steps
@@ -247,7 +247,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def judge(folder: Path, config: Config, changes: dict[str, Any]) -> tuple[int, list[str]]:
     found = json.loads((folder / "config.json").read_text()) | changes
     with TensorFiles(folder) as files:
-        return check(files, found, config.model.resolved(), positions=config.data.seq_len)
+        return check_model(files, found, config.model.resolved(), positions=config.data.seq_len)
 
 
 REFUSED = [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxdist.errors import UserError
 from jaxdist.observe import Console, MetricsWriter, environment, read_metrics, redact, redact_command, write_environment
 from jaxdist.observe.console import format_duration
-from jaxdist.observe.metrics import Curve, decimate, replace_file, smooth
+from jaxdist.observe.metrics import replace_file, smooth
 
 # ---------------------------------------------------------------- metrics
 
@@ -135,12 +135,7 @@ def test_replace_file_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_curves():
-    values = np.sin(np.arange(20_000) / 1000)
-    values[777], values[5000:5100] = 50.0, np.nan
-    thin = decimate(Curve(np.arange(20_000), values), 2000)
-    assert len(thin.steps) <= 2100 and 777 in thin.steps and np.isnan(thin.values).any()
-    assert (np.diff(thin.steps) > 0).all() and thin.steps[0] == 0 and thin.steps[-1] == 19_999
+def test_smoothing():
     line = np.linspace(8, 2, 400)
     inner = smooth(line)[:-12]
     assert np.allclose(inner, line[:-12])  # a centred mean does not lag behind a slope

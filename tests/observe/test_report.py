@@ -1,14 +1,15 @@
 """report.html: one well-formed, self-contained and safe page, whatever the run recorded. No devices are needed."""
 
+import base64
 import math
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
-from jaxdist.observe import LayoutRow, write_report
-from jaxdist.observe.figures import _spread, draws_devices
+from jaxdist.observe.figures import draws_devices
+from jaxdist.observe.report import LayoutRow, write_report
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
 LAYOUT = [
@@ -16,11 +17,12 @@ LAYOUT = [
     LayoutRow("blocks/mlp/up/kernel", (4, 128, 512), "float32", "P('pipe', 'fsdp', 'tensor')", 4, 262144, 1048576),
     LayoutRow("blocks/<i>&amp/scale", (), "bfloat16", "P()", 1, 2, 2),
 ]
-VOID = {"meta", "br", "path", "use", "rect", "line", "circle"}
+VOID = {"meta", "br", "img"}
+IMAGE = "data:image/svg+xml;base64,"
 
 
 class Page(HTMLParser):
-    """Checks nesting, unique ids and that nothing is loaded; collects tags and text."""
+    """Checks nesting, unique ids, that images are well formed and that nothing is loaded; collects tags and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -35,14 +37,21 @@ class Page(HTMLParser):
         assert self.open == [], self.open
         assert len(self.ids) == len(set(self.ids))
         assert {link for link in self.links if link.startswith("#")} <= {"#" + name for name in self.ids}
-        assert all(link.startswith("#") for link in self.links), self.links
+        assert all(link.startswith(("#", IMAGE)) for link in self.links), self.links
+        for link in self.links:
+            for element in (
+                ElementTree.fromstring(base64.b64decode(link.removeprefix(IMAGE))).iter() if IMAGE in link else ()
+            ):
+                assert not element.tag.endswith(("}script", "}foreignObject"))
+                loaded = [value for name, value in element.items() if name.endswith(("href", "src"))]
+                assert all(value.startswith(("#", "data:image/png;base64,")) for value in loaded), loaded
 
     def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.append(tag)
         self.ids += [values["id"]] if "id" in values else []
         self.links += [values[name] for name in ("src", "href", "xlink:href", "data") if name in values]
-        self.labels += [values["aria-label"]] if tag == "svg" else []
+        self.labels += [values["alt"]] if tag == "img" else []
         if tag not in VOID:
             self.open.append(tag)
 
@@ -89,14 +98,14 @@ def report(path: Path, **changes) -> tuple[str, Page]:
 
 def test_report_is_one_safe_self_contained_page(tmp_path):
     text, page = report(tmp_path)
-    assert "http" not in text and "url(#" in text and "@import" not in text and len(text) < 1_000_000
-    assert not {"script", "link", "iframe", "img", "object", "b", "friends"} & set(page.tags)
+    assert "http" not in text and "@import" not in text and len(text) < 1_000_000
+    assert not {"script", "link", "iframe", "object", "b", "friends"} & set(page.tags)
     assert "<script>alert(1)</script>\ufffd[0m\ufffd </pre>" in page.text and "gpt & <friends>" in page.text
     assert "hunter2" not in text and "train.py <b>" in page.text
     for row in LAYOUT:
         assert row.path in page.text and row.spec in page.text
     assert len(page.labels) == 4 and all(page.labels)
-    assert "prefers-color-scheme: dark" in text and "#0a0b0" not in text  # every stand-in colour is replaced
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_report_summary_is_right(tmp_path):
@@ -115,15 +124,11 @@ def test_report_summary_is_right(tmp_path):
     assert "Baselines beaten0 of 1by the final training loss" in page.text
 
 
-def test_report_units_of_tokens_and_wall_time_over_a_resume(tmp_path):
-    metrics = [
-        {"step": s, "loss": 2.0, "wall_s": w, "tokens": 10 * s} for s, w in ((1, 5.0), (2, 6.0), (3, 4.0), (4, 9.0))
-    ]
-    _, page = report(tmp_path, metrics=metrics, data_info={"unit": "tokens"})
-    assert "Final training loss2.0000nats per token" in page.text and "do not compare" in page.text
-    assert "Wall time0:00:15" in page.text and "Tokens seen40" in page.text
-    _, page = report(tmp_path, metrics=metrics, data_info={"unit": "tokens", "bytes_per_token": 4.0})
-    assert f"uniform{8 * 4 * math.log(2):.4f}" in page.text and "do not compare" not in page.text
+def test_report_units_of_tokens(tmp_path):
+    metrics = [{"step": step, "loss": 2.0} for step in range(1, 5)]
+    _, page = report(tmp_path, metrics=metrics, data_info={"unit": "tokens", "tokens_per_step": 10})
+    assert "Final training loss2.0000nats per token" in page.text and "Tokens seen40" in page.text
+    assert f"uniform{8 * math.log(2):.4f}" in page.text  # baselines are in bits per token
 
 
 def test_median_throughput_leaves_out_compilation(tmp_path):
@@ -182,8 +187,3 @@ def test_report_of_a_long_run_is_small(tmp_path):
     text, page = report(tmp_path, metrics=metrics, layout=layout)
     assert len(text) < 1_000_000 and "160 rows" in page.text
     assert "Steps above the axis: 1." in page.text
-
-
-def test_labels_are_moved_apart_no_further_than_needed():
-    placed = _spread([2.0, 1.9, 8.0, 2.05], 0.5)
-    assert min(np.diff(sorted(placed))) >= 0.5 - 1e-9 and placed[2] == 8.0 and placed[1] < placed[0] < placed[3]

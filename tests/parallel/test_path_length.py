@@ -16,7 +16,7 @@ from jaxdist.mesh import abstract_mesh
 
 PACKAGE = Path(jaxdist.__file__).parent
 CONFIG = PACKAGE.parent / "configs" / "quickstart.yaml"
-FRAMES, FILES = 18, 8  # at most, `region` included
+FRAMES, FILES = 12, 5  # at most, `region` included
 
 
 def frames_to_first_gather(monkeypatch: pytest.MonkeyPatch) -> list[str]:

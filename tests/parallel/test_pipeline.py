@@ -19,7 +19,7 @@ from jaxdist.parallel.options import StrategyOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.step import make_train_step
-from jaxdist.trainer.forward import make_eval_step
+from jaxdist.trainer.evaluation import make_eval_step
 
 EVERYDAY = [
     Case("gpipe", 2, "llama", False, "zero1", 4, (1, 2, 1)),

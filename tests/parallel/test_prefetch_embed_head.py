@@ -27,7 +27,7 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
-from jaxdist.parallel.blocks.layers import OneBlock, Rows, at
+from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, at
 from jaxdist.parallel.blocks.prefetch import (
     AT_ONCE,
     BY_TWO,
@@ -215,7 +215,7 @@ def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
 
     late = read_late(block, at(w, 0), jnp.ones(2), jnp.int32(1), None)
     assert late == {"d": False, "a": False, "c": True, "b": True}  # 4 of 9 elements, then 6
-    one, rows = OneBlock(gather, block), Rows(w, jax.tree.map(lambda _: MaskedNode(), w), jnp.arange(2))
+    one, rows = OneBlock(gather, block), BlockRows(w, jax.tree.map(lambda _: MaskedNode(), w), jnp.arange(2))
     unit, reduce = split_first_fetch(one, rows, late)
     assert [float(unit[name].sum()) for name in "abcd"] == [0] * 4
     ones = [jnp.ones_like(leaf) for leaf in jax.tree.leaves(unit)]

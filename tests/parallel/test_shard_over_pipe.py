@@ -39,7 +39,7 @@ from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, bytes_per_device, path_name, spec_axes, spec_leaves
 from jaxdist.state import place_params, specs_of_arrays
 from jaxdist.step import make_train_step
-from jaxdist.trainer.forward import make_eval_step
+from jaxdist.trainer.evaluation import make_eval_step
 
 ROOT = Path(__file__).parents[2]
 NAMES = registry.names("jaxdist.parallel.strategies")

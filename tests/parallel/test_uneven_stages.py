@@ -23,7 +23,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.blocks.branch import by_condition, by_mask
-from jaxdist.parallel.blocks.layers import OneBlock, Rows, ScannedBlocks
+from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, ScannedBlocks
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.pipeline.run import blocks_of_chunk
@@ -32,7 +32,7 @@ from jaxdist.parallel.program import make_logits
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, batch_spec
 from jaxdist.step import make_train_step
-from jaxdist.trainer.forward import make_eval_step
+from jaxdist.trainer.evaluation import make_eval_step
 
 # With biases: a block of zeros would be the identity, but not its gradients.
 FIRST = Case("one_f_one_b", 2, "gpt2", True, "zero1", 2, (1, 2, 1), layers=3, stages=(1, 2))
@@ -157,7 +157,7 @@ def test_rows_without_a_block_are_passed_over(choose: Callable[..., Any]) -> Non
     def region(w: jax.Array, layers: jax.Array, h: jax.Array, dh: jax.Array) -> Any:
         w, layers, h, dh = w[0], layers[0], h[0], dh[0]
         blocks = ScannedBlocks(OneBlock(lambda diff, captured, wanted: diff, block, choose))
-        rows = Rows({"w": w}, {"w": ()}, layers)
+        rows = BlockRows({"w": w}, {"w": ()}, layers)
         out, saved = blocks.forward(rows, h, None)
         grads, before = blocks.backward(rows, saved, dh)
         crossing, again = blocks.backward_input(rows, saved, dh)

@@ -28,7 +28,7 @@ from jaxdist.precision.loss_scale import fresh_guard, next_guard, released, scal
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import batch_spec
 from jaxdist.state import shardings_of
-from jaxdist.trainer.failures.nonfinite import NonFinite, Spikes
+from jaxdist.trainer.nonfinite import NonFinite, Spikes
 from jaxdist.trainer.train import train
 
 # torch.amp.GradScaler(init_scale=65536, growth_factor=2, backoff_factor=0.5, growth_interval=3), as documented: an

@@ -31,7 +31,7 @@ from jaxdist.precision.policy import POLICIES, Precision, make_precision
 from jaxdist.specs import path_name
 from jaxdist.state import specs_of_arrays
 from jaxdist.step import make_train_step
-from jaxdist.trainer.forward import make_eval_step, make_sampler
+from jaxdist.trainer.evaluation import make_eval_step, make_sampler
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")
 GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=2, vocab=32)

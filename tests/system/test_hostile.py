@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.checksums import CHECKSUMS, check, seal
+from jaxdist.checkpoint.checksums import CHECKSUMS, check_files, seal
 from jaxdist.cli import checkpoint
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
@@ -84,7 +84,7 @@ def sealed(change: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]
             change(folder, outside)
             (folder / CHECKSUMS).unlink()
             seal(folder, step)
-            assert check(folder, step).problem == ""
+            assert check_files(folder, step).problem == ""
 
     return plant
 

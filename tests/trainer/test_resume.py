@@ -261,8 +261,8 @@ def test_an_evaluation_is_the_same_in_every_layout(finished: Path, configure: Co
         config = configure(*overrides, "train.eval_every=1", "train.eval_batches=100")
         with ExitStack() as stack:
             run = build(config, finished, stack, Watch())
-            assert run.first_step == 4
-            found[layout] = Evaluator(run)(run.state.params)["eval/loss"]
+            assert run.progress.first_step == 4
+            found[layout] = Evaluator(run.plan, run.watch)(run.progress.state.params)["eval/loss"]
     for layout, loss in found.items():
         assert loss == pytest.approx(found["one"], rel=1e-6), layout
     assert 1 < found["one"] < 6

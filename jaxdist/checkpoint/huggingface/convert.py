@@ -1,6 +1,6 @@
-"""Models to and from a folder as `transformers` reads and writes it: config.json beside tensors. docs/huggingface.md.
+"""Export to, and import from, Hugging Face folders: config.json beside tensors (docs/huggingface.md).
 
-One leaf is in memory at a time, stacked as in a checkpoint, and one of its tensors.
+One stacked leaf at a time is in memory, and one of its tensors.
 """
 
 import json
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint.huggingface.names import HEAD, PREFIXES, TABLES, Tensor, family, tensors
-from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, Entry, TensorFiles, write
+from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
 from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED
 
 CONFIG = "config.json"
-# Theirs -> our key of section model, and what transformers takes when it is not in config.json.
-KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+# {key of config.json: (our key of section model, the default of transformers)}.
+CONFIG_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
     "gpt2": {
         "vocab_size": ("vocab", 50257),
         "n_embd": ("width", 768),
@@ -43,7 +43,7 @@ KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "tie_word_embeddings": ("tied", False),
     },
 }
-# What of theirs our models compute, and no key of ours changes; the first is what is written.
+# Values of config.json that our models compute and no key of ours changes. The first of each is written.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -53,13 +53,13 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "llama": {"hidden_act": ("silu", "swish")},
 }
-OTHERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")  # constants that older files hold; no parameters
+CONSTANT_BUFFERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")  # in older files; no parameters
 
 
 def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, every key of which is filled in. positions: of the longest sequence."""
+    """The config.json of a model, whose keys are all filled in. positions: the length of the longest sequence."""
     kind = family(model)
-    found = {theirs: getattr(model, ours) for theirs, (ours, _) in KEYS[kind].items()}
+    found = {theirs: getattr(model, ours) for theirs, (ours, _) in CONFIG_KEYS[kind].items()}
     found |= {key: allowed[0] for key, allowed in FIXED[kind].items()}
     if kind == "gpt2":
         architecture = "GPT2LMHeadModel"
@@ -74,19 +74,21 @@ def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, 
             "rope_scaling": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         }
-    # Whose token 50256 or 2 ends a text is the tokenizer's affair: transformers would take these where none is named.
+    # Without these keys transformers takes token 50256 or 2 for the end of a text, whatever the tokenizer.
     found |= {"bos_token_id": None, "eos_token_id": None}
     return {"architectures": [architecture], "model_type": kind, **found, "dtype": dtype, "torch_dtype": dtype}
 
 
-def differences(found: dict[str, Any], model: ModelConfig, *, positions: int) -> list[str]:
-    """What this configuration must set to be the model of a config.json: ["model.width=768 (is 128)", ...]. A larger
-    `model.vocab` may stay. Raises `UserError` for a model that no configuration makes."""
+def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: int) -> list[str]:
+    """The settings that a configuration lacks for the model of a config.json: ["model.width=768 (is 128)", ...].
+
+    A larger `model.vocab` is allowed. Raises `UserError` for a model that no configuration makes.
+    """
     kind = found.get("model_type")
-    if kind not in KEYS:
-        raise UserError(f"{CONFIG}: model_type is {kind!r}; allowed: {', '.join(KEYS)}")
+    if kind not in CONFIG_KEYS:
+        raise UserError(f"{CONFIG}: model_type is {kind!r}; allowed: {', '.join(CONFIG_KEYS)}")
     _check_fixed(found, kind)
-    wanted = {ours: found.get(theirs, usual) for theirs, (ours, usual) in KEYS[kind].items()}
+    wanted = {ours: found.get(theirs, usual) for theirs, (ours, usual) in CONFIG_KEYS[kind].items()}
     wanted["mlp_width"] = 4 * wanted["width"] if wanted["mlp_width"] is None else wanted["mlp_width"]
     if wanted.get("kv_heads") is None:
         wanted["kv_heads"] = wanted["heads"]
@@ -132,15 +134,15 @@ def _rope_theta(found: dict[str, Any]) -> Any:
 
 
 def _places(each: Tensor, layers: int) -> list[Any]:
-    """Where each tensor of this kind lies in our leaf: the numbers of blocks, or all of it."""
+    """The indices of our leaf at which the tensors of this kind lie: the numbers of blocks, or the whole leaf."""
     return list(range(layers)) if each.leaf.partition(".")[0] == STACKED else [...]
 
 
 def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes: int = FILE_BYTES) -> str:
-    """Write a checkpoint's parameters to a new folder, blocks in the order of the model.
+    """Write the parameters of a checkpoint to a new folder. Returns a line about it.
 
-    vocab: write only so many rows of the vocabulary; those after them were padding. Returns what was done, in a line.
-    Raises `UserError` for a model that has no format.
+    vocab: the rows of the vocabulary to write; the others are padding. Raises `UserError` for a model that has no
+    Hugging Face format.
     """
     if not {"model", "data"} <= stored.meta.keys():
         raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
@@ -162,7 +164,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
             yield from (each.take(array[place])[: shape(each)[0]] for each in group for place in _places(each, layers))
 
     entries = [
-        Entry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
+        TensorEntry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
         for each in table
         for block in _places(each, layers)
     ]
@@ -170,7 +172,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
     text = json.dumps(config_json(model.replace(vocab=kept), positions=positions, dtype=dtype), indent=2)
-    (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: without it nobody takes the folder for whole
+    (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     total = sum(entry.nbytes for entry in entries)
     said = f"{len(entries)} tensors, {total:,} bytes of {dtype} in {files} file{'s' * (files > 1)}"
     padding = model.vocab - kept
@@ -178,14 +180,16 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
 
 
 def actual_name(files: TensorFiles, name: str, kind: str) -> str:
-    """As it is in the file: those of a bare model, such as OpenAI's GPT-2, have no prefix."""
+    """The name in the files. A bare model, such as OpenAI's GPT-2, has no prefix in its names."""
     return name if name in files.names else name.removeprefix(PREFIXES[kind])
 
 
-def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, positions: int) -> tuple[int, list[str]]:
-    """Raise `UserError` unless the files hold this model. Returns how many rows its vocabulary has in them, and the
-    dtypes of its tensors."""
-    wrong = differences(config, model, positions=positions)
+def check_model(
+    files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, positions: int
+) -> tuple[int, list[str]]:
+    """Raise `UserError` unless the files hold this model. Returns the rows of the vocabulary in the files, and the
+    dtypes of the tensors."""
+    wrong = config_differences(config, model, positions=positions)
     kind = config["model_type"]
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
     if family(model) != kind:
@@ -206,7 +210,7 @@ def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, pos
             rows |= {shape[0]} if each.leaf in TABLES else set()
             dtypes.add(files.dtype(name))
     known = expected | ({HEAD} if model.tied else set())
-    if extra := sorted(name for name in files.names - known if not name.endswith(OTHERS)):
+    if extra := sorted(name for name in files.names - known if not name.endswith(CONSTANT_BUFFERS)):
         raise UserError(f"{extra[0]}: is in the file, and this configuration has no such parameter{hint}")
     if len(rows) > 1:
         raise UserError(f"{HEAD}: embedding and head have {' and '.join(map(str, sorted(rows)))} rows in the file")
@@ -215,11 +219,14 @@ def check(files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, pos
     return rows.pop(), sorted(dtypes)
 
 
-def load(
+def load_params(
     files: TensorFiles, model: ModelConfig, shapes: dict[str, Any], *, positions: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of each of our parameters, one after the other, of files that `check` has passed. shapes: of all
-    parameters, with the dtypes that they get. Raises `UserError`."""
+    """Our parameters, as (name, array), from files that `check_model` has passed.
+
+    shapes: of all parameters, with the dtypes that they get. Raises `UserError` for non-finite numbers, and for a head
+    that is not the embedding though config.json says so.
+    """
     kind = family(model)
     for leaf, group in groupby(tensors(model, positions=positions), lambda each: each.leaf):
         array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
@@ -243,9 +250,9 @@ def load(
 
 
 def _fill(table_VD: np.ndarray, rows_RD: np.ndarray) -> None:
-    """Rows that there are none for become the mean of the others. Zeros would be tokens of logit 0, often the
-    likeliest; these add at most log(V / R) to any loss, for the exponential of a mean is at most the mean of the
-    exponentials."""
+    """Fill a table of the vocabulary. Rows that the file does not have become the mean of the others."""
+    # Rows of zeros would be tokens of logit 0, often the likeliest. The mean adds at most log(V / R) to any loss: the
+    # exponential of a mean is at most the mean of the exponentials.
     count = len(rows_RD)
     table_VD[:count] = rows_RD
     if count < len(table_VD):

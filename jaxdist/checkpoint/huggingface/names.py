@@ -1,9 +1,9 @@
-"""Hugging Face's tensors of GPT-2 and Llama, and where the elements of each lie in our parameters.
+"""The table of Hugging Face's tensors for GPT-2 and Llama: the name of each, and its place in our parameters.
 
 One table serves both directions, because a tensor is described by a view of our leaf: reading the view exports, writing
-to it imports. Elements are moved, never computed with. Names and layouts: `transformers`, models/gpt2/modeling_gpt2.py
-(Conv1D kernels are [in, out], as ours) and models/llama/modeling_llama.py (Linear weights are [out, in]). Both rotate
-the halves of a head together, as `jaxdist.nn.attention.rotary` does, so that no head is permuted.
+to it imports. Nothing is computed. Names and layouts are those of `transformers`, models/gpt2/modeling_gpt2.py (Conv1D
+kernels are [in, out], as ours) and models/llama/modeling_llama.py (Linear weights are [out, in]). Both rotate the
+halves of a head together, as `jaxdist.nn.attention.rotary` does, so no head is permuted.
 
 Legend: D model width, n key/value heads, G query heads of one, K head width, F hidden width of the MLP, V vocabulary.
 """
@@ -23,8 +23,13 @@ TABLES = ("embed.tokens.table", "head.projection.table")  # their rows are the v
 
 
 class Tensor(NamedTuple):
-    """leaf: ours, without the dim of blocks. name: theirs, {} for the number of the block. view: our leaf -> a view of
-    it with the elements of theirs, in order. shape: theirs."""
+    """A tensor of Hugging Face.
+
+    - leaf: the name of our parameter. Of a stacked one, this is about one block.
+    - name: the tensor's name, {} for the number of the block.
+    - view: our leaf -> a view of it with the elements of the tensor, in order.
+    - shape: of the tensor.
+    """
 
     leaf: str
     name: str
@@ -32,11 +37,11 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
     def take(self, leaf: np.ndarray) -> np.ndarray:
-        """Their tensor, from our leaf."""
+        """The tensor, from our leaf."""
         return np.ascontiguousarray(self.view(leaf)).reshape(self.shape)
 
     def put(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
-        """Write their tensor into our leaf; its dtype becomes the leaf's."""
+        """Write the tensor into our leaf, in the leaf's dtype."""
         view = self.view(leaf)
         view[...] = tensor.reshape(view.shape).astype(leaf.dtype, copy=False)
 
@@ -76,8 +81,10 @@ def transposed(leaf: np.ndarray) -> np.ndarray:
 
 
 def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
-    """All tensors of a model (`resolved`), those of a leaf next to each other. positions: rows of
-    GPT-2's position table. Raises `UserError` for a model that has no format: see `family`."""
+    """All tensors of a model (`resolved`); the tensors of one leaf are neighbours.
+
+    positions: rows of GPT-2's position table. Raises `UserError` for a model that has no format: see `family`.
+    """
     kind = family(model)
     prefix, table = PREFIXES[kind], (model.vocab, model.width)
     found = [
@@ -100,7 +107,8 @@ def _norm(leaf: str, name: str, model: ModelConfig) -> list[Tensor]:
 
 
 def _gpt2_block(model: ModelConfig) -> list[Tensor]:
-    """Of one block. Our kernel [D, n, q k v, K] has the three of a head together, c_attn has all q, all k, all v."""
+    """The tensors of a block. Our kernel [D, n, q k v, K] has q, k and v of a head together; c_attn has all q, then all
+    k, then all v."""
     width, hidden = model.width, model.mlp_width or 0
 
     def linear(
@@ -130,45 +138,35 @@ def _gpt2_block(model: ModelConfig) -> list[Tensor]:
 
 
 def _llama_block(model: ModelConfig) -> list[Tensor]:
-    """Of one block. Our kernel [D, n, G + 2, K] has the query heads of a key/value head, its key and its value
-    together."""
+    """The tensors of a block. Our kernel [D, n, G + 2, K] has a key/value head's queries, key and value together."""
     width, hidden, heads, kv_heads = model.width, model.mlp_width or 0, model.heads, model.kv_heads or 0
     groups, head = heads // kv_heads, width // heads
-    qkv, up = "attention.qkv.linear", "mlp.up"
+
+    def tensor(leaf: str, name: str, view: Callable[[np.ndarray], np.ndarray], *shape: int) -> Tensor:
+        return Tensor(leaf, name, view, shape)
+
+    qkv, up, attention = "attention.qkv.linear", "mlp.up", "self_attn"
+    kernel, bias = f"{qkv}.kernel", f"{qkv}.bias"
+    queries, keys = heads * head, kv_heads * head
     found = [
-        Tensor(
-            f"{qkv}.kernel",
-            "self_attn.q_proj.weight",
-            lambda x: x[:, :, :groups].transpose(1, 2, 3, 0),
-            (heads * head, width),
-        ),
-        Tensor(
-            f"{qkv}.kernel",
-            "self_attn.k_proj.weight",
-            lambda x: x[:, :, groups].transpose(1, 2, 0),
-            (kv_heads * head, width),
-        ),
-        Tensor(
-            f"{qkv}.kernel",
-            "self_attn.v_proj.weight",
-            lambda x: x[:, :, groups + 1].transpose(1, 2, 0),
-            (kv_heads * head, width),
-        ),
-        Tensor("attention.out.kernel", "self_attn.o_proj.weight", transposed, (width, heads * head)),
-        Tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, (hidden, width)),
-        Tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, (hidden, width)),
-        Tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, (width, hidden)),
+        tensor(kernel, f"{attention}.q_proj.weight", lambda x: x[:, :, :groups].transpose(1, 2, 3, 0), queries, width),
+        tensor(kernel, f"{attention}.k_proj.weight", lambda x: x[:, :, groups].transpose(1, 2, 0), keys, width),
+        tensor(kernel, f"{attention}.v_proj.weight", lambda x: x[:, :, groups + 1].transpose(1, 2, 0), keys, width),
+        tensor("attention.out.kernel", f"{attention}.o_proj.weight", transposed, width, queries),
+        tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, hidden, width),
+        tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, hidden, width),
+        tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, width, hidden),
         *_norm("norm1", "input_layernorm", model),
         *_norm("norm2", "post_attention_layernorm", model),
     ]
     if model.bias:
         found += [
-            Tensor(f"{qkv}.bias", "self_attn.q_proj.bias", lambda x: x[:, :groups], (heads * head,)),
-            Tensor(f"{qkv}.bias", "self_attn.k_proj.bias", lambda x: x[:, groups], (kv_heads * head,)),
-            Tensor(f"{qkv}.bias", "self_attn.v_proj.bias", lambda x: x[:, groups + 1], (kv_heads * head,)),
-            Tensor("attention.out.bias", "self_attn.o_proj.bias", whole, (width,)),
-            Tensor(f"{up}.bias", "mlp.gate_proj.bias", lambda x: x[0], (hidden,)),
-            Tensor(f"{up}.bias", "mlp.up_proj.bias", lambda x: x[1], (hidden,)),
-            Tensor("mlp.down.bias", "mlp.down_proj.bias", whole, (width,)),
+            tensor(bias, f"{attention}.q_proj.bias", lambda x: x[:, :groups], queries),
+            tensor(bias, f"{attention}.k_proj.bias", lambda x: x[:, groups], keys),
+            tensor(bias, f"{attention}.v_proj.bias", lambda x: x[:, groups + 1], keys),
+            tensor("attention.out.bias", f"{attention}.o_proj.bias", whole, width),
+            tensor(f"{up}.bias", "mlp.gate_proj.bias", lambda x: x[0], hidden),
+            tensor(f"{up}.bias", "mlp.up_proj.bias", lambda x: x[1], hidden),
+            tensor("mlp.down.bias", "mlp.down_proj.bias", whole, width),
         ]
     return found

@@ -1,7 +1,7 @@
-"""Files of tensors in the format safetensors: a header of names, types, shapes and offsets, then plain bytes.
+"""Folders of safetensors files: a header of names, types, shapes and offsets, then plain bytes.
 
-Written here, because the library's writer wants all tensors in memory at once; read by the library, which checks the
-header. Format: https://github.com/huggingface/safetensors#format.
+The library `safetensors` reads the files, and checks their headers. The writer is our own, because the library's needs
+all tensors in memory at once. Format: https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -17,15 +17,15 @@ import numpy as np
 
 from jaxdist.errors import UserError
 
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-CODES = {name: code for code, name in DTYPES.items()}
+TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in TENSOR_DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # a file holds at most this many, or one tensor, as Hugging Face's own do
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-class Entry(NamedTuple):
-    """A tensor to write. dtype: "float32"."""
+class TensorEntry(NamedTuple):
+    """A tensor to write. dtype: such as "float32"."""
 
     name: str
     dtype: str
@@ -37,15 +37,14 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * np.dtype(jnp.dtype(self.dtype)).itemsize
 
 
-def write(folder: Path, entries: Sequence[Entry], arrays: Iterable[np.ndarray], *, file_bytes: int = FILE_BYTES) -> int:
-    """Write the arrays, one for each entry and in its order, as they come. Returns the number of files."""
+def write(
+    folder: Path, entries: Sequence[TensorEntry], arrays: Iterable[np.ndarray], *, file_bytes: int = FILE_BYTES
+) -> int:
+    """Write the arrays as they come, one for each entry and in the same order. Returns the number of files."""
     files = _divide(entries, file_bytes)
     stream = iter(arrays)
-    names = (
-        [SINGLE]
-        if len(files) == 1
-        else [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    )
+    names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    names = [SINGLE] if len(files) == 1 else names
     for name, inside in zip(names, files, strict=True):
         with (folder / name).open("wb") as file:
             file.write(_header(inside))
@@ -62,8 +61,8 @@ def write(folder: Path, entries: Sequence[Entry], arrays: Iterable[np.ndarray], 
     return len(files)
 
 
-def _divide(entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:
-    files: list[list[Entry]] = [[]]
+def _divide(entries: Sequence[TensorEntry], file_bytes: int) -> list[list[TensorEntry]]:
+    files: list[list[TensorEntry]] = [[]]
     for entry in entries:
         if files[-1] and sum(each.nbytes for each in files[-1]) + entry.nbytes > file_bytes:
             files.append([])
@@ -71,7 +70,7 @@ def _divide(entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:
     return files
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[TensorEntry]) -> bytes:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     start = 0
     for entry in entries:
@@ -97,8 +96,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """The safetensors of a folder, one tensor read at a time. Use it as a context. Raises `UserError` for a folder or
-    file that is not what it should be."""
+    """The safetensors files of a folder, to read one tensor at a time. Use it as a context.
+
+    Raises `UserError` for a folder or a file that is not what it should be.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._where: dict[str, Any] = {}  # name -> the open file
@@ -125,19 +126,19 @@ class TensorFiles:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return set(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor; nothing of it is read."""
+        """The shape of a tensor. Its elements are not read."""
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """ "float32", ... Raises `UserError` for a type that no parameter has."""
         code = self._where[name].get_slice(name).get_dtype()
-        if code not in DTYPES:
-            raise UserError(f"{name}: is of type {code} in the file; allowed: {', '.join(DTYPES)}")
-        return DTYPES[code]
+        if code not in TENSOR_DTYPES:
+            raise UserError(f"{name}: is of type {code} in the file; allowed: {', '.join(TENSOR_DTYPES)}")
+        return TENSOR_DTYPES[code]
 
     def read(self, name: str) -> np.ndarray:
         """One tensor."""
@@ -145,7 +146,7 @@ class TensorFiles:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """(file, the tensors that the index says are in it; None without an index)."""
+    """The files of a folder, each with the names of its tensors by the index; None without an index."""
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):

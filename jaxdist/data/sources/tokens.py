@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
-from jaxdist.data.manifest import Entry, checked_pieces, document_starts, entry_of
+from jaxdist.data.manifest import ManifestEntry, checked_pieces, document_starts, entry_of
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error, require_windows, split_starts, split_tail
 from jaxdist.errors import UserError
 
@@ -80,7 +80,7 @@ class _File(NamedTuple):
 
     path: Path
     ids: np.ndarray
-    entry: Entry | None
+    entry: ManifestEntry | None
 
     def pieces(self) -> Iterable[bytes]:
         return checked_pieces(self.path, self.entry)

@@ -35,7 +35,7 @@ RunBlock = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]
 AGAIN = "rematted_computation"  # the scope in which jax.checkpoint computes again
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """The stacked blocks of a stage, or of one chunk of a stage: L rows.
 
     diff, captured: the differentiated parameters, and those read without gradients, see `jaxdist.parallel.schedule`:
@@ -138,7 +138,9 @@ class OneBlock(NamedTuple):
     block: RunBlock
     choose: Choose | None = None
 
-    def fetch(self, rows: Rows, i: jax.Array | int, wanted: PyTree | None = None) -> tuple[PyTree, Callable[..., Any]]:
+    def fetch(
+        self, rows: BlockRows, i: jax.Array | int, wanted: PyTree | None = None
+    ) -> tuple[PyTree, Callable[..., Any]]:
         """(wanted parameters of row i, function that reduces gradients of its trained leaves to those of diff)."""
         captured = at(rows.captured, i)
 
@@ -150,7 +152,7 @@ class OneBlock(NamedTuple):
         return _with_trained(unit, rows.diff, found), reduce
 
     def run(
-        self, unit: PyTree, rows: Rows, i: jax.Array | int, h: jax.Array, keys: PyTree
+        self, unit: PyTree, rows: BlockRows, i: jax.Array | int, h: jax.Array, keys: PyTree
     ) -> tuple[jax.Array, BlockResiduals]:
         """(output of row i, its residuals). unit: the parameters of row i."""
         layer = rows.layers[i]
@@ -161,12 +163,12 @@ class OneBlock(NamedTuple):
         h, pull = jax.vjp(call, trained_leaves(unit, rows.diff), h)
         return h, BlockResiduals(pull, unit)
 
-    def gather_again(self, rows: Rows, i: jax.Array | int, wanted: PyTree) -> PyTree:
+    def gather_again(self, rows: BlockRows, i: jax.Array | int, wanted: PyTree) -> PyTree:
         """The parameters of row i that its backward pass reads."""
         with jax.named_scope(AGAIN):
             return self.gather(at(rows.diff, i), at(rows.captured, i), wanted)
 
-    def after(self, rows: Rows, i: jax.Array | int, h: jax.Array, keys: PyTree) -> jax.Array:
+    def after(self, rows: BlockRows, i: jax.Array | int, h: jax.Array, keys: PyTree) -> jax.Array:
         """h after row i, without residuals."""
 
         def work() -> tuple[jax.Array, None]:
@@ -175,7 +177,9 @@ class OneBlock(NamedTuple):
 
         return self.in_row(rows, i, work, h)[0]
 
-    def in_row(self, rows: Rows, i: jax.Array | int, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree) -> Any:
+    def in_row(
+        self, rows: BlockRows, i: jax.Array | int, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree
+    ) -> Any:
         """work() -> (x, rest) if row i holds a block; otherwise (passing, zeros)."""
         return work() if self.choose is None else work_or_pass(self.choose, rows.layers[i] > 0, work, passing)
 
@@ -183,27 +187,27 @@ class OneBlock(NamedTuple):
 class BlockRunner(Protocol):
     """Forward and backward pass over rows of blocks."""
 
-    def through(self, rows: Rows, h: Any, keys: PyTree) -> Any:
+    def through(self, rows: BlockRows, h: Any, keys: PyTree) -> Any:
         """The output of the last block, without residuals."""
 
-    def forward(self, rows: Rows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
+    def forward(self, rows: BlockRows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
         """(output of the last block, residuals for `backward`)."""
 
-    def backward(self, rows: Rows, saved: PyTree, dh: Any) -> tuple[PyTree, Any]:
+    def backward(self, rows: BlockRows, saved: PyTree, dh: Any) -> tuple[PyTree, Any]:
         """(gradients with respect to diff, gradient of h)."""
 
 
-def differentiable(runner: BlockRunner) -> Callable[[Rows, Any, PyTree], Any]:
+def differentiable(runner: BlockRunner) -> Callable[[BlockRows, Any, PyTree], Any]:
     """The function (rows, h, dropout keys) -> h, which can be differentiated once, with respect to diff and h."""
 
-    def forward(rows: Rows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
+    def forward(rows: BlockRows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
         h, saved = runner.forward(rows, h, keys)
         return h, (rows, saved)
 
     def backward(residuals: PyTree, dh: Any) -> tuple[Any, Any, None]:
         rows, saved = residuals
         grads, dh = runner.backward(rows, saved, dh)
-        return Rows(grads, None, None), dh, None  # type: ignore[arg-type]
+        return BlockRows(grads, None, None), dh, None  # type: ignore[arg-type]
 
     run = jax.custom_vjp(runner.through)
     run.defvjp(forward, backward)
@@ -219,12 +223,12 @@ class ScannedBlocks(NamedTuple):
     one: OneBlock
     unroll: int = 1
 
-    def through(self, rows: Rows, h: jax.Array, keys: PyTree) -> jax.Array:
+    def through(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> jax.Array:
         """The output of the last block, without residuals."""
         numbers, unroll = jnp.arange(len(rows.layers)), blocks_per_round(self.unroll, len(rows.layers))
         return lax.scan(lambda h, i: (self.one.after(rows, i, h, keys), None), h, numbers, unroll=unroll)[0]
 
-    def forward(self, rows: Rows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
+    def forward(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, residuals for `backward`)."""
 
         def step(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
@@ -237,7 +241,7 @@ class ScannedBlocks(NamedTuple):
 
         return lax.scan(step, h, jnp.arange(len(rows.layers)), unroll=blocks_per_round(self.unroll, len(rows.layers)))
 
-    def backward(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+    def backward(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of h)."""
 
         def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
@@ -253,7 +257,7 @@ class ScannedBlocks(NamedTuple):
         dh, grads = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True, unroll=unroll)
         return grads, dh
 
-    def backward_input(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+    def backward_input(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """The first half of `backward`: (values for `backward_weights`, gradient of h)."""
 
         def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
@@ -268,7 +272,7 @@ class ScannedBlocks(NamedTuple):
         dh, crossing = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True)
         return crossing, dh
 
-    def backward_weights(self, rows: Rows, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
+    def backward_weights(self, rows: BlockRows, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
         """The second half of `backward`: gradients with respect to diff.
 
         crossing: the values from `backward_input`.
@@ -289,6 +293,6 @@ class ScannedBlocks(NamedTuple):
 
         return lax.scan(step, None, (jnp.arange(len(rows.layers)), saved, crossing))[1]
 
-    def _split(self, kept: BlockResiduals, rows: Rows, grad: Any) -> SplitBackward:
+    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> SplitBackward:
         unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))
         return split_backward(kept, unit, jax.eval_shape(lambda: grad))

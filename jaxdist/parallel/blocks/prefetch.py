@@ -33,7 +33,7 @@ from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.config.rules.xla_flags import names_given
 from jaxdist.jaxpr.walk import equations
 from jaxdist.mesh import AnyMesh, on_cpu
-from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, Rows, RunBlock, at, put, trained_leaves
+from jaxdist.parallel.blocks.layers import AGAIN, BlockRows, OneBlock, RunBlock, at, put, trained_leaves
 from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model, only
@@ -130,7 +130,7 @@ def read_late(block: RunBlock, unit: PyTree, *arguments: Any) -> PyTree:
     return jax.tree.unflatten(treedef, late)
 
 
-def split_first_fetch(one: OneBlock, rows: Rows, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
+def split_first_fetch(one: OneBlock, rows: BlockRows, late: PyTree) -> tuple[PyTree, Callable[..., Any]]:
     """`OneBlock.fetch` for block 0, in two parts that XLA cannot combine.
 
     late: for each parameter, whether it is gathered in the second part, and its gradient reduced in the first.
@@ -182,11 +182,13 @@ class PrefetchedBlocks(NamedTuple):
     reduce_dtype: Any
     sums: Callable[[PyTree], PyTree] | None = None
 
-    def through(self, rows: Rows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[jax.Array, PyTree]:
+    def through(self, rows: BlockRows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, the head)."""
         return self.forward(rows, h, keys)[0]
 
-    def forward(self, rows: Rows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+    def forward(
+        self, rows: BlockRows, h: tuple[jax.Array, PyTree], keys: PyTree
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         """((output of the last block, the head), residuals for `backward`)."""
         count, (x, sliced) = len(rows.layers), h
         one = self.inner if count > 4 else self.outer  # XLA unrolls by two: up to 3 rounds leave no loop
@@ -211,7 +213,7 @@ class PrefetchedBlocks(NamedTuple):
         return (x, whole), (sliced, saved, end, units, reduce_first, reduce_slice)
 
     def backward(
-        self, rows: Rows, saved: PyTree, dh: tuple[jax.Array, PyTree]
+        self, rows: BlockRows, saved: PyTree, dh: tuple[jax.Array, PyTree]
     ) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
         """(gradients with respect to diff, gradients of h)."""
         (sliced, saved, end, (unit, before), reduce_first, reduce_last), (dx, dwhole) = saved, dh

@@ -18,7 +18,7 @@ from jax import lax
 from jaxdist.collectives import varying_axes, zeros_varying_like
 from jaxdist.config.rules.remat import refuse_split_sequence
 from jaxdist.jaxpr.evaluate import trimmed
-from jaxdist.parallel.blocks.layers import AGAIN, OneBlock, Rows, at, put
+from jaxdist.parallel.blocks.layers import AGAIN, BlockRows, OneBlock, at, put
 from jaxdist.parallel.blocks.remat import after
 from jaxdist.specs import PyTree, only
 
@@ -28,11 +28,11 @@ class SegmentedBlocks(NamedTuple):
 
     one: OneBlock
 
-    def through(self, rows: Rows, h: jax.Array, keys: PyTree) -> jax.Array:
+    def through(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> jax.Array:
         """The output of the last block."""
         return self.forward(rows, h, keys)[0]
 
-    def forward(self, rows: Rows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
+    def forward(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, residuals for `backward`)."""
         if "tensor" in varying_axes(h):  # row numbers, which wait for a gradient, would vary over `tensor` like it
             refuse_split_sequence()
@@ -45,12 +45,12 @@ class SegmentedBlocks(NamedTuple):
         h = self._through(rows, last, count * size, left, keys) if left else last
         return h, (inputs, last if left else None, keys)
 
-    def _through(self, rows: Rows, h: jax.Array, first: Any, size: int, keys: PyTree) -> jax.Array:
+    def _through(self, rows: BlockRows, h: jax.Array, first: Any, size: int, keys: PyTree) -> jax.Array:
         """h after the blocks of one segment."""
         step = lambda h, i: (self.one.after(rows, i, h, keys), None)  # noqa: E731
         return lax.scan(step, h, first + jnp.arange(size))[0]
 
-    def backward(self, rows: Rows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
+    def backward(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of h)."""
         inputs, last, keys = saved
         size, count, left = sizes(len(rows.layers))
@@ -66,7 +66,7 @@ class SegmentedBlocks(NamedTuple):
         return grads, dh
 
     def _segment(
-        self, rows: Rows, h: jax.Array, first: Any, size: int, keys: PyTree, carry: tuple[jax.Array, PyTree]
+        self, rows: BlockRows, h: jax.Array, first: Any, size: int, keys: PyTree, carry: tuple[jax.Array, PyTree]
     ) -> tuple[jax.Array, PyTree]:
         """The carry (gradient of the segment's output, gradients so far) after this segment. h: the segment's input."""
         # XLA unrolls a loop of one round, and would merge this computation with that of the forward pass.

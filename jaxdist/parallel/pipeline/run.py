@@ -20,7 +20,7 @@ from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import refuse_split_backward
 from jaxdist.errors import UserError
 from jaxdist.parallel.blocks.branch import Choose, Packing, by_condition, by_mask, packing_of, typed_like
-from jaxdist.parallel.blocks.layers import Rows, ScannedBlocks, at, put
+from jaxdist.parallel.blocks.layers import BlockRows, ScannedBlocks, at, put
 from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate_slots
 from jaxdist.parallel.schedule import Program, Schedule, Seed, Stages, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
@@ -43,7 +43,7 @@ def virtual_stage(chunk: jax.Array | int) -> jax.Array | int:
 
 def blocks_of_chunk(
     diff: PyTree, captured: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
-) -> Rows:
+) -> BlockRows:
     """One chunk of this stage's stacked blocks. counts: as `ModelDef.stages`."""
     if counts and len(counts) != chunks * stages_of_mesh():
         raise UserError(
@@ -55,9 +55,9 @@ def blocks_of_chunk(
     length = jax.tree.leaves((diff, captured))[0].shape[0]
     row, number = jnp.arange(length, dtype=jnp.int32), virtual_stage(chunk)
     if not counts:
-        return Rows(diff, captured, 1 + number * len(row) + row)
+        return BlockRows(diff, captured, 1 + number * len(row) + row)
     before, count = jnp.asarray([np.cumsum(counts) - counts, counts], jnp.int32)[:, number]
-    return Rows(diff, captured, jnp.where(row < count, 1 + before + row, 0))
+    return BlockRows(diff, captured, jnp.where(row < count, 1 + before + row, 0))
 
 
 def cut_into_chunks(blocks: PyTree, chunks: int) -> PyTree:
@@ -335,7 +335,7 @@ class _Machine(NamedTuple):
             for name, unit in grads.items()
         }
 
-    def _rows(self, chunk: jax.Array) -> Rows:
+    def _rows(self, chunk: jax.Array) -> BlockRows:
         """See `blocks_of_chunk`."""
         chunks, counts = self.ticks.chunks, self.stages.counts
         return blocks_of_chunk(self.diff[STACKED], self.captured[STACKED], chunk, chunks=chunks, counts=counts)

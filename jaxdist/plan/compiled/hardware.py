@@ -7,7 +7,7 @@ from jaxdist.plan.compiled.replay import Rates
 
 # Assumed shares of the makers' figures, for replays alone: 800 of 989 TFLOP/s, what large products reach on H100 and
 # H200; 400 of 450 GB/s, bus bandwidth of large collectives inside a node (nccl-tests issues 212 and 272: 360 to 480).
-PRODUCTS, NETWORK = 0.809, 0.889
+_PRODUCTS, _NETWORK = 0.809, 0.889
 
 
 class Gpu(NamedTuple):
@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
     @property
     def rates(self) -> Rates:
         """The rates that a replay assumes."""
-        return Rates(PRODUCTS * self.bf16, self.bandwidth, NETWORK * self.nvlink)
+        return Rates(_PRODUCTS * self.bf16, self.bandwidth, _NETWORK * self.nvlink)
 
 
 # memory: `device_memory_size` of XLA's descriptions, xla/backends/gpu/target_config/specs, what CUDA reports as the

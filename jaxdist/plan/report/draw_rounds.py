@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 
 from jaxdist.plan.traced.rounds import Message, Round, received, sent
 
-INK, MUTED, LINE, ARROW, SWAP, SHADE = "#1b1f24", "#5c6670", "#c3cad1", "#1f5fa8", "#c2410c", "#edf2f7"
+_INK, _MUTED, _LINE, ARROW, SWAP, SHADE = "#1b1f24", "#5c6670", "#c3cad1", "#1f5fa8", "#c2410c", "#edf2f7"
 _STYLE: Any = {
     "svg.fonttype": "path",
     "svg.hashsalt": "jaxdist",
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": INK,
+    "text.color": _INK,
     "text.parse_math": False,
 }
 _WIDTH, _LANE, _GAP = 7.0, 0.19, 0.15  # inches: of the picture, of a row of arrows, between rounds
@@ -87,7 +87,7 @@ def draw_rounds(rounds: Sequence[Round], n: int, *, whole: int, title: str, inne
         y = _TOP
         for number, (messages, lane_rows) in enumerate(zip(rounds, rows, strict=True), start=1):
             middle = y + (len(lane_rows) * _LANE + _GAP) / 2
-            axes.text(0.14, middle, f"round {number}", va="center", color=MUTED)
+            axes.text(0.14, middle, f"round {number}", va="center", color=_MUTED)
             sizes = sorted({message.nbytes for message in messages})
             text = share(sizes[0], whole) if len(sizes) == 1 else f"{share(sizes[0], whole)}, {share(sizes[-1], whole)}"
             axes.text(_WIDTH - _RIGHT + 0.1, middle, f"{len(messages)} × {text}", va="center")
@@ -95,10 +95,10 @@ def draw_rounds(rounds: Sequence[Round], n: int, *, whole: int, title: str, inne
                 for arrow in row:
                     _arrow(axes, columns, y + _GAP / 2 + (k + 0.5) * _LANE, arrow)
             y += len(lane_rows) * _LANE + _GAP
-            axes.plot([0.14, _WIDTH - 0.1], [y, y], color=LINE, lw=0.5)
+            axes.plot([0.14, _WIDTH - 0.1], [y, y], color=_LINE, lw=0.5)
         for rank, column in enumerate(columns):
             text = f"sends {share(sent(rounds, n)[rank], whole)}\nreceives {share(received(rounds, n)[rank], whole)}"
-            axes.text(column, y + 0.08, text, ha="center", va="top", fontsize=8, linespacing=1.3, color=MUTED)
+            axes.text(column, y + 0.08, text, ha="center", va="top", fontsize=8, linespacing=1.3, color=_MUTED)
         data = {"N": whole, "rounds": [[[m.source, m.target, m.nbytes] for m in messages] for messages in rounds]}
         return svg_text(figure, title=title, data=data)
 
@@ -106,14 +106,14 @@ def draw_rounds(rounds: Sequence[Round], n: int, *, whole: int, title: str, inne
 def _frame(axes: Axes, columns: Sequence[float], height: float, title: str, inner: int | None) -> None:
     """Title, columns with their ranks, and neighbourhoods."""
     axes.text(0.14, 0.2, title, va="center", fontsize=10)
-    axes.text(_WIDTH - _RIGHT + 0.1, _TOP - 0.2, "messages", va="center", color=MUTED)
+    axes.text(_WIDTH - _RIGHT + 0.1, _TOP - 0.2, "messages", va="center", color=_MUTED)
     width = columns[1] - columns[0]
     for start in range(0, len(columns), inner or len(columns)):
         if inner:
             left, right = columns[start] - 0.46 * width, columns[start + inner - 1] + 0.46 * width
             axes.fill_between([left, right], 0.42, height - 0.04, color=SHADE, lw=0)
     for rank, column in enumerate(columns):
-        axes.plot([column, column], [_TOP - 0.08, height - _BOTTOM], color=LINE, lw=1.2)
+        axes.plot([column, column], [_TOP - 0.08, height - _BOTTOM], color=_LINE, lw=1.2)
         axes.text(column, _TOP - 0.2, f"rank {rank}", ha="center", va="center")
 
 

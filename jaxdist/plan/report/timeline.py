@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # matplotlib is loaded by who draws
     from matplotlib.axes import Axes
 
 WORK_KINDS = ("F", "B", "W")  # forward, backward, gradients of parameters; also the order within a tick
-INK, MUTED, LINE = "#1b1f24", "#5c6670", "#c3cad1"
+_INK, _MUTED, _LINE = "#1b1f24", "#5c6670", "#c3cad1"
 _DARK = {"F": "#2f6fb5", "B": "#c2570c", "W": "#3a8a4d"}
 _LIGHT = {"F": "#b9d6f2", "B": "#f8cfa9", "W": "#bfe3c6"}
 _IDLE, _HATCH = "#f1f3f5", "#d3d9df"
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": INK,
+    "text.color": _INK,
     "text.parse_math": False,
     "hatch.linewidth": 0.6,
     "svg.fonttype": "path",
@@ -199,7 +199,7 @@ def _ink(colour: str) -> str:
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(colour)
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.6 else INK
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.6 else _INK
 
 
 def _rectangle(axes: "Axes", left: float, top: float, width: float, **style: Any) -> None:
@@ -218,7 +218,7 @@ def _waits(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
     """Draw what is under the bars: hatched rows, each with its name and what it keeps; the ticks, numbered."""
     scale, bottom = inches / line.total, _TOP + ticks.stages * _ROW - (_ROW - _BAR)
     right = _LEFT + inches + 0.12
-    text: dict[str, Any] = {"va": "center", "fontsize": 8, "color": MUTED}
+    text: dict[str, Any] = {"va": "center", "fontsize": 8, "color": _MUTED}
     axes.text(right, _TOP - 0.22, "kept at\nmost", linespacing=1.1, **text)
     axes.text(_LEFT - 0.1, _TOP - 0.13, "tick", ha="right", **text)
     for stage in range(ticks.stages):
@@ -228,11 +228,11 @@ def _waits(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
         axes.text(right, top + _BAR / 2, str(line.most_live[stage]), va="center_baseline")
     shown = 0.0  # where the last number ended: short ticks are not all numbered
     for tick, (start, length) in enumerate(zip(line.starts * scale, line.lengths * scale, strict=True)):
-        axes.plot([_LEFT + start] * 2, [_TOP - 0.05, bottom + 0.05], color=LINE, lw=0.6, zorder=1.5)
+        axes.plot([_LEFT + start] * 2, [_TOP - 0.05, bottom + 0.05], color=_LINE, lw=0.6, zorder=1.5)
         if start + length / 2 - 0.08 >= shown:
             axes.text(_LEFT + start + length / 2, _TOP - 0.13, str(tick), ha="center", **text)
             shown = start + length / 2 + 0.1
-    axes.plot([_LEFT + inches] * 2, [_TOP - 0.05, bottom + 0.05], color=LINE, lw=0.6)
+    axes.plot([_LEFT + inches] * 2, [_TOP - 0.05, bottom + 0.05], color=_LINE, lw=0.6)
 
 
 def _bars(axes: "Axes", line: Timeline, ticks: Ticks, inches: float) -> None:
@@ -275,4 +275,4 @@ def _legend(axes: "Axes", ticks: Ticks, costs: WorkCosts, height: float, *, mean
     of = "chunks of microbatches" if ticks.chunks > 1 else "microbatches"
     note = f"Numbers: microbatches.{paler} Time of one on a{'n average' * mean} stage: F {costs.forward:g}, {each}.\n"
     note += f"Kept: {of} whose forward has been done and whose last gradient has not."
-    axes.text(_LEFT, height - 0.24, note, va="center", fontsize=8, linespacing=1.4, color=MUTED)
+    axes.text(_LEFT, height - 0.24, note, va="center", fontsize=8, linespacing=1.4, color=_MUTED)

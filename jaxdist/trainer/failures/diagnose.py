@@ -1,10 +1,9 @@
-"""Where a step that is not finite went wrong: in which block, on which devices, in which microbatch, in the forward or
-in the backward pass.
+"""Diagnosis of a non-finite step: the block, devices, microbatch and pass in which it began.
 
-The failing step is run again, once, with probes in the model: parameters of zeros whose "gradients" are flags. A probe
-hands its value through; its backward rule puts a one where this device saw something that is not finite, at the place
-of this device, and the strategy's own sums bring the flags of all devices together. So the program that is looked at is
-the one that failed, in any layout, strategy and schedule; steps that go well are not slowed down.
+The failing step is run again, once, with probes in the model. A probe is a parameter whose "gradient" is flags: its
+forward rule passes a value on, and its backward rule puts a one at the place of this device if the value, or its
+gradient, is not finite here. The strategy's own sums bring the flags of all devices together. So the diagnosis runs the
+program that failed, in any layout, strategy and schedule, and steps that go well are not slowed down.
 
 Legend: L blocks, N devices, C columns of a probe: two, (value, gradient), for the unit's output, and two for each
 parameter that it reads.
@@ -34,15 +33,19 @@ from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, path_name, without
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 
-PROBE = "probe"
+PROBE_LEAF = "probe"
 
 
 class Finding(NamedTuple):
-    """What was not finite first. kind: "weight" (of the batch), "parameter" (before the step), "activation", "loss" or
-    "gradient".
-    unit: "embed", "blocks" or "head". block: its number from 0, for blocks. parameter: path of the first parameter with
-    a gradient that is not finite, in that unit if there is one. devices: coordinates on the mesh, {axis: place}, of
-    those that saw it. microbatch: its number from 0; None if one alone does not show it."""
+    """The first thing in a step that was not finite.
+
+    - kind: "weight" (of the batch), "parameter" (before the step), "activation", "loss" or "gradient".
+    - unit: "embed", "blocks" or "head".
+    - block: its number from 0, for blocks.
+    - parameter: the path of the first parameter with a non-finite gradient, if there is one in that unit.
+    - devices: coordinates on the mesh, {axis: place}, of the devices that saw it.
+    - microbatch: its number from 0; None if no single microbatch shows it.
+    """
 
     kind: str
     unit: str
@@ -90,26 +93,31 @@ def _bad(x: jax.Array) -> jax.Array:
 
 
 def _watched(params: PyTree, read: PyTree = None) -> tuple[PyTree, PyTree, jax.Array]:
-    """(the unit's own parameters, what it reads of the embedding, the columns of the unit's output)."""
-    probe = to_varying(params[PROBE], AXES)  # its own "gradient" is a flag on each device
+    """Probe the parameters that a unit reads. read: the embedding's, for a tied head.
+
+    Returns the unit's own parameters, those of `read`, and the columns of the probe for the unit's output.
+    """
+    probe = to_varying(params[PROBE_LEAF], AXES)  # each device has its own flags
     leaves, treedef = jax.tree.flatten((_own(params), None if read is None else _own(read)))
     marked = [_mark(leaf, probe[:, 2 * i + 2 : 2 * i + 4]) for i, leaf in enumerate(leaves)]
     return *jax.tree.unflatten(treedef, marked), probe[:, :2]
 
 
 def _own(unit: PyTree) -> PyTree:
-    return {name: leaf for name, leaf in unit.items() if name != PROBE}
+    return {name: leaf for name, leaf in unit.items() if name != PROBE_LEAF}
 
 
 def probed(model: ModelDef, devices: int) -> ModelDef:
-    """The model with a probe in each unit, a parameter [N, C], for a mesh of N devices. It computes the same, but not
-    column by column: an embedding's probe flags the device whose samples these are."""
+    """The model with a probe in each unit, a parameter [N, C], for a mesh of N devices.
+
+    It computes the same. An embedding's probe flags the device whose samples these are, not the column of its table.
+    """
     shapes, specs = dict(model.shapes), dict(model.specs)
     for name, unit in model.shapes.items():
         leaf = jax.tree.leaves(unit)[0]
         rows, columns = leaf.shape[:1] if name == STACKED else (), 2 + 2 * len(_read(model, name))
-        shapes[name] = {**unit, PROBE: jax.ShapeDtypeStruct((*rows, devices, columns), leaf.dtype)}
-        specs[name] = {**model.specs[name], PROBE: P("pipe") if name == STACKED else P()}
+        shapes[name] = {**unit, PROBE_LEAF: jax.ShapeDtypeStruct((*rows, devices, columns), leaf.dtype)}
+        specs[name] = {**model.specs[name], PROBE_LEAF: P("pipe") if name == STACKED else P()}
 
     def embed(params: PyTree, batch: PyTree, keys: jax.Array) -> jax.Array:
         own, _, output = _watched(params)
@@ -130,11 +138,13 @@ def probed(model: ModelDef, devices: int) -> ModelDef:
 def make_diagnosis(
     model: ModelDef, mesh: Mesh, *, options: StepOptions, numbers: Sequence[int] | None = None
 ) -> Callable[[TrainState, PyTree], Finding | None]:
-    """(state, batch) -> what was not finite first in the step that `state` has just skipped, run again with the same
-    batch; None if all is finite. Consumes the state, of which it needs the parameters. Compiles when first called.
+    """Make a function (state, batch) -> the `Finding` of the step that `state` has just skipped; None if all is finite.
 
-    options: as given to `make_train_step`. numbers: the block that each row of the stack is, -1 for none,
-    where blocks are arranged for a pipeline (`order_of_blocks`).
+    It runs the step again, and compiles it when first called. It consumes the state, of which it needs the parameters.
+
+    - options: as given to `make_train_step`.
+    - numbers: the block in each row of the stack, -1 for none, if blocks are arranged for a pipeline
+      (`order_of_blocks`).
     """
     watched, numbers = probed(model, mesh.size), numbers or range(model.layers)
     rule, microbatches = options.precision.scale_rule, options.microbatches
@@ -162,12 +172,12 @@ def make_diagnosis(
 
 
 def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: LossScale | None) -> TrainState:
-    """The state as the failing step got it, with probes."""
+    """The state before the failing step, with probes."""
     params = dict(state.params)
     for name in UNITS:
-        shape, spec = watched.shapes[name][PROBE], without_idle(watched.specs[name][PROBE], mesh)
+        shape, spec = watched.shapes[name][PROBE_LEAF], without_idle(watched.specs[name][PROBE_LEAF], mesh)
         zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
-        params[name] = {**params[name], PROBE: jax.jit(zeros, out_shardings=NamedSharding(mesh, spec))()}
+        params[name] = {**params[name], PROBE_LEAF: jax.jit(zeros, out_shardings=NamedSharding(mesh, spec))()}
     step, scale = jax.device_get((state.step, state.guard.scale))
     guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.factors[1]), mesh))
     return TrainState(_put(step - 1, mesh), params, optax.EmptyState(), (), guard)
@@ -180,10 +190,11 @@ def _put(number: Any, mesh: Mesh) -> jax.Array:
 def _flags(
     step: Callable[..., Any], state: TrainState, batch: PyTree
 ) -> tuple[TrainState, float, dict[str, np.ndarray]]:
-    """(the state, ready for the same step again; the batch's weight; by unit what its probe saw, [L, N, C / 2, 2])."""
+    """Run a step with probes. Returns the state, ready for the same step again; the batch's weight; and the flags of
+    each unit, [L, N, C / 2, 2]."""
     number = jax.device_get(state.step)
     state, metrics = step(state, batch)
-    probes = {name: metrics["grads"][name][PROBE] for name in UNITS}
+    probes = {name: metrics["grads"][name][PROBE_LEAF] for name in UNITS}
     whole = multihost_utils.process_allgather(probes, tiled=True) if jax.process_count() > 1 else probes
     seen = {name: np.asarray(each) != 0 for name, each in whole.items()}
     rows = {name: each.reshape(-1, each.shape[-2], each.shape[-1] // 2, 2) for name, each in seen.items()}
@@ -192,7 +203,7 @@ def _flags(
 
 
 def _microbatch(batch: PyTree, mesh: Mesh, *, number: int, of: int, times: int) -> PyTree:
-    """The rows of one microbatch on every device, `times` times."""
+    """The batch of one microbatch, each device's rows repeated `times` times."""
     shards = batch_shards(mesh)
 
     def cut(x: jax.Array) -> jax.Array:
@@ -203,8 +214,8 @@ def _microbatch(batch: PyTree, mesh: Mesh, *, number: int, of: int, times: int) 
 
 
 def _first(flags: dict[str, np.ndarray], model: ModelDef, numbers: Sequence[int], mesh: Mesh) -> Finding | None:
-    """The first that is not finite: parameters, then activations in order, then gradients in the order of the backward
-    pass. microbatch is left out."""
+    """The first non-finite thing: parameters, then activations in order, then gradients in the order of the backward
+    pass. Without its microbatch."""
     row_of = {block: row for row, block in enumerate(numbers) if block >= 0}
     order = [("embed", 0, None), *((STACKED, row_of[block], block) for block in sorted(row_of)), ("head", 0, None)]
 
@@ -231,14 +242,14 @@ def _first(flags: dict[str, np.ndarray], model: ModelDef, numbers: Sequence[int]
 
 
 def _read(model: ModelDef, unit: str) -> list[str]:
-    """Paths of the parameters that a unit reads, in the order of its probe's columns."""
+    """The paths of the parameters that a unit reads, in the order of its probe's columns."""
     units = (unit, "embed") if model.tied and unit == "head" else (unit,)
     found = [jax.tree_util.tree_leaves_with_path({name: model.shapes[name]}) for name in units]
     return [path_name(path) for leaves in found for path, _ in leaves]
 
 
 def _devices(seen_N: Any, mesh: Mesh) -> tuple[dict[str, int], ...]:
-    """Coordinates, on axes that are not off, of the devices that saw it."""
+    """The coordinates of the flagged devices, on axes of size > 1."""
     sizes = [mesh.shape[axis] for axis in AXES]
     places = [zip(AXES, np.unravel_index(int(n), sizes), strict=True) for n in np.flatnonzero(seen_N)]
     return tuple({axis: int(n) for axis, n in place if mesh.shape[axis] > 1} for place in places)

@@ -1,6 +1,6 @@
-"""What every rank of a job must have alike, as facts that are compared before the first collective.
+"""Facts that must be the same on every rank of a job. They are compared before the first collective.
 
-Ranks that differ do not fail: on some links they compute wrong numbers in silence, on others they wait for ever.
+Ranks with different programs do not fail: some compute wrong numbers in silence, others wait for ever.
 """
 
 import hashlib
@@ -18,30 +18,34 @@ from jaxdist.plan.compiled.memory import batch_of
 
 Facts = dict[str, str]
 
-# Where a host keeps its files is its own affair: their content is compared.
+# Hosts may keep their files in different places: the content is compared.
 OF_A_HOST = ("data.path", "data.val_path", "devices.compilation_cache")
 
 
 def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
-    """Known before JAX has devices: versions, flags of the compiler, every key of the configuration."""
+    """The facts that are known before JAX has devices: versions, compiler flags, every key of the configuration."""
     facts = {f"version of {name}": version or "none" for name, version in versions.items()}
     flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
-    return facts | {key: text for key, text in _keys(asdict(config), "") if key not in OF_A_HOST}
+    return facts | {key: show(value) for key, value in settings_by_key(config).items() if key not in OF_A_HOST}
 
 
-def _keys(section: Mapping[str, Any], before: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in section.items():
-        key = f"{before}{name}"
-        found += _keys(value, f"{key}.") if isinstance(value, dict) else [(key, show(value))]
-    return found
+def settings_by_key(config: Config) -> dict[str, Any]:
+    """All settings by their full keys, such as "optimizer.lr"."""
+
+    def flat(section: Mapping[str, Any], start: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in section.items():
+            found |= flat(value, f"{start}{name}.") if isinstance(value, dict) else {start + name: value}
+        return found
+
+    return flat(asdict(config), "")
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
-    """Known before the first step: data, mesh, batch, and the program of a step.
+    """The facts that are known before the first step: data, mesh, batch, and the program of a step.
 
-    Lowers the step, for the layout in which it will be called: JAX keeps what it has lowered, and compiles that.
+    It lowers the step for the layout in which it will be called. JAX keeps the lowered step, and compiles it later.
     """
     batch = batch_of(config, mesh, source)
     devices = " ".join(f"{device.process_index}/{device.id}" for device in mesh.devices.flat)
@@ -56,5 +60,5 @@ def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) ->
 
 
 def hashed(text: str) -> str:
-    """The first 16 digits of its SHA-256."""
+    """The first 16 digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

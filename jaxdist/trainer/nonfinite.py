@@ -1,0 +1,101 @@
+"""Non-finite steps and loss spikes in a run: how they are found, reported, and rolled back."""
+
+import math
+import statistics
+from collections import deque
+
+from jaxdist.data import Loader, MixedLoader, SampleLoader
+from jaxdist.errors import UserError
+from jaxdist.precision.loss_scale import released
+from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis
+from jaxdist.trainer.run import Outputs, TrainingRun
+from jaxdist.trainer.saving import settle
+
+MAX_ROLLBACKS = 3  # to one checkpoint; the next ends the run
+_FEWEST, _RECENT = 16, 64  # number of losses that a spike is judged by
+
+
+class NonFinite(Exception):
+    """A step that the run cannot take.
+
+    - step: its number, from 1.
+    - guarded: whether the state is still the one before the step, so that the step can be repeated.
+    """
+
+    def __init__(self, step: int, text: str, *, guarded: bool) -> None:
+        super().__init__(text)
+        self.step, self.guarded = step, guarded
+
+
+class Spikes:
+    """A limit on the loss: `factor` times the median of the recent losses. 0 is no limit."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor, self._losses = factor, deque[float](maxlen=_RECENT)
+
+    def check(self, step: int, loss: float) -> None:
+        """Raise `NonFinite` if this loss is above the limit."""
+        if self._factor and len(self._losses) >= _FEWEST:
+            usual = statistics.median(self._losses)
+            if loss > self._factor * usual:
+                times = f"{loss / usual:.3g} times the median of the last {len(self._losses)}"
+                raise NonFinite(
+                    step, f"loss of step {step} is {loss:.4g}, {times}, more than train.loss_spike", guarded=False
+                )
+        self._losses.append(loss)
+
+
+def skip_line(step: int, loss: float, norm: float, scale: float | None) -> str:
+    """The line on the console for a skipped step."""
+    after = "" if scale is None else f"; loss scale now {scale:g}"
+    return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
+
+
+def look_into(run: TrainingRun, error: NonFinite, loader: Loader | MixedLoader | SampleLoader) -> Finding | None:
+    """Run the failing step again and say on the console where it went wrong. Consumes the run's state."""
+    if not error.guarded:
+        return None
+    progress, parts, console = run.progress, run.plan.parts, run.outputs.console
+    console.line(f"looking into step {error.step} ...")
+    state = progress.state._replace(opt_state=())
+    progress.state = state._replace(params=())  # makes room for the diagnosis
+    diagnose = make_diagnosis(parts.model, run.plan.mesh, numbers=parts.order.tolist(), options=parts.options)
+    finding = diagnose(state, loader.batch(error.step - 1 + progress.passed))
+    console.line(f"found: {finding or 'nothing: run again, all of it is finite'}")
+    return finding
+
+
+def roll_back(run: TrainingRun, error: NonFinite) -> str:
+    """Go back to the newest checkpoint, past the batches since. Returns "", or why that cannot be."""
+    outputs, progress = run.outputs, run.progress
+    settle(outputs)
+    try:
+        latest = outputs.checkpoints.newest_intact(outputs.report_damage)
+    except UserError as damage:
+        return str(damage)
+    if latest is None:
+        return "there is no checkpoint yet to go back to; set checkpoint.every lower"
+    progress.rollbacks[latest] = progress.rollbacks.get(latest, 0) + 1
+    if progress.rollbacks[latest] > MAX_ROLLBACKS:
+        return f"{MAX_ROLLBACKS} times from the checkpoint of step {latest} on; try a lower optimizer.lr"
+    progress.state = progress.state._replace(params=(), opt_state=())  # there is no room for two states
+    state = outputs.checkpoints.restore(latest, run.plan.parts.target)
+    progress.state, progress.first_step = state._replace(guard=released(state.guard)), latest
+    progress.passed += error.step - latest
+    for writer in (outputs.metrics, outputs.samples):
+        if writer is not None:
+            writer.rewind(latest)
+    skipped = f"the batches of steps {latest + 1} to {error.step} are passed over"
+    outputs.console.line(f"rolled back to step {latest}; {skipped}")
+    return ""
+
+
+def write_down(outputs: Outputs, error: NonFinite, finding: Finding | None, *, action: str, passed: int) -> None:
+    """Add the step to incidents.jsonl."""
+    found = None if finding is None else finding._asdict()
+    outputs.note({"step": error.step, "what": str(error), "action": action, "batches_passed": passed, "found": found})
+
+
+def is_bad(loss: float, norm: float) -> bool:
+    """Whether a step's loss or gradient norm is not finite."""
+    return not (math.isfinite(loss) and math.isfinite(norm))
