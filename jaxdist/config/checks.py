@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist import registry
-from jaxdist.config.entries import ScheduleFacts, SourceFacts, StrategyFacts, entries_of
+from jaxdist.config.entries import ModelFacts, ScheduleFacts, SourceFacts, StrategyFacts, entries_of
 from jaxdist.config.resolve import known_devices, resolve_mesh, rest_axis
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
@@ -120,9 +120,9 @@ def check_layout(config: Config) -> None:
 
 def _check_axes(config: Config) -> None:
     """Before the mesh is fitted to devices: what is proposed then must not be refused afterwards."""
-    for entry in entries_of(config):
-        for axis in getattr(registry.options(entry.folder, entry.name), "UNUSED_AXES", ()):
-            check_axis(axis, getattr(config.mesh, axis), f"{entry.key.replace('name', 'model')} {entry.name}")
+    model = config.model.name
+    for axis in getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", ()):
+        check_axis(axis, getattr(config.mesh, axis), f"model {model}")
 
 
 def _check_stages(config: Config, stages: int) -> None:

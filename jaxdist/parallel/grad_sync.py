@@ -47,7 +47,7 @@ def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
     sync.check(reduce_dtype=jnp.dtype(reduce_dtype).name)
 
 
-def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: str, microbatches: int) -> tuple[str, int]:
+def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: Any, microbatches: int) -> tuple[Any, int]:
     """(schedule, microbatches) that a step runs. A deterministic one runs virtual shard by virtual shard, summed
     pairwise, whatever number of microbatches is asked for."""
     if not sync.deterministic:
