@@ -61,7 +61,7 @@ def make_gradients(
             factor = 1.0 if rule is None else scale
             whole = loss_seed * factor
             loss, weight, grads = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
-            # The residual rests unscaled: the scale moves.
+            # The residual is stored unscaled, because the scale moves.
             grads, residual = strategy.reduce(grads, times(residual, factor), specs)
             totals = sum_totals(jnp.stack([loss, weight]), sync)
             return *totals, stack(trained, grads), times(residual, 1 / factor)
