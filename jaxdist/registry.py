@@ -87,6 +87,7 @@ def options(package: str, name: str) -> ModuleType | None:
     """The module with the options of an entry, or None. Of an entry of the folder it is imported without its parents,
     which may import jax."""
     if "." in name:
+        check(package, name, key=package)
         return importlib.import_module(name.rpartition(".")[0])
     module, file = f"{package}.options.{name}", folder_of(package) / "options" / f"{name}.py"
     if module in sys.modules or not file.exists():

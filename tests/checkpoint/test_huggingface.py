@@ -224,7 +224,10 @@ def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
         ({"positions": "rope"}, r"model: positions rope, norm layernorm and mlp gelu"),
         ({"mlp": "swiglu"}, r"model: positions learned, norm layernorm and mlp swiglu"),
         ({"kv_heads": 2}, r"model.kv_heads: 2, but Hugging Face's GPT-2 has as many as model.heads; allowed: 4"),
-        ({"name": "my.model"}, r"model.name: 'my.model' has no Hugging Face format here; allowed: gpt"),
+        (
+            {"name": "picture_model.classifier"},
+            r"model.name: 'picture_model.classifier' has no Hugging Face format here; allowed: gpt",
+        ),
     ],
 )
 def test_models_without_a_format_are_refused(model: dict[str, Any], message: str) -> None:

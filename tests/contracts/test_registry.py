@@ -233,6 +233,12 @@ def test_an_outsider_without_options_has_the_keys_of_the_shipped_entries() -> No
     assert ScheduleFacts.of("picture_model.none").one_stage is None
 
 
+def test_an_entry_that_is_not_installed_is_one_line() -> None:
+    """As a checkpoint may name one."""
+    with pytest.raises(UserError, match="no module 'not_here' for the dotted path 'not_here.model'"):
+        ModelConfig(name="not_here.model")
+
+
 def test_equal_configurations_are_equal(file: Path) -> None:
     first, second = load_config(file), load_config(file)
     assert first == second and hash(type(first.parallel)) == hash(type(second.parallel))
