@@ -125,3 +125,22 @@ def test_paths_in_pages_are_there(page: str) -> None:
     missing = [name for name in sorted(named - ELSEWHERE) if not (ROOT / name).exists()]
     missing += [str(link) for link in sorted(linked) if not link.exists()]
     assert not missing
+
+
+def test_the_architecture_is_that_of_the_code() -> None:
+    """Files in backticks are there, and define what stands before them: `name` (`file.py`), `name` in `file.py`."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+    def source(name: str) -> str:
+        found = [path for path in (ROOT / name, ROOT / "jaxdist" / name) if path.is_file()]
+        assert found, f"{name} is not there"
+        return found[0].read_text(encoding="utf-8")
+
+    named = re.findall(r"`([\w./]+\.py)`", text)
+    pairs = re.findall(r"`([\w.]+)`\s+(?:\(|in )`([\w./]+\.py)`", text)
+    assert len(named) > 30 and len(pairs) > 20
+    for name in named:
+        source(name)
+    for names, file in pairs:
+        for name in names.split("."):
+            assert re.search(rf"(?:def|class) {name}\b|^ *{name}\b.*=", source(file), re.MULTILINE), (name, file)

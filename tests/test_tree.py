@@ -33,6 +33,7 @@ ADVERBS = {
     *("rather", "soon", "still", "taken", "then", "there", "thus", "together", "twice", "within", "yet"),
 }
 NOT_ADVERBS = {"assembly", "copy", "early", "family", "multiply", "only", "reply", "supply", "apply"}
+ARCHITECTURE = "docs/architecture.md"
 HOLDING_CASES = ("tests/test_structure.py", "tests/test_tree.py")  # sources that are wrong on purpose
 
 
@@ -166,19 +167,33 @@ def few_format_skips(sources: Sources) -> Iterator[str]:
         yield f"{len(places)} times `fmt: skip`, the limit is {FORMAT_SKIPS}: {', '.join(places)}"
 
 
-def readme_names_the_tree(sources: Sources) -> Iterator[str]:
-    """The tree in README names every folder and every module directly in jaxdist/, and nothing that is not there."""
-    block = re.search(r"^```\njaxdist/\n(.*?)^```", sources["README.md"], re.MULTILINE | re.DOTALL)
+def tree_on_a_page(sources: Sources, page: str, wanted: set[str]) -> Iterator[str]:
+    """The tree on this page names what is wanted, and nothing that is not in jaxdist/."""
+    block = re.search(r"^```\njaxdist/\n(.*?)^```", sources.get(page, ""), re.MULTILINE | re.DOTALL)
     if block is None:
-        yield "README.md: no block that begins with jaxdist/"
+        yield f"{page}: no block that begins with jaxdist/"
         return
     tree = block[1].partition("\nscripts/")[0]
     shown = set(re.findall(r"(?<![\w/.])\w+(?:\.py\b|/)", tree))
     paths = [PurePosixPath(path).relative_to("jaxdist") for path in package(sources)]
-    there = {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in paths}
     inside = {f"{part}/" for path in paths for part in path.parts[:-1]} | {path.name for path in paths}
-    yield from (f"README.md: the tree does not name {name}" for name in sorted(there - shown))
-    yield from (f"README.md: the tree names {name}, which is not there" for name in sorted(shown - inside))
+    yield from (f"{page}: the tree does not name {name}" for name in sorted(wanted - shown))
+    yield from (f"{page}: the tree names {name}, which is not there" for name in sorted(shown - inside))
+
+
+def readme_names_the_tree(sources: Sources) -> Iterator[str]:
+    """The tree in README names every folder and every module directly in jaxdist/, and nothing that is not there."""
+    paths = [PurePosixPath(path).relative_to("jaxdist") for path in package(sources)]
+    there = {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in paths}
+    yield from tree_on_a_page(sources, "README.md", there)
+
+
+def architecture_names_the_tree(sources: Sources) -> Iterator[str]:
+    """The tree in docs/architecture.md names every folder, those in folders too, and every module directly in
+    jaxdist/."""
+    paths = [PurePosixPath(path).relative_to("jaxdist") for path in package(sources)]
+    folders = {f"{part}/" for path in paths for part in path.parts[:-1]}
+    yield from tree_on_a_page(sources, ARCHITECTURE, folders | {path.name for path in paths if len(path.parts) == 1})
 
 
 def modules_of_tests_stand_alone(sources: Sources) -> Iterator[str]:
@@ -216,6 +231,7 @@ RULES: tuple[Rule, ...] = (
     files_are_nouns,
     few_format_skips,
     readme_names_the_tree,
+    architecture_names_the_tree,
     modules_of_tests_stand_alone,
     programs_in_tests_import_what_is_there,
 )
@@ -223,7 +239,7 @@ RULES: tuple[Rule, ...] = (
 
 @pytest.fixture(scope="module")
 def repository() -> Sources:
-    paths = [*PACKAGE, *SCRIPTS, *EXAMPLES, *TESTS, "README.md"]
+    paths = [*PACKAGE, *SCRIPTS, *EXAMPLES, *TESTS, "README.md", ARCHITECTURE]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
 
 
@@ -235,6 +251,8 @@ def test_repository(rule: Rule, repository: Sources) -> None:
 
 TREE = "```\njaxdist/\n  mesh.py  axes\n  nn/  layers\nscripts/  train\n```\n"
 SOME = {"jaxdist/mesh.py": "", "jaxdist/nn/__init__.py": "", "jaxdist/nn/mlp.py": ""}
+
+NESTED = SOME | {"jaxdist/nn/matmul/c.py": ""}
 
 
 def files(folder: str, count: int) -> dict[str, str]:
@@ -265,6 +283,8 @@ GOOD = [
     (few_format_skips, {A: "x = 1  # fmt: skip\n" * 30 + 'y = "# fmt: skip"\n'}),
     (readme_names_the_tree, SOME | {"README.md": TREE}),
     (readme_names_the_tree, SOME | {"README.md": TREE.replace("layers", "layers: mlp.py")}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE}),
+    (architecture_names_the_tree, NESTED | {ARCHITECTURE: TREE.replace("layers", "layers\n    matmul/  products")}),
     (modules_of_tests_stand_alone, {"tests/nn/test_a.py": "import layouts", "tests/layouts.py": "import jax"}),
     (programs_in_tests_import_what_is_there, {A: "", "tests/test_b.py": "P = 'from jaxdist.nn.a import f; import x'"}),
 ]
@@ -288,6 +308,10 @@ BAD = [
     (readme_names_the_tree, SOME | {"README.md": TREE, "jaxdist/specs.py": ""}),
     (readme_names_the_tree, SOME | {"README.md": TREE, "jaxdist/plan/a.py": ""}),
     (readme_names_the_tree, SOME | {"README.md": TREE.replace("axes", "guard.py")}),
+    (architecture_names_the_tree, SOME),
+    (architecture_names_the_tree, NESTED | {ARCHITECTURE: TREE}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE, "jaxdist/specs.py": ""}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE.replace("axes", "guard.py")}),
     (modules_of_tests_stand_alone, {"tests/nn/test_a.py": "from test_b import f", "tests/nn/test_b.py": ""}),
     (modules_of_tests_stand_alone, {"tests/a.py": "from tests.nn import test_b", "tests/nn/test_b.py": ""}),
     (programs_in_tests_import_what_is_there, {A: "", "tests/test_b.py": "P = 'from jaxdist.b import f'"}),

@@ -45,3 +45,8 @@ def test_the_first_gather_is_near_the_region(monkeypatch: pytest.MonkeyPatch) ->
     told = "\n".join(frames)
     assert len(frames) <= FRAMES, told
     assert len(files) <= FILES, told
+    page = " ".join((PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8").split())
+    assert f"there are {len(frames)} frames in {len(files)} files" in page, told
+    for file in files:
+        names = ", ".join(f"`{frame.partition(':')[2]}`" for frame in frames if frame.startswith(f"{file}:"))
+        assert f"| `jaxdist/{file}` | {names} |" in page, told
