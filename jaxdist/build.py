@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 
 from jaxdist import registry
 from jaxdist.config.checks import prefetches
+from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.resolve import GPU_PLUGINS
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
@@ -76,8 +77,8 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
     """The kernel of attention, xla or cudnn, and why not cudnn. Raises `UserError` where `model.attention` is cudnn and
     it cannot be. A model of somebody else's gets what is asked for."""
     model = config.model
-    if "." in model.name:
-        return model.attention, None
+    if not ModelFacts.of(model.name).kernels:
+        return getattr(model, "attention", "xla"), None
     wide = any(fnmatch.fnmatchcase(name, each) for name in BEFORE_ATTENTION for each in precision.keep_fp32)
     if model.attention == "xla":
         return "xla", "model.attention=xla"
@@ -100,7 +101,8 @@ def make_model(
 ) -> ModelDef:
     """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout.
     attention: the kernel, of `attention_of`."""
-    options = replace(config.model, attention=attention, dropout=config.model.dropout if training else 0.0)
+    chosen = {"attention": attention} if training else {"attention": attention, "dropout": 0.0}
+    options = config.model.replace(**{key: value for key, value in chosen.items() if hasattr(config.model, key)})
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
     known = _keywords(build)
     fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
@@ -129,11 +131,14 @@ def _keywords(build: Callable[..., Any]) -> set[str]:
 
 
 def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
-    """The options of a step: the keys of `parallel` that are fields of `StepOptions`, and those of other sections."""
+    """The options of a step: the keys of `parallel` that are fields of `StepOptions`, and those of other sections.
+    The strategy and the schedule come with options of their own."""
     parallel = config.parallel
-    shared = {field.name for field in fields(parallel)} & {field.name for field in fields(StepOptions)}
+    shared = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(StepOptions)}
     precision = precision_of(config.precision)
     resolved = {
+        "strategy": bound(ParallelConfig, parallel, "strategy"),
+        "schedule": bound(ParallelConfig, parallel, "schedule"),
         "remat": config.memory.remat,
         "freeze": config.optimizer.freeze,
         "seed": config.train.seed,

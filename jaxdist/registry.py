@@ -1,22 +1,36 @@
 """A folder is a registry: `jaxdist/parallel/strategies/zero3.py` defines the strategy called `zero3`, and nothing else
-does."""
+does. An entry of somebody else's is named by a dotted path.
 
+Beside itself, an entry may have facts and options, which a configuration reads before jax is started:
+- facts: `FACTS = ScheduleFacts(one_stage=True)` at the top level of the entry's file, with plain values;
+- options: a dataclass `Options` in the file `options/<name>.py` of the folder, which imports no jax.
+Somebody else's module has both at its top level, and is imported for them.
+"""
+
+import ast
 import difflib
+import functools
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxdist.errors import UserError
 
 
-def names(package: str) -> list[str]:
-    """Names of the instances in a folder such as "jaxdist.parallel.strategies", sorted. Imports none of them."""
+def folder_of(package: str) -> Path:
+    """Where a package such as "jaxdist.parallel.strategies" lies. Imports nothing."""
     top, *inner = package.split(".")
     spec = importlib.util.find_spec(top)
     assert spec is not None and spec.origin is not None, package
-    root = Path(spec.origin).parent.joinpath(*inner)
-    return sorted(file.stem for file in root.glob("*.py") if not file.stem.startswith("_"))
+    return Path(spec.origin).parent.joinpath(*inner)
+
+
+def names(package: str) -> list[str]:
+    """Names of the entries in a folder such as "jaxdist.parallel.strategies", sorted. Imports none of them."""
+    return sorted(file.stem for file in folder_of(package).glob("*.py") if not file.stem.startswith("_"))
 
 
 def check(package: str, name: str, *, key: str) -> None:
@@ -40,12 +54,46 @@ def check(package: str, name: str, *, key: str) -> None:
         raise UserError(f"{key}: {name!r} is not known; allowed: {', '.join(known)}, or a dotted path{hint}")
 
 
-def load(package: str, name: str, *, key: str) -> Any:
-    """The instance called `name`: the attribute of the same name in the file of that name, or a dotted path's
-    attribute."""
+def load(package: str, name: Any, *, key: str) -> Any:
+    """The entry called `name`: the attribute of the same name in the file of that name, or a dotted path's attribute.
+    What is no name is an entry already, such as one that has got its options."""
+    if not isinstance(name, str):
+        return name
     check(package, name, key=key)
     module_name, _, attribute = name.rpartition(".") if "." in name else (f"{package}.{name}", "", name)
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise UserError(f"{key}: module {module_name!r} has no attribute {attribute!r}")
     return getattr(module, attribute)
+
+
+@functools.cache
+def facts(package: str, name: Any) -> dict[str, Any]:
+    """The facts of an entry, {} where it has none. An entry of the folder is read for them, and not imported."""
+    if not isinstance(name, str):  # a function, or one that has got its options
+        name = f"{getattr(name, 'func', name).__module__}."
+    if "." in name:
+        found = getattr(importlib.import_module(name.rpartition(".")[0]), "FACTS", None)
+        return {} if found is None else vars(found)
+    file = folder_of(package) / f"{name}.py"
+    for node in ast.parse(file.read_text("utf-8")).body if file.exists() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FACTS":
+            assert isinstance(node.value, ast.Call), f"{package}.{name}: FACTS is no call"
+            return {each.arg or "": ast.literal_eval(each.value) for each in node.value.keywords}
+    return {}
+
+
+def options(package: str, name: str) -> ModuleType | None:
+    """The module with the options of an entry, or None. Of an entry of the folder it is imported without its parents,
+    which may import jax."""
+    if "." in name:
+        check(package, name, key=package)
+        return importlib.import_module(name.rpartition(".")[0])
+    module, file = f"{package}.options.{name}", folder_of(package) / "options" / f"{name}.py"
+    if module in sys.modules or not file.exists():
+        return sys.modules.get(module)
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None and spec.loader is not None, file
+    sys.modules[module] = found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found

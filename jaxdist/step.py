@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.nn import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
@@ -25,6 +26,7 @@ from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import Schedule
+from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.user_loss import UserLoss, program_and_region
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.precision.policy import check_float8
@@ -34,16 +36,20 @@ from jaxdist.train_step import Metrics, TrainStep
 
 
 def make_gradients(
-    model: ModelDef | UserLoss, mesh: AnyMesh, options: StepOptions, *, specs: PyTree, lost: PyTree
+    model: ModelDef | UserLoss,
+    mesh: AnyMesh,
+    options: StepOptions,
+    strategy: Strategy,
+    schedule: Schedule,
+    *,
+    specs: PyTree,
+    lost: PyTree,
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:
     """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual).
 
     specs: of the parameters. lost: of the residual.
     """
-    is_model = isinstance(model, ModelDef)
-    once = is_model and options.schedule == "accumulate" and options.microbatches == 1  # one backward pass
-    strategy, precision, sync = get_strategy(options, once=once), options.precision, options.grad_sync
-    schedule: Schedule = registry.load("jaxdist.parallel.schedules", options.schedule, key="parallel.schedule")
+    is_model, precision, sync = isinstance(model, ModelDef), options.precision, options.grad_sync
     program, region_of = program_and_region(model, strategy, specs, mesh, options)
     trained = leave_out(specs, options.freeze)
 
@@ -61,7 +67,7 @@ def make_gradients(
             factor = 1.0 if rule is None else scale
             whole = loss_seed * factor
             loss, weight, grads = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
-            # The residual rests unscaled: the scale moves.
+            # The residual is stored unscaled, because the scale moves.
             grads, residual = strategy.reduce(grads, times(residual, factor), specs)
             totals = sum_totals(jnp.stack([loss, weight]), sync)
             return *totals, stack(trained, grads), times(residual, 1 / factor)
@@ -101,6 +107,9 @@ def make_train_step(
     """
     options = make_options(options, keywords).on(mesh)
     policy, sync = options.precision, options.grad_sync
+    one_pass = options.microbatches == 1 and ScheduleFacts.of(options.schedule).one_stage and not sync.deterministic
+    strategy = get_strategy(options, once=bool(one_pass) and isinstance(model, ModelDef))
+    schedule: Schedule = registry.load("jaxdist.parallel.schedules", options.schedule, key="parallel.schedule")
     optimizer = only_trained(with_rounded_products(optimizer) if sync.deterministic else optimizer, options.freeze)
     norm = ordered_norm if sync.deterministic else global_norm
 
@@ -108,7 +117,7 @@ def make_train_step(
         check_state(state, mesh, policy.param)
         check_update(optimizer, state.params, state.opt_state, state.residual, sync=sync)
         specs, lost = specs_of_arrays(state.params), specs_of_arrays(state.residual)
-        gradients = make_gradients(model, mesh, options, specs=specs, lost=lost)
+        gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             check_batch_shape(batch, mesh, options.microbatches)

@@ -1,6 +1,5 @@
 """Files of text and of token ids, and loaders, for the tests of `jaxdist.data`."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ def sharding(**sizes: int) -> NamedSharding:
 
 
 def config(path: Path | str, **changes: Any) -> DataConfig:
-    return dataclasses.replace(DataConfig(), **{"path": str(path), "seq_len": 4, **changes})
+    return DataConfig(**{"path": str(path), "seq_len": 4, **changes})
 
 
 def numbers(size: int) -> np.ndarray:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 
 from jaxdist import registry
 from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
@@ -61,20 +60,18 @@ def sync_of(case: Case) -> GradSync:
 def model_config(case: Case) -> ModelConfig:
     odd = any(size % 2 and size > 1 for size in case.mesh)
     heads, width = (12, 48) if odd else (16, 32)
-    return resolve_model(
-        ModelConfig(
-            style=case.style,
-            tied=case.tied,
-            layers=layers_of(case),
-            width=width,
-            heads=heads,
-            vocab=VOCAB,
-            mlp_width=width * 2,
-            loss_chunk=case.loss_chunk,
-            kv_heads=heads // 2 if case.style == "llama" else None,
-            scan_blocks=case.scan_blocks,
-        )
-    )
+    return ModelConfig(
+        style=case.style,
+        tied=case.tied,
+        layers=layers_of(case),
+        width=width,
+        heads=heads,
+        vocab=VOCAB,
+        mlp_width=width * 2,
+        loss_chunk=case.loss_chunk,
+        kv_heads=heads // 2 if case.style == "llama" else None,
+        scan_blocks=case.scan_blocks,
+    ).resolved()
 
 
 def layers_of(case: Case) -> int:

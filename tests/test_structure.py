@@ -62,7 +62,7 @@ def import_floors(path: str, source: str) -> Iterator[str]:
     for line, name in imported(path, parse(source)):
         package, _, rest = name.partition(".")
         target = rest.partition(".")[0]
-        if package in ("jax", "jaxlib", "flax", "optax", "orbax") and own in WITHOUT_JAX:
+        if package in ("jax", "jaxlib", "flax", "optax", "orbax") and (own in WITHOUT_JAX or "options" in parts[:-1]):
             yield f"{path}:{line}: {own} is read before jax is started, and imports {name}"
         if package in ("tests", "scripts"):
             yield f"{path}:{line}: imports {name}"
@@ -70,6 +70,8 @@ def import_floors(path: str, source: str) -> Iterator[str]:
             continue
         if public and name in ("jaxdist", "jaxdist.spawn", "jaxdist.SpawnError"):
             continue
+        if "options" in parts[:-1] and target not in WITHOUT_JAX:
+            yield f"{path}:{line}: options are read before jax is started, and import {name}"
         if target not in FLOOR_OF:
             yield f"{path}:{line}: imports {name}; import it from the module that defines it"
         elif FLOOR_OF[target] > FLOOR_OF[own]:
@@ -116,7 +118,7 @@ def check_stays_on(path: str, source: str) -> Iterator[str]:
 
 def models_name_no_axis(path: str, source: str) -> Iterator[str]:
     """Files in models/ leave the mesh to the layers: no axis names, collectives or PartitionSpecs."""
-    if not path.startswith("jaxdist/models/"):
+    if not path.startswith("jaxdist/models/") or "/options/" in path:  # checks name axes in messages
         return
     collective = (
         r"psum|psum_scatter|pmean|pmax|pmin|ppermute|pshuffle|all_gather|all_gather_invariant|all_to_all|axis_index"

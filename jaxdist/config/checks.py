@@ -3,27 +3,19 @@ no jax."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.config.resolve import known_devices, resolve_mesh, resolve_model, rest_axis
+from jaxdist import registry
+from jaxdist.config.entries import ModelFacts, ScheduleFacts, SourceFacts, StrategyFacts, entries_of
+from jaxdist.config.resolve import known_devices, resolve_mesh, rest_axis
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
-from jaxdist.config.rules.fields import parse_mixture, show
+from jaxdist.config.rules.fields import show
 from jaxdist.config.rules.grad_sync import ORDERED_OPTIMIZERS, check_pairs, check_shards, refuse_optimizer
 from jaxdist.config.rules.mesh import check_axis
-from jaxdist.config.rules.pipeline import (
-    ONE_STAGE,
-    check_adafactor,
-    check_counts,
-    check_one_stage,
-    check_stages,
-    divisors,
-    near,
-    refuse_stages,
-)
+from jaxdist.config.rules.pipeline import check_adafactor, check_counts, check_one_stage, check_stages, refuse_stages
 from jaxdist.config.rules.precision import check_float64, check_half_state, check_scale, check_skips
 from jaxdist.config.rules.prefetch import check_prefetch
 from jaxdist.config.rules.remat import (
@@ -39,9 +31,7 @@ from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxdist.config.schema import Config, DataConfig, ModelConfig
-
-IN_FILES = ("images", "parquet", "arrayrecord")  # sources, beside text and tokens
+    from jaxdist.config.schema import Config, DataConfig
 
 
 def check_config(config: Config, *, planned: bool = False) -> Config:
@@ -78,9 +68,9 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     rest = rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
-    parts = _mixture_parts(config.data)
+    _check_mixture(config.data)
     if not planned:
-        for each in parts or (config.data,):
+        for each in config.data.parts() or (config.data,):
             _check_paths(each)
     device_count = None if planned else known_devices(config.devices)
     if device_count is not None:
@@ -113,11 +103,10 @@ def check_layout(config: Config) -> None:
     Done by `load_config`; done again by the trainer when it has put the true sizes in place of a -1.
     """
     mesh = {axis: max(size, 1) for axis, size in asdict(config.mesh).items()}
-    own_model = "." not in config.model.name  # an outsider's model knows better what divides what
-    if own_model:
-        _check_model(config.model)
-        _check_tensor(config.model, mesh["tensor"])
-        _check_sequence(config, mesh["tensor"])
+    for entry in entries_of(config):
+        check_options = getattr(registry.options(entry.folder, entry.name), "check_options", None)
+        if check_options is not None:
+            check_options(config, mesh)
     _check_axes(config)
     _check_stages(config, mesh["pipe"])
     check_rows(
@@ -129,74 +118,24 @@ def check_layout(config: Config) -> None:
     _check_blocks(config)
 
 
-def _check_model(model: ModelConfig) -> None:
-    kv_heads = resolve_model(model).kv_heads
-    assert kv_heads is not None
-    if model.width % model.heads:
-        raise UserError(
-            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
-            f" {near(divisors(model.width), model.heads)}"
-        )
-    if model.heads % kv_heads:
-        raise UserError(
-            f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
-            f" {near(divisors(model.heads), kv_heads)}"
-        )
-    if resolve_model(model).positions == "rope" and model.width // model.heads % 2:
-        works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
-        raise UserError(
-            f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
-            f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
-            f" {near(works, model.heads)}; or model.positions=learned"
-        )
-
-
-def _check_tensor(model: ModelConfig, tensor: int) -> None:
-    full = resolve_model(model)
-    assert full.kv_heads is not None and full.mlp_width is not None
-    split = {"heads": full.heads, "kv_heads": full.kv_heads, "vocab": full.vocab, "mlp_width": full.mlp_width}
-    sizes = near(divisors(math.gcd(*split.values())), tensor)
-    for key, value in split.items():
-        if value % tensor:
-            if "heads" in key:
-                works = [n for n in divisors(full.width if key == "heads" else full.heads) if n % tensor == 0]
-            else:
-                works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
-            raise UserError(
-                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
-                f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}"
-            )
-
-
-def _check_sequence(config: Config, tensor: int) -> None:
-    length = config.data.seq_len
-    if config.parallel.sequence_parallel and length % tensor:
-        works = [n for n in (length - length % tensor, length - length % tensor + tensor) if n]
-        raise UserError(
-            f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
-            f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
-            " parallel.sequence_parallel=false"
-        )
-
-
 def _check_axes(config: Config) -> None:
     """Before the mesh is fitted to devices: what is proposed then must not be refused afterwards."""
-    for axis in ("context", "expert"):
-        if config.model.name == "gpt":
-            check_axis(axis, getattr(config.mesh, axis), "model gpt")
+    model = config.model.name
+    for axis in getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", ()):
+        check_axis(axis, getattr(config.mesh, axis), f"model {model}")
 
 
 def _check_stages(config: Config, stages: int) -> None:
     parallel, layers, chunks = config.parallel, config.model.layers, config.parallel.chunks
-    schedule, optimizer = parallel.schedule, config.optimizer.name
-    if schedule in ONE_STAGE:
+    schedule, optimizer, facts = parallel.schedule, config.optimizer.name, ScheduleFacts.of(parallel.schedule)
+    if facts.one_stage:
         check_one_stage(stages, schedule)
-    if not parallel.stages or config.mesh.pipe != -1:
+    if layers is not None and (not parallel.stages or config.mesh.pipe != -1):
         check_stages(parallel.stages, layers=layers, stages=stages, chunks=chunks)
-    check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers)
-    chunked = schedule == "interleaved" or "." in schedule
+    check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers or 0)
+    chunked = facts.chunks is not False
     check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks, chunked=chunked)
-    if schedule == "pairwise":
+    if facts.halves:
         check_pairs(parallel.microbatches)
 
 
@@ -212,12 +151,13 @@ def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
 def _check_blocks(config: Config) -> None:
     """How blocks are run: in which loop, with what kept, and how far ahead."""
     parallel, remat, scan = config.parallel, config.memory.remat, config.model.scan_blocks
+    facts = ScheduleFacts.of(parallel.schedule)
+    several = facts.one_stage is False
     check_unrolled(scan, remat, prefetch=parallel.prefetch or 0, deterministic=parallel.grad_sync.deterministic)
     if remat == "sqrt" and parallel.sequence_parallel:
         refuse_split_sequence()
-    if remat == "sqrt" and parallel.schedule == "zero_bubble":
+    if remat == "sqrt" and facts.split_backward:
         refuse_split_backward()
-    several = "." not in parallel.schedule and parallel.schedule not in ONE_STAGE
     check_offload(remat, schedule=parallel.schedule, several=several)
     if not parallel.prefetch:
         return
@@ -237,8 +177,8 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
     parallel = config.parallel
     if parallel.prefetch is not None:
         return bool(parallel.prefetch)
-    stages = config.mesh.pipe != 1 or parallel.stages or parallel.schedule not in ONE_STAGE
-    if not gpu or parallel.strategy != "zero3" or config.mesh.fsdp == 1 or stages:
+    stages = config.mesh.pipe != 1 or parallel.stages or not ScheduleFacts.of(parallel.schedule).one_stage
+    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.fsdp == 1 or stages:
         return False
     try:
         _check_blocks(replace(config, parallel=replace(parallel, prefetch=1)))
@@ -247,29 +187,21 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
     return True
 
 
-def _mixture_parts(data: DataConfig) -> list[DataConfig]:
-    """The section as each part of a mixture sees it."""
-    parts = parse_mixture(data.mixture) if data.mixture else ()
+def _check_mixture(data: DataConfig) -> None:
     for key, usual in (("source", "text"), ("path", "stdlib"), ("val_path", None)):
-        if parts and getattr(data, key) != usual:
+        if data.mixture and getattr(data, key) != usual:
             raise UserError(
                 f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
                 f" {show(usual)}; or data.mixture=[]"
             )
-    return [replace(data, mixture=(), source=part.source, path=part.path) for part in parts]
 
 
 def _check_paths(data: DataConfig) -> None:
-    if data.source == "text" and data.path != "stdlib":
-        _check_exists(data.path, "data.path", "an existing file or folder of text, or stdlib")
-    elif data.source == "tokens":
-        _check_exists(data.path, "data.path", "an existing file of token ids, or a folder with train.bin")
-        if data.val_path is not None:
-            _check_exists(data.val_path, "data.val_path", "an existing file of token ids, or null")
-    elif data.source in IN_FILES:
-        _check_exists(data.path, "data.path", f"an existing file or folder for data.source {data.source}")
-        if data.val_path is not None:
-            _check_exists(data.val_path, "data.val_path", "an existing file or folder, or null")
+    facts = SourceFacts.of(data.source)
+    if facts.reads_files and data.path not in facts.words:
+        _check_exists(data.path, "data.path", f"{facts.path} for data.source {data.source}")
+    if facts.reads_files and facts.val_path and data.val_path is not None:
+        _check_exists(data.val_path, "data.val_path", facts.val_path)
 
 
 def _check_exists(path: str, key: str, allowed: str) -> None:

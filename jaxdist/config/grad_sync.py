@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+from jaxdist.config.entries import bound
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.grad_sync import WIRE_DTYPES, check_ordered, check_wire, link_rate
 
@@ -35,13 +37,19 @@ class GradSync:
     deterministic: bool = setting(False, "the same bits on 1, 2, 4, ... devices (data, fsdp, microbatches)")
     virtual_shards: int = setting(8, "deterministic: parts of the batch with a gradient each; a power of 2", at_least=1)
 
+    @functools.cached_property
+    def chosen(self) -> Any:
+        """The algorithm: its name, or the `Algorithm` that an entry with options of its own makes of them."""
+        made = bound(GradSync, self, "algorithm")
+        return made() if callable(made) else made
+
     @property
     def reduction(self) -> dict[str, Any]:
         """Arguments of `all_reduce` and `reduce_scatter`."""
         if self.deterministic:
             return {"algorithm": "ordered"}
         wire = self.wire_dtype if self.wire_dtype != "int8" else None
-        return {"algorithm": self.algorithm, "wire_dtype": wire, "link": None if self.link == "auto" else self.link}
+        return {"algorithm": self.chosen, "wire_dtype": wire, "link": None if self.link == "auto" else self.link}
 
     def check(self, *, reduce_dtype: str) -> None:
         """Raise `UserError` for what does not go together. reduce_dtype: the type in which gradients are summed."""

@@ -9,12 +9,13 @@ import re
 import stat
 import typing
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from jaxdist.config.entries import Entries, owners, shaped
 from jaxdist.config.rules.fields import Key, all_keys, keys, nearest, show
 from jaxdist.errors import UserError
 
@@ -39,10 +40,34 @@ def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise UserError(f"{path}: the top level is {show(tree)}; allowed: sections, that is {', '.join(keys(cls))}")
-    layers = [tree, *(_override(cls, each) for each in overrides)]
+    shape = _shape(cls, [tree, *(_override(cls, each) for each in overrides if _key_of(each) in dict(all_keys(cls)))])
+    layers = [tree, *(_override(shape, each) for each in overrides)]
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
-    layers = [_checked(cls, cls, layer) for layer in layers]
-    return _build(cls, functools.reduce(_merged, layers))
+    layers = [_checked(shape, shape, layer) for layer in layers]
+    made: Any = _build(shape, functools.reduce(_merged, layers))
+    return cls(**{each.name: getattr(made, each.name) for each in fields(cls)})  # type: ignore[arg-type]
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _shape(cls: type, layers: list[dict[str, Any]]) -> type:
+    """The dataclass `cls` with the keys of all entries that these layers name."""
+    given: dict[str, Any] = functools.reduce(_merged, [_common(cls, layer) for layer in layers])
+    made, entries = shaped(cls, given)
+    return make_dataclass(cls.__name__, [], bases=(made,), frozen=True, namespace={"entries": entries})
+
+
+def _common(cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Of a tree the keys that sections have whatever entries they name, checked."""
+    out: dict[str, Any] = {}
+    for name, key in keys(cls).items():
+        if key.nested and isinstance(tree.get(name), dict):
+            out[name] = _common(key.kind, tree[name], f"{prefix}{name}.")
+        elif name in tree and not key.nested:
+            out[name] = key.check(tree[name], prefix + name)
+    return out
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +102,8 @@ def _checked(top: type, cls: type, tree: dict[str, Any], prefix: str = "") -> di
     out: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = prefix + name
+        if name not in known and _without_effect(_entries(top, prefix.rstrip(".")), name, value):
+            continue
         key = known.get(name) or _unknown(top, cls, dotted, value)
         if key.nested and isinstance(value, str) and key.shorthand is not None:
             value = {key.shorthand: value}
@@ -87,6 +114,17 @@ def _checked(top: type, cls: type, tree: dict[str, Any], prefix: str = "") -> di
         else:
             out[name] = key.check(value, dotted)
     return out
+
+
+def _entries(top: Any, section: str) -> Entries:
+    """The entries that a section names."""
+    found: Entries = top.entries.get(section, ())
+    return found
+
+
+def _without_effect(entries: Entries, name: str, value: Any) -> bool:
+    """Whether it is the default of a key of another entry than these: older versions wrote such keys into files."""
+    return all(entry.shipped for entry in entries) and value in owners(entries, name).values()
 
 
 def _bare(name: str) -> str:
@@ -128,6 +166,10 @@ def _unknown(top: type, cls: type, dotted: str, value: Any) -> typing.NoReturn:
         near = _near_keys(name, prefix, known, everywhere)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
     what, of = ("key", f"keys of {prefix}") if prefix else ("section", "sections")
+    entries = _entries(top, prefix)
+    of += f" ({', '.join(f'{entry.key}={entry.name}' for entry in entries)})" if entries else ""
+    if belongs := owners(entries, name):
+        hint = "".join(f"; it is a key of {prefix}.{entry}" for entry in belongs)
     given = "a section" if isinstance(value, dict) else f"value {show(value)}"
     raise UserError(f"{_bare(dotted)}: unknown {what} ({given}){hint}; {of}: {', '.join(known)}")
 

@@ -1,4 +1,4 @@
-"""Values that a configuration leaves open, filled in: sizes of the mesh, the number of devices, a model's defaults.
+"""Values that a configuration leaves open, filled in: sizes of the mesh, the number of devices.
 
 Nothing here imports jax.
 """
@@ -17,28 +17,10 @@ from jaxdist.config.rules.pipeline import divisors
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxdist.config.schema import DevicesConfig, MeshConfig, ModelConfig
+    from jaxdist.config.schema import DevicesConfig, MeshConfig
 
 SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
-
-
-def resolve_model(model: ModelConfig) -> ModelConfig:
-    """The model section with every None replaced by what its style implies, but for `loss_chunk`."""
-    llama = model.style == "llama"
-    mlp = model.mlp or ("swiglu" if llama else "gelu")
-    # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.
-    wide = 4 * model.width if mlp == "gelu" else -(-8 * model.width // (3 * 64)) * 64
-    return replace(
-        model,
-        kv_heads=model.heads if model.kv_heads is None else model.kv_heads,
-        mlp_width=wide if model.mlp_width is None else model.mlp_width,
-        positions=model.positions or ("rope" if llama else "learned"),
-        norm=model.norm or ("rmsnorm" if llama else "layernorm"),
-        mlp=mlp,
-        tied=not llama if model.tied is None else model.tied,
-        bias=not llama if model.bias is None else model.bias,
-    )
 
 
 def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bool = False) -> MeshConfig:

@@ -5,79 +5,94 @@ Each field carries its one-line description and its allowed values; the checks a
 together. Nothing here imports jax.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
 
+from jaxdist.config.entries import Entries, Section, named, with_options
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.precision import PrecisionConfig
-from jaxdist.config.rules.fields import section, setting
+from jaxdist.config.rules.fields import parse_mixture, section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
 
+_NONE: Any = None
+
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The model. What is left at null, but for `loss_chunk`, goes by `style` (`resolve_model` fills it in)."""
+class ModelConfig(Section):
+    """The model."""
 
     name: str = setting("gpt", "the model", folder="jaxdist.models")
-    style: str = setting("gpt2", "what the keys left at null mean", choices=("gpt2", "llama"))
-    layers: int = setting(4, "number of blocks", at_least=1)
-    width: int = setting(128, "size of the residual stream", at_least=1)
-    heads: int = setting(4, "attention heads; divides width", at_least=1)
-    kv_heads: int | None = setting(None, "key and value heads; divides heads; null: as many as heads", at_least=1)
-    vocab: int = setting(256, "number of token ids; 256 for bytes", at_least=1)
-    mlp_width: int | None = setting(
-        None, "hidden size of the MLP; null: 4 x width (gelu), or 8/3 x width up to a multiple of 64", at_least=1
-    )
-    positions: str | None = setting(
-        None, "position encoding; null: learned (gpt2), rope (llama)", choices=("learned", "rope")
-    )
-    norm: str | None = setting(
-        None, "normalisation; null: layernorm (gpt2), rmsnorm (llama)", choices=("layernorm", "rmsnorm")
-    )
-    mlp: str | None = setting(None, "kind of MLP; null: gelu (gpt2), swiglu (llama)", choices=("gelu", "swiglu"))
-    tied: bool | None = setting(None, "whether embedding and head share weights; null: true (gpt2), false (llama)")
-    bias: bool | None = setting(None, "whether linear layers have a bias; null: true (gpt2), false (llama)")
-    dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
-    norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
-    attention: str = setting(
-        "auto",
-        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
-        choices=("auto", "xla", "cudnn"),
-    )
-    scan_blocks: int = setting(
-        1, "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less", at_least=0
-    )
-    loss_chunk: int | None = setting(
-        None, "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB", at_least=0
-    )
+
+    # What is asked of every model. These stand for keys that a model does not have.
+    layers = vocab = loss_chunk = _NONE
+    scan_blocks = 1
+
+    if TYPE_CHECKING:
+
+        def __init__(self, name: str = "gpt", **keys: Any) -> None: ...
+
+    def resolved(self) -> Self:
+        """The section with its defaults filled in, where they depend on other keys."""
+        return self
+
+    def describe(self) -> str:
+        """The model in a few words."""
+        return self.name
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """The data and how it is cut into batches."""
 
     source: str = setting("text", "where the data comes from", folder="jaxdist.data.sources")
-    path: str = setting("stdlib", "a file or folder; text: also stdlib (Python's own sources); iterable: a dotted path")
+    path: str = setting(
+        "stdlib", "a file or folder; text: also stdlib (Python's own sources); iterable: a dotted path", how=True
+    )
     mixture: tuple[str, ...] = setting(
-        (), "sources mixed by weights in place of source and path, each 'NAME WEIGHT SOURCE PATH': [web 0.7 tokens ids]"
+        (),
+        "sources mixed by weights in place of source and path, each 'NAME WEIGHT SOURCE PATH': [web 0.7 tokens ids]",
+        how=True,
     )
     seq_len: int = setting(128, "positions of a training sequence", at_least=1)
     global_batch: int = setting(32, "sequences of one optimizer step, over all devices and microbatches", at_least=1)
     held_out: float = setting(0.05, "fraction of the data kept for evaluation", above=0, at_most=0.5)
     val_path: str | None = setting(
-        None, "what is held out, as path is (not for text); null: val.bin beside train.bin (tokens), or a part of path"
+        None,
+        "what is held out, as path is (not for text); null: val.bin beside train.bin (tokens), or a part of path",
+        how=True,
     )
-    column: str | None = setting(None, "parquet: the column; null: text, content, tokens or input_ids")
-    buffer: int = setting(1024, "iterable: so many samples are shuffled together", at_least=1)
     token_dtype: str | None = setting(
         None,
         "type of the ids in files; null: as manifest.json says, else uint16 (tokens), or text (arrayrecord)",
         choices=("uint8", "uint16", "uint32"),
+        how=True,
     )
     packing: str = setting(
         "none", "documents: the first token of a document is no target (not for text)", choices=("none", "documents")
     )
-    prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1)
+    prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1, how=True)
+
+    if TYPE_CHECKING:
+
+        def __init__(self, source: str = "text", path: str = "stdlib", **keys: Any) -> None: ...
+
+    @classmethod
+    def entries(cls, given: Mapping[str, Any]) -> Entries:
+        """The source, or those of a mixture."""
+        (entry,) = named(DataConfig, given)
+        parts = parse_mixture(given.get("mixture", ()))
+        return tuple(entry._replace(name=part.source) for part in parts) or (entry,)
+
+    def parts(self) -> tuple["DataConfig", ...]:
+        """The section as each part of a mixture sees it; nothing without one."""
+        said = parse_mixture(self.mixture)
+        return tuple(self._only({"mixture": (), "source": part.source, "path": part.path}) for part in said)
+
+    def _only(self, given: Mapping[str, Any]) -> "DataConfig":
+        """The section with these values, and without keys of entries that it does not name any more."""
+        keys = [each.name for each in fields(with_options(DataConfig, DataConfig.entries(given)))]
+        return DataConfig(**{key: getattr(self, key) for key in keys} | {**given})
 
 
 @dataclass(frozen=True)
@@ -271,3 +286,6 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     devices: DevicesConfig = section(DevicesConfig, "devices")
     observe: ObserveConfig = section(ObserveConfig, "console and report")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model.resolved())

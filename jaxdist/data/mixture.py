@@ -6,7 +6,6 @@ samples: random draws would stray by the square root of its size.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -31,8 +30,8 @@ def load_source(config: DataConfig) -> Source:
     said = parse_mixture(config.mixture)
     counts = block_counts([each.weight for each in said])
     parts = tuple(
-        Part(each.name, count, load_source(replace(config, mixture=(), source=each.source, path=each.path)))
-        for each, count in zip(said, counts, strict=True)
+        Part(each.name, count, load_source(part))
+        for each, count, part in zip(said, counts, config.parts(), strict=True)
     )
     units = {part.name: _unit(part.source) for part in parts}
     if len(set(units.values())) > 1:

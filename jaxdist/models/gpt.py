@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.config.resolve import resolve_model
+from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
 from jaxdist.nn import (
@@ -34,6 +34,8 @@ from jaxdist.nn import (
     whole_vocab,
 )
 from jaxdist.precision.policy import accumulation_dtype
+
+FACTS = ModelFacts(ids_only=True, kernels=True)
 
 Batch = dict[str, jax.Array]
 
@@ -89,7 +91,7 @@ class Head(nnx.Module):
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool, collective_matmul: bool) -> Block:
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
-    assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "resolve_model first"
+    assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
     rope_theta = config.rope_theta if config.positions == "rope" else None
     attention = Attention(
         rngs,
@@ -156,7 +158,7 @@ def gpt(
 
     Raises `UserError` for collective_matmul without sequence_parallel, or with fp8."""
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
-    full = resolve_model(config)
+    full = config.resolved()
 
     def build(rngs: nnx.Rngs) -> GPT:
         return GPT(full, max_length, rngs, fp8=fp8, sequence=sequence_parallel, collective_matmul=collective_matmul)

@@ -43,11 +43,11 @@ from jaxdist.specs import (
 def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
     """Raise `UserError` for what does not go together."""
     check_section(sync, GRAD_SYNC)
-    get_algorithm(sync.algorithm)  # a module without it is an error now, not when a group first needs it
+    get_algorithm(sync.chosen)  # a module without it is an error now, not when a group first needs it
     sync.check(reduce_dtype=jnp.dtype(reduce_dtype).name)
 
 
-def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: str, microbatches: int) -> tuple[str, int]:
+def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: Any, microbatches: int) -> tuple[Any, int]:
     """(schedule, microbatches) that a step runs. A deterministic one runs virtual shard by virtual shard, summed
     pairwise, whatever number of microbatches is asked for."""
     if not sync.deterministic:
@@ -147,7 +147,7 @@ def finish(
             return (all_reduce(flat, axes, **sync.reduction),)
 
         def total_and_lost(flat: jax.Array, before: jax.Array, axes: tuple[str, ...] = axes) -> Any:
-            return all_reduce_with_feedback(flat, before, axes, algorithm=sync.algorithm)
+            return all_reduce_with_feedback(flat, before, axes, algorithm=sync.chosen)
 
         columns = [[to_varying(leaves[i].astype(reduce_dtype), axes) for i in members]]
         if sync.wire_dtype == "int8":

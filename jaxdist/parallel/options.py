@@ -1,7 +1,7 @@
 """The options of a train step: one object, resolved once, that strategies, programs and the step read."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ class StepOptions:
     prefetch: 1 communicates for one block while another computes (`blocks.prefetch`); 0 does not.
     pipeline_cond: whether a pipeline's stage skips other stages' work by conditions. Else it computes that work and
     discards it, and no collective is in a condition.
-    strategy: a file in `parallel/strategies`, or a dotted path.
-    schedule: a file in `parallel/schedules`, or a dotted path.
+    strategy: a file in `parallel/strategies`, a dotted path, or the function itself.
+    schedule: a file in `parallel/schedules`, a dotted path, or the function itself.
     microbatches: the parts of a batch that are computed one after the other.
     remat: what is recomputed in the backward pass: a mode, or the names of values that are kept.
     freeze: patterns ("embed.*") of parameters that are not trained.
@@ -48,8 +48,8 @@ class StepOptions:
     reshard_after_forward: bool = True
     prefetch: int = 0
     pipeline_cond: bool = True
-    strategy: str = "ddp"
-    schedule: str = "accumulate"
+    strategy: str | Callable[..., Any] = "ddp"
+    schedule: str | Callable[..., Any] = "accumulate"
     microbatches: int = 1
     remat: Remat = "none"
     freeze: tuple[str, ...] = ()

@@ -16,8 +16,8 @@ from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
 from jaxdist.nn import ModelDef
-from jaxdist.parallel.blocks.branch import by_condition, by_mask
-from jaxdist.parallel.blocks.layers import OneBlock, ScannedBlocks, differentiable
+from jaxdist.parallel.blocks.branch import by_condition, by_mask, typed_like
+from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, ScannedBlocks, blocks_per_round, differentiable
 from jaxdist.parallel.blocks.prefetch import PrefetchedBlocks
 from jaxdist.parallel.blocks.prefetch_embed_head import EmbedAndHead, only_read
 from jaxdist.parallel.blocks.remat import BLOCK_INPUT, after, rematerialise
@@ -81,9 +81,9 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
     one = OneBlock(
         units.gather_block, units.run_block, (by_condition if conditions else by_mask) if model.stages else None
     )
-    # Constants would be kept once for each block. Isolated blocks do that: they keep the same in every layout.
-    runner = _runner(one, options.remat, unroll=model.scan_blocks, constants=isolated)
-    run_blocks = differentiable(runner)
+    runner = _runner(one, options.remat, unroll=model.scan_blocks)
+    gathers = units.gathers_again(STACKED)
+    run_blocks = _run_blocks(one, options.remat, gathers=gathers, unroll=model.scan_blocks)
 
     def embed(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
         with jax.named_scope("embed"):
@@ -166,16 +166,40 @@ def _prefetched_loss(ends: EmbedAndHead, options: StepOptions) -> Callable[..., 
     return loss
 
 
-def _runner(one: OneBlock, remat: Remat, *, unroll: int, constants: bool) -> ScannedBlocks | SegmentedBlocks:
-    """The runner of a stage's blocks. unroll, constants: see `ScannedBlocks` and `rematerialise`."""
-    if remat == "sqrt":
-        return SegmentedBlocks(one)
+def _run_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> Callable[..., jax.Array]:
+    """The function (rows, h, dropout keys) -> h of one stage. gathers: see `rematerialise`; unroll: `ScannedBlocks`.
 
-    def block(params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
-        return one.block(params, checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h, layer, keys)
+    JAX differentiates the scan over blocks itself. It keeps a copy of what a block reads of its parameters, unless
+    these are gathered again; the runners of a pipeline, whose blocks wait longer for their backward pass, keep none.
+    """
+    if remat == "sqrt":
+        return differentiable(SegmentedBlocks(one))
+
+    def block(diff: PyTree, captured: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
+        h = checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h
+        return one.block(one.gather(diff, captured, None), h, layer, keys)
 
     # Without a loop XLA would merge the recomputation with the first run.
-    kept = rematerialise(block, remat, gathers=True, in_scan=unroll == 1, constants=constants)
+    run = rematerialise(block, remat, gathers=gathers, in_scan=unroll == 1)
+
+    def run_blocks(rows: BlockRows, h: jax.Array, keys: PyTree) -> jax.Array:
+        def body(h: jax.Array, own: PyTree) -> tuple[jax.Array, None]:
+            diff, captured, layer = own
+            work = lambda: run(diff, captured, h, layer, keys)  # noqa: E731
+            if one.choose is None:
+                return work(), None
+            return one.choose(layer > 0, lambda: typed_like(work(), h), lambda: h), None
+
+        return lax.scan(body, h, tuple(rows), unroll=blocks_per_round(unroll, len(rows.layers)))[0]
+
+    return run_blocks
+
+
+def _runner(one: OneBlock, remat: Remat, *, unroll: int) -> ScannedBlocks | SegmentedBlocks:
+    """The runner of the blocks of a pipeline's stage. unroll: see `ScannedBlocks`."""
+    if remat == "sqrt":
+        return SegmentedBlocks(one)
+    kept = rematerialise(one.block, remat, gathers=True, in_scan=unroll == 1, constants=False)
     return ScannedBlocks(one._replace(block=kept), unroll)
 
 

@@ -9,6 +9,7 @@ import jax
 
 from jaxdist.build import Parts, assemble
 from jaxdist.config.checks import check_config
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -17,8 +18,6 @@ from jaxdist.mesh import make_mesh
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger
-
-STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class StepCost(NamedTuple):
@@ -71,6 +70,8 @@ def _remat(config: Config, *, mode: str) -> Overrides:
 
 
 def _loss_chunk(config: Config) -> Overrides:
+    if "loss_chunk" not in vars(config.model):
+        return {}
     mesh, asked = config.mesh, config.model.loss_chunk
     tokens = config.data.global_batch * config.data.seq_len // (mesh.data * mesh.fsdp * config.parallel.microbatches)
     chunk = asked // 2 if asked else max(128, tokens // 8 // 128 * 128)  # what matrix units like
@@ -78,17 +79,17 @@ def _loss_chunk(config: Config) -> Overrides:
 
 
 def _next_stage(config: Config) -> Overrides:
-    mesh, strategy = config.mesh, config.parallel.strategy
-    if strategy not in STAGES[:-1] or mesh.data * mesh.fsdp == 1:
+    mesh, facts = config.mesh, StrategyFacts.of(config.parallel.strategy)
+    if not facts.next or mesh.data * mesh.fsdp == 1:
         return {}
     # zero splits over fsdp: without such an axis, take the replicas.
     over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if mesh.fsdp == 1 else {}
-    return {"parallel.strategy": STAGES[STAGES.index(strategy) + 1], **over}
+    return {"parallel.strategy": facts.next, **over}
 
 
 def _no_replicas(config: Config) -> Overrides:
     mesh = config.mesh
-    sharded = config.parallel.strategy in STAGES[1:] and mesh.data > 1
+    sharded = StrategyFacts.of(config.parallel.strategy).sharded and mesh.data > 1
     return {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp} if sharded else {}
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxdist.config.entries import ModelFacts
 from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.resolve import resolve_model
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import resident_bytes
@@ -76,7 +76,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     """The rows of the header, by name."""
     plan, progress = run.plan, run.progress
     config, mesh, parts, info = plan.config, plan.mesh, plan.parts, plan.source.info
-    model, parallel = resolve_model(config.model), config.parallel
+    parallel = config.parallel
     sync = parts.options.grad_sync
     schedule, microbatches = order_of_work(sync, mesh, parallel.schedule, parallel.microbatches)
     sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items() if size > 1) or "one device"
@@ -84,8 +84,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
         "run": str(run.outputs.folder),
-        "model": f"{model.name} ({model.style}): {model.layers} blocks, width {model.width}, {model.heads} heads, "
-        f"{parts.model.parameters:,} parameters",
+        "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters",
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
         "mesh": f"{sizes} ({mesh.size} {kind} {plural('device', mesh.size)}, "
@@ -96,7 +95,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
-    if "." not in model.name:
+    if ModelFacts.of(config.model.name).kernels:
         kernel, why = parts.attention
         rows["attention"] = kernel + (f", because {why}" if why else "")
     if config.memory.offload.optimizer and (on_cpu(mesh) or not has_host_memory(mesh)):

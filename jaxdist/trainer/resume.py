@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
@@ -15,11 +14,7 @@ from jaxdist.precision.loss_scale import released
 from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import settings_by_key
 
-# Keys that may change on resuming. Of section data, the content counts; of section model, these keys say how the model
-# is computed.
-DATA_MAY_CHANGE = ("path", "val_path", "token_dtype", "prefetch", "mixture", "column")
-MODEL_MAY_CHANGE = ("attention", "loss_chunk", "scan_blocks")
-PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")
+PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # on resuming
 
 
 def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
@@ -28,19 +23,19 @@ def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def what(section: Any) -> dict[str, Any]:
+    """The keys of a section that say what is computed, or from what; not how (`Rule.how`)."""
+    return {each.name: getattr(section, each.name) for each in fields(section) if not each.metadata["rule"].how}
+
+
 def identity(config: Config, source: Source) -> dict[str, Any]:
     """The settings that make a run this experiment. Resuming with another value of one is refused."""
-
-    def without(section: Any, keys: Sequence[str]) -> dict[str, Any]:
-        return {key: value for key, value in asdict(section).items() if key not in keys}
-
-    # Only streams look at data.buffer.
-    data = without(config.data, DATA_MAY_CHANGE if source.streams else (*DATA_MAY_CHANGE, "buffer"))
-    data["mixture"] = [[part.name, part.samples] for part in source.parts]
+    data = {**what(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
+    precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
     whole = {
-        "model": without(resolve_model(config.model), MODEL_MAY_CHANGE),
+        "model": what(config.model),
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
-        "precision": without(config.precision, PRECISION_MAY_CHANGE),
+        "precision": precision,
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
         "train": {"seed": config.train.seed},
     }
@@ -56,6 +51,7 @@ def record(config: Config, source: Source, *, passed: int = 0, forced: Sequence[
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:
     """Settings that differ: {key: [value in a checkpoint's record, value now]}, for keys that are in both."""
     before = saved.get("config", saved.get("schedule", {}))  # older versions saved the optimizer's keys only
+    before = before | {f"model.{key}": value for key, value in saved.get("model", {}).items()}  # and null for defaults
     now = _as_saved(settings_by_key(config))
     del now["checkpoint.resume"]
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, bigram_bits, load_source, trigram_bits
@@ -183,7 +184,7 @@ def load_data(config: Config) -> Source:
 
 def check_vocabulary(config: Config, source: Source) -> None:
     """Raise `UserError` when the data holds ids that the model has no row for."""
-    if source.vocab > config.model.vocab:
+    if config.model.vocab is not None and source.vocab > config.model.vocab:
         raise UserError(
             f"model.vocab: {config.model.vocab} is too small for {source.info['path']!r}, whose ids need {source.vocab}"
         )
@@ -192,14 +193,14 @@ def check_vocabulary(config: Config, source: Source) -> None:
 def check_leaves(config: Config, source: Source) -> None:
     """Raise `UserError` when samples are not what the model takes. Of a user's own model that is not known."""
     first, wanted = source.first, batch_shapes(1, 1)
-    if isinstance(first, np.ndarray) or "." in config.model.name:
+    if isinstance(first, np.ndarray) or not ModelFacts.of(config.model.name).ids_only:
         return
     if source.vocab and wanted.keys() <= first.leaves.keys() and first.leaves["inputs"].dtype.kind in "iu":
         return
     raise UserError(
         f"data.source: {source.info['name']!r} gives {', '.join(first.leaves)}, and model.name"
-        f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed: text,"
-        " tokens, parquet, arrayrecord; or a model of your own, by a dotted path"
+        f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed:"
+        f" {', '.join(SourceFacts.with_fact(ids=True))}; or a model of your own, by a dotted path"
     )
 
 

@@ -8,7 +8,6 @@ and without `model.loss_chunk`.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -64,7 +63,7 @@ def by_depth(depths: list[int], mode: str | tuple[str, ...]) -> tuple[list[int],
     """
     sizes, flops = [], []
     for layers in depths:
-        config = dataclasses.replace(DEEP, layers=layers)
+        config = DEEP.replace(layers=layers)
         (small, _), (large, count) = (temporary(config, rows, LENGTH, remat=mode) for rows in (8, 24))
         sizes.append(large - small)
         flops.append(count)
@@ -145,7 +144,7 @@ def main() -> None:
             ratio = seconds / found["seconds"]["none"]
             print(f"{name(mode):30}{1000 * seconds:8.0f} ms, x {ratio:.3f}, {flops:.4g} FLOPs", flush=True)
     for chunk in (0, None):
-        found[f"loss_chunk {chunk}"], _ = temporary(dataclasses.replace(VOCABULARY, loss_chunk=chunk), 256, 128)
+        found[f"loss_chunk {chunk}"], _ = temporary(VOCABULARY.replace(loss_chunk=chunk), 256, 128)
         print(f"model.loss_chunk={chunk}: {found[f'loss_chunk {chunk}'] / 2**20:.0f} MiB")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

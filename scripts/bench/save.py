@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding
 from jaxdist import init_state, make_mesh, make_optimizer, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.checksums import CHECKSUMS, check_files
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.data import Loader
 from jaxdist.models.gpt import gpt
@@ -118,7 +117,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    config = resolve_model(ModelConfig(layers=arguments.layers, width=arguments.width, heads=8, vocab=8192))
+    config = ModelConfig(layers=arguments.layers, width=arguments.width, heads=8, vocab=8192).resolved()
     model, mesh = gpt(config, max_length=arguments.seq_len), make_mesh(data=arguments.data)
     optimizer = make_optimizer(OptimizerConfig(), steps=10**6)
     state = init_state(model, optimizer, mesh, seed=0)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.load import load_config
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.errors import UserError
 
@@ -35,7 +34,7 @@ def plain_step(config: Config, optimizer: Any) -> Any:
     import jax.numpy as jnp
     import optax
 
-    model = resolve_model(config.model)
+    model = config.model
     kv, groups, width = model.kv_heads or 0, model.heads // (model.kv_heads or 1), model.width // model.heads
 
     def norm(x: Any, p: PyTree) -> Any:

@@ -21,7 +21,6 @@ from jobs import wait_until
 from levels import levels
 
 from jaxdist.checkpoint import Checkpoints, SaveFailed, manager
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
@@ -43,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def parts(*, width: int = 16, optimizer: str = "adamw", dtype: Any = jnp.float32) -> tuple[Any, Any]:
-    config = resolve_model(ModelConfig(layers=2, width=width, heads=2, vocab=64))
+    config = ModelConfig(layers=2, width=width, heads=2, vocab=64).resolved()
     return gpt(config, max_length=8, param_dtype=dtype), make_optimizer(OptimizerConfig(name=optimizer), steps=9)
 
 

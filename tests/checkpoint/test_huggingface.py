@@ -21,7 +21,6 @@ from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFile
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.checkpoint import import_model
 from jaxdist.config.precision import PrecisionConfig
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
@@ -48,7 +47,7 @@ def logits(config: Config, params: Any, tokens_BS: np.ndarray) -> np.ndarray:
 
 def theirs(name: str, torch: Any, transformers: Any) -> Any:
     """A model of `transformers` with random numbers in every parameter."""
-    fields = config_json(resolve_model(config_of(name).model), positions=LENGTH, dtype="float32")
+    fields = config_json(config_of(name).model.resolved(), positions=LENGTH, dtype="float32")
     kind = fields.pop("model_type")
     made = {
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
@@ -152,7 +151,7 @@ def test_every_element_has_one_place(name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
         name = ".".join(key.key for key in path)
         leaves[name] = np.zeros(leaf.shape[1:] if name.startswith("blocks") else leaf.shape, np.int64)
-    table = tensors(resolve_model(config.model), positions=LENGTH)
+    table = tensors(config.model.resolved(), positions=LENGTH)
     for i, each in enumerate(table):
         assert np.shares_memory(each.view(leaves[each.leaf]), leaves[each.leaf])
         before = leaves[each.leaf].copy()
@@ -164,11 +163,11 @@ def test_every_element_has_one_place(name: str) -> None:
 
 def test_one_head_by_hand() -> None:
     """Head 1 of c_attn's keys, and the query heads 2 and 3, which share a key, of q_proj."""
-    gpt2 = resolve_model(config_of("gpt2-tied").model)
+    gpt2 = config_of("gpt2-tied").model.resolved()
     c_attn = next(each for each in tensors(gpt2, positions=1) if each.name.endswith("c_attn.weight"))
     kernel = np.random.default_rng(0).normal(size=(32, 4, 3, 8))
     assert (c_attn.take(kernel)[:, 32 + 8 : 32 + 16] == kernel[:, 1, 1]).all()
-    llama = resolve_model(config_of("llama-untied").model)
+    llama = config_of("llama-untied").model.resolved()
     q_proj = next(each for each in tensors(llama, positions=1) if each.name.endswith("q_proj.weight"))
     kernel = np.random.default_rng(0).normal(size=(32, 2, 4, 8))
     assert (q_proj.take(kernel)[16:32] == kernel[:, 1, :2].reshape(32, 16).T).all()
@@ -225,12 +224,15 @@ def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
         ({"positions": "rope"}, r"model: positions rope, norm layernorm and mlp gelu"),
         ({"mlp": "swiglu"}, r"model: positions learned, norm layernorm and mlp swiglu"),
         ({"kv_heads": 2}, r"model.kv_heads: 2, but Hugging Face's GPT-2 has as many as model.heads; allowed: 4"),
-        ({"name": "my.model"}, r"model.name: 'my.model' has no Hugging Face format here; allowed: gpt"),
+        (
+            {"name": "picture_model.classifier"},
+            r"model.name: 'picture_model.classifier' has no Hugging Face format here; allowed: gpt",
+        ),
     ],
 )
 def test_models_without_a_format_are_refused(model: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="^" + message) as error:
-        tensors(resolve_model(config_of("gpt2-tied", model=model).model), positions=LENGTH)
+        tensors(config_of("gpt2-tied", model=model).model.resolved(), positions=LENGTH)
     assert "\n" not in str(error.value)
 
 
@@ -248,7 +250,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def judge(folder: Path, config: Config, changes: dict[str, Any]) -> tuple[int, list[str]]:
     found = json.loads((folder / "config.json").read_text()) | changes
     with TensorFiles(folder) as files:
-        return check_model(files, found, resolve_model(config.model), positions=config.data.seq_len)
+        return check_model(files, found, config.model.resolved(), positions=config.data.seq_len)
 
 
 REFUSED = [

@@ -12,9 +12,11 @@ from jaxprs import collectives
 
 from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, make_link, reduce_scatter
 from jaxdist.collectives.compression import SCALE_BLOCK, decode, encode, encoded_bytes
-from jaxdist.config.rules.grad_sync import LOSSY
+from jaxdist.config.entries import AlgorithmFacts
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
+
+LOSSY = AlgorithmFacts.with_fact(int8=True)
 
 BF16, FP32 = 2.0**-8, 2.0**-24  # unit roundoffs
 ROW = 8 * 170 + 3  # no device count and no block divides it

@@ -14,7 +14,7 @@ from jaxdist.config.checks import check_layout
 from jaxdist.config.load import load_config, to_yaml
 from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.reader import parse_yaml
-from jaxdist.config.resolve import known_devices, resolve_mesh, resolve_model
+from jaxdist.config.resolve import known_devices, resolve_mesh
 from jaxdist.config.rules.fields import all_keys, check_value, nearest
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config, MeshConfig, ModelConfig
@@ -88,7 +88,7 @@ def test_overrides(tmp_path: Path) -> None:
     assert (config.mesh.data, config.mesh.fsdp) == (4, 2)
     assert (config.parallel.grad_sync.algorithm, config.parallel.grad_sync.bucket_mb) == ("ring", 25.0)
     assert (
-        load(tmp_path, "model: {kv_heads: 2, tied: true}", "model.kv_heads=", "model.tied=null").model == ModelConfig()
+        load(tmp_path, "model: {kv_heads: 2, tied: true}", "model.kv_heads=", "model.tied=null").model == Config().model
     )
     assert load(tmp_path, "{}", "model.tied=false", " train.steps =9").model.tied is False
 
@@ -193,8 +193,8 @@ def test_round_trip_of_text_that_looks_otherwise(prompt: str) -> None:
     assert parse_yaml(to_yaml(config), "")["train"]["sample_prompt"] == prompt
 
 
-def test_resolve_model() -> None:
-    gpt2, llama = resolve_model(ModelConfig()), resolve_model(ModelConfig(style="llama", width=100, heads=5))
+def test_defaults_of_a_model() -> None:
+    gpt2, llama = ModelConfig().resolved(), ModelConfig(style="llama", width=100, heads=5).resolved()
     for model in (gpt2, llama):
         assert [key for key, value in asdict(model).items() if value is None] == ["loss_chunk"]
     assert (gpt2.kv_heads, gpt2.mlp_width, gpt2.positions, gpt2.norm, gpt2.mlp) == (
@@ -207,11 +207,11 @@ def test_resolve_model() -> None:
     assert (gpt2.tied, gpt2.bias, llama.tied, llama.bias) == (True, True, False, False)
     assert (llama.kv_heads, llama.positions, llama.norm, llama.mlp) == (5, "rope", "rmsnorm", "swiglu")
     assert llama.mlp_width == 320  # 8/3 x 100 = 266.7, up to a multiple of 64
-    assert resolve_model(ModelConfig(style="llama", width=96)).mlp_width == 256  # exactly 8/3 x 96
+    assert ModelConfig(style="llama", width=96).resolved().mlp_width == 256  # exactly 8/3 x 96
     mixed = ModelConfig(style="llama", mlp="gelu", tied=True, norm="layernorm", mlp_width=7, kv_heads=1)
-    assert resolve_model(resolve_model(mixed)) == resolve_model(mixed)
-    assert replace(resolve_model(mixed), positions=None, bias=None) == mixed
-    assert resolve_model(ModelConfig(mlp="swiglu")).mlp_width == 384
+    assert mixed.resolved().resolved() == mixed.resolved()
+    assert replace(mixed.resolved(), positions=None, bias=None) == mixed
+    assert ModelConfig(mlp="swiglu").resolved().mlp_width == 384
 
 
 def test_resolve_mesh() -> None:

@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 from levels import levels
 
 from jaxdist.collectives import all_reduce, reduce_scatter, send_recv, to_varying
-from jaxdist.config.rules.grad_sync import LOSSY
+from jaxdist.config.entries import AlgorithmFacts
 from jaxdist.mesh import make_mesh
+
+LOSSY = AlgorithmFacts.with_fact(int8=True)
 
 PLACES: dict[str, dict[str, Any]] = {
     "reduce_scatter": {"dim": 1},

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_files import config, sharding, write_parquet, write_records
+from data_files import config as section
+from data_files import sharding, write_parquet, write_records
 
+from jaxdist.config.schema import DataConfig
 from jaxdist.data import Source, load_source, make_loader
 from jaxdist.data.source import hash_fraction
 from jaxdist.data.sources.arrayrecord import arrayrecord
@@ -16,6 +18,10 @@ from jaxdist.errors import UserError
 
 TEXTS = [f"document {i} with \N{SNOWMAN} " + "x" * (i % 7) for i in range(40)]
 IDS = [[i, 1000 * i, 3, 4] + [5] * (i % 3) for i in range(40)]
+
+
+def config(path: Path | str, **changes: Any) -> DataConfig:
+    return section(path, **({} if "mixture" in changes else {"source": "parquet"}), **changes)
 
 
 def documents(ids: Any, starts: Any) -> list[list[int]]:

@@ -372,7 +372,10 @@ def test_the_buffer_belongs_to_the_identity_of_streams_alone(given: Callable[...
     fixed, streaming = images(config(image_file(tmp_path / "a.npz"))), iterable(given(Numbers()))
     assert "buffer" not in identity(Config(), fixed)["data"]
     mixed = fixed._replace(parts=(Part("a", 5000, fixed), Part("b", 5000, streaming)))
-    assert [identity(Config(), source)["data"]["buffer"] for source in (streaming, mixed)] == [1024] * 2
+    parts = Config(data=DataConfig(mixture=("a 1 images a", "b 1 iterable b")))
+    stream = Config(data=DataConfig(source="iterable"))
+    found = [identity(*each)["data"]["buffer"] for each in ((stream, streaming), (parts, mixed))]
+    assert found == [1024] * 2
 
 
 def test_a_mixture_of_images(tmp_path: Path) -> None:

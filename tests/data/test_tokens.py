@@ -82,9 +82,9 @@ def some_data(name: str, folder: Path) -> DataConfig:
         np.savez(folder / "a.npz", image=np.zeros((90, 3, 3), np.uint8), label=np.arange(90))
         return config(folder / "a.npz")
     if name == "iterable":
-        return config("test_tokens.NUMBERS", val_path="test_tokens.NUMBERS")
+        return config("test_tokens.NUMBERS", val_path="test_tokens.NUMBERS", source=name)
     if name == "parquet":
-        return config(write_parquet(folder / "a.parquet", tokens=[[i, i + 1] * 9 for i in range(20)]))
+        return config(write_parquet(folder / "a.parquet", tokens=[[i, i + 1] * 9 for i in range(20)]), source=name)
     if name == "arrayrecord":
         return config(write_records(folder / "a.arrayrecord", [b"document %d" % i for i in range(20)]))
     return config(ids_file(folder / "ids", np.arange(300) % 97))

@@ -17,8 +17,9 @@ from jaxdist import init_state, make_mesh, make_train_step, registry, state_targ
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.cost import LINKS
+from jaxdist.config.entries import AlgorithmFacts
 from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.rules.grad_sync import LINK_NAMES, LOSSY
+from jaxdist.config.rules.grad_sync import LINK_NAMES
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE
@@ -58,7 +59,7 @@ def test_a_configuration_allows_what_the_collectives_have() -> None:
     """The configuration is checked before jax is imported, from lists of its own."""
     assert tuple(LINKS) == LINK_NAMES
     lossy = [name for name in registry.names(ALGORITHMS) if get_algorithm(name).int8 is not None]
-    assert sorted(LOSSY) == lossy
+    assert AlgorithmFacts.with_fact(int8=True) == lossy
 
 
 @pytest.mark.parametrize(

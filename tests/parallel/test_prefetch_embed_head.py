@@ -22,7 +22,6 @@ from optax import MaskedNode
 
 from jaxdist.collectives import zeros_varying_like
 from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
@@ -53,9 +52,9 @@ ROWS = 16
 
 
 def config(style: str, *, tied: bool, layers: int, vocab: int, width: int = 32, **more: Any) -> ModelConfig:
-    return resolve_model(
-        ModelConfig(style=style, tied=tied, layers=layers, vocab=vocab, width=width, heads=4, mlp_width=48, **more)
-    )
+    return ModelConfig(
+        style=style, tied=tied, layers=layers, vocab=vocab, width=width, heads=4, mlp_width=48, **more
+    ).resolved()
 
 
 CASES = {  # five blocks cut neither 52 rows nor 32 columns into equal slices, three not 64

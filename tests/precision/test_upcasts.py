@@ -12,7 +12,6 @@ import pytest
 from batches import random_tokens
 from jaxprs import equations, floats
 
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
@@ -65,7 +64,7 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         with jax.numpy_dtype_promotion("standard"):
-            want = jax.device_get(jax.grad(oracle.loss)(exact, random_tokens(32), resolve_model(config)))
+            want = jax.device_get(jax.grad(oracle.loss)(exact, random_tokens(32), config.resolved()))
 
     def errors() -> Any:
         step = make_train_step(model, tx, mesh, precision="bf16", return_grads=True)

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.load import load_config
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config, ModelConfig, OptimizerConfig
 from jaxdist.data import Loader
 from jaxdist.errors import UserError
@@ -391,7 +390,7 @@ def test_tokens(configure: Configure, tmp_path: Path) -> None:
 def five_steps(config: OptimizerConfig, strategy: str, **mesh_sizes: Any) -> tuple[list[float], Any]:
     """Losses of five steps of a small Llama in float64, and the last state."""
     small = ModelConfig(style="llama", layers=2, width=16, heads=4, kv_heads=2, mlp_width=32, vocab=64)
-    model = gpt(resolve_model(small), max_length=8, param_dtype=jnp.float64)
+    model = gpt(small.resolved(), max_length=8, param_dtype=jnp.float64)
     mesh = make_mesh(**mesh_sizes)
     optimizer = make_optimizer(config, steps=5)
     state = init_state(model, optimizer, mesh, strategy=strategy, seed=3)

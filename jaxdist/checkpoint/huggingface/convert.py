@@ -5,7 +5,6 @@ One stacked leaf at a time is in memory, and one of its tensors.
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     output.mkdir(parents=True, exist_ok=True)
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
-    text = json.dumps(config_json(replace(model, vocab=kept), positions=positions, dtype=dtype), indent=2)
+    text = json.dumps(config_json(model.replace(vocab=kept), positions=positions, dtype=dtype), indent=2)
     (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     total = sum(entry.nbytes for entry in entries)
     said = f"{len(entries)} tensors, {total:,} bytes of {dtype} in {files} file{'s' * (files > 1)}"

@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 def family(model: ModelConfig) -> str:
-    """ "gpt2" or "llama", the format that can hold this model (filled in by `resolve_model`). Raises `UserError`."""
+    """ "gpt2" or "llama", the format that can hold this model (`resolved`). Raises `UserError`."""
     if model.name != "gpt":
         raise UserError(f"model.name: {model.name!r} has no Hugging Face format here; allowed: gpt")
     kinds = (model.positions, model.norm, model.mlp)
@@ -81,7 +81,7 @@ def transposed(leaf: np.ndarray) -> np.ndarray:
 
 
 def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
-    """All tensors of a model (filled in by `resolve_model`); the tensors of one leaf are neighbours.
+    """All tensors of a model (`resolved`); the tensors of one leaf are neighbours.
 
     positions: rows of GPT-2's position table. Raises `UserError` for a model that has no format: see `family`.
     """

@@ -13,6 +13,9 @@ from jaxdist.collectives.compression import decode, encode
 from jaxdist.collectives.cost import Cost, halves_cost
 from jaxdist.collectives.group import Array, Group, shift
 from jaxdist.collectives.parts import in_own_place, part_at, put_part
+from jaxdist.config.entries import AlgorithmFacts
+
+FACTS = AlgorithmFacts(int8=True)
 
 
 def _exchange(parts: Array, group: Group) -> Array:

@@ -15,6 +15,9 @@ from jaxdist.collectives.compression import decode, encode
 from jaxdist.collectives.cost import Cost, halves_cost
 from jaxdist.collectives.group import Array, Group, shift
 from jaxdist.collectives.parts import in_own_place, padded_parts, part_at, put_part, unpadded
+from jaxdist.config.entries import AlgorithmFacts
+
+FACTS = AlgorithmFacts(int8=True)
 
 Places = Callable[[Array], tuple[Array, ...]]  # rank mod n -> the positions of its parts, which travel together
 

@@ -94,6 +94,7 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
     also: int | None = None  # one value outside the range
+    how: bool = False  # says how a run computes or reads, not what: a checkpoint resumes with another value
 
     def allowed(self, kind: Any, optional: bool) -> str:
         """The allowed values in words, for messages and for the reference."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from jaxdist.config.entries import AlgorithmFacts, ScheduleFacts
 from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
@@ -13,7 +14,6 @@ GRAD_SYNC = "parallel.grad_sync"
 LINK_NAMES = ("local", "nvlink", "infiniband", "tcp")
 RATE_UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}  # in bytes a second
 WIRE_DTYPES = ("bfloat16", "int8")
-LOSSY = ("ring", "balanced_fusion")  # each encodes every value it sends exactly once, as error feedback needs
 ORDERED_OPTIMIZERS = ("adamw", "sgd", "lion")
 
 
@@ -28,8 +28,8 @@ def link_rate(link: str, *, auto: bool = False) -> float | None:
     return None if rate is None else float(rate[1]) * RATE_UNITS[rate[2]]
 
 
-def check_wire(wire_dtype: str | None, algorithm: str) -> None:
-    """Raise `UserError` for a wire format that the algorithm cannot send."""
+def check_wire(wire_dtype: str | None, algorithm: Any) -> None:
+    """Raise `UserError` for a wire format that the algorithm, a name or an `Algorithm`, cannot send."""
     if wire_dtype is None:
         return
     key = f"{GRAD_SYNC}.wire_dtype"
@@ -40,9 +40,11 @@ def check_wire(wire_dtype: str | None, algorithm: str) -> None:
             f"{key}: {wire_dtype!r} needs a hand-written {GRAD_SYNC}.algorithm; native sums in"
             " the type that it sends; allowed: null, or an algorithm such as ring"
         )
-    if wire_dtype == "int8" and algorithm not in LOSSY:
+    lossy = AlgorithmFacts.of(algorithm).int8 if isinstance(algorithm, str) else algorithm.int8
+    if wire_dtype == "int8" and not lossy:
         raise UserError(
-            f"{key}: 'int8' is not for {GRAD_SYNC}.algorithm {algorithm}; allowed algorithms: {', '.join(LOSSY)}"
+            f"{key}: 'int8' is not for {GRAD_SYNC}.algorithm {algorithm}; allowed algorithms:"
+            f" {', '.join(AlgorithmFacts.with_fact(int8=True))}"
         )
 
 
@@ -81,9 +83,10 @@ def check_ordered(algorithm: str, wire_dtype: str | None, *, reduce_dtype: str) 
 
 def check_shards(virtual_shards: int, sizes: Mapping[str, int], *, microbatches: int, schedule: str) -> None:
     """Raise `UserError` for a layout that `deterministic` does not have. sizes: of the mesh axes."""
-    if schedule not in ("accumulate", "pairwise"):
+    if not ScheduleFacts.of(schedule).deterministic:
         raise UserError(
-            f"parallel.schedule: {schedule!r} is not for {GRAD_SYNC}.deterministic; allowed: accumulate, pairwise"
+            f"parallel.schedule: {schedule!r} is not for {GRAD_SYNC}.deterministic; allowed:"
+            f" {', '.join(ScheduleFacts.with_fact(deterministic=True))}"
         )
     if other := [axis for axis in ("pipe", "expert", "context") if sizes[axis] > 1]:
         raise UserError(

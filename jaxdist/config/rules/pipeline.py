@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import NoReturn
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
 FACTORED = 128  # the smallest dim that optax.adafactor factors
-ONE_STAGE = ("accumulate", "pairwise")  # schedules
 
 
 def divisors(number: int) -> list[int]:
@@ -29,7 +29,7 @@ def check_one_stage(stages: int, schedule: str = "") -> None:
     if stages > 1:
         raise UserError(
             f"mesh.pipe: {stages} is given, but {_named(schedule)} has one stage;"
-            " allowed: 1; or parallel.schedule=one_f_one_b, gpipe, interleaved, zero_bubble"
+            f" allowed: 1; or parallel.schedule={', '.join(ScheduleFacts.with_fact(one_stage=False))}"
         )
 
 
@@ -46,7 +46,8 @@ def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, 
     """Raise `UserError` unless `schedule` can run these counts. chunked: whether it can take chunks > 1."""
     assert stages >= 1, stages
     if chunks < 1 or (chunks > 1 and not chunked):
-        allowed = "1 and more" if chunked else "1; or parallel.schedule=interleaved"
+        others = ", ".join(ScheduleFacts.with_fact(chunks=True))
+        allowed = "1 and more" if chunked else f"1; or parallel.schedule={others}"
         raise UserError(f"parallel.chunks: {chunks} is not for parallel.schedule {schedule}; allowed: {allowed}")
     if microbatches < 1:
         raise UserError(

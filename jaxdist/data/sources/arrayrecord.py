@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.records import documents_source
 from jaxdist.data.source import Source, missing
 from jaxdist.errors import UserError
+
+FACTS = SourceFacts(reads_files=True)
 
 SUFFIXES = (".arrayrecord", ".array_record")
 _AT_A_TIME = 4096  # records

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples, fit, sample_leaves
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error
 from jaxdist.errors import UserError
+
+FACTS = SourceFacts(reads_files=True, ids=False)
 
 REQUIRED = ("image", "label")
 

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from jaxdist import registry
+from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.samples import Samples, Stream, fit, sample_leaves
 from jaxdist.data.source import Source, fingerprint
 from jaxdist.errors import UserError
+
+FACTS = SourceFacts(ids=None)
 
 _END = object()
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.records import documents_source
 from jaxdist.data.source import Source, missing
 from jaxdist.errors import UserError
+
+FACTS = SourceFacts(reads_files=True)
 
 SUFFIXES = (".parquet",)
 COLUMNS = ("text", "content", "tokens", "input_ids")  # looked for, in this order, where none is named

@@ -5,10 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.files import read_text, text_files
 from jaxdist.data.source import Source, fingerprint, held_out_files, read_error, require_windows, split_tail
 from jaxdist.errors import UserError
+
+FACTS = SourceFacts(
+    reads_files=True, words=("stdlib",), path="an existing file or folder of text, or stdlib", val_path=""
+)
 
 
 def text(config: DataConfig) -> Source:

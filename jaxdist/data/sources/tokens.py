@@ -6,10 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.manifest import ManifestEntry, checked_pieces, document_starts, entry_of
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error, require_windows, split_starts, split_tail
 from jaxdist.errors import UserError
+
+FACTS = SourceFacts(
+    reads_files=True,
+    path="an existing file of token ids, or a folder with train.bin",
+    val_path="an existing file of token ids, or null",
+)
 
 _MAX_ID = 2**31 - 1  # batches are int32
 _USUAL_DTYPE = "uint16"  # what nanoGPT writes

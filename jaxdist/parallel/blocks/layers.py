@@ -1,7 +1,8 @@
 """One block of a model, forward and backward, and the loop over a stack of blocks.
 
-Differentiating that loop would keep a second copy of the parameters that each block reads, besides activations. Here a
-block keeps its residuals without its parameters; the backward pass casts or gathers these again.
+Differentiating that loop (`program._run_blocks`, one stage) keeps a second copy of the parameters that each block
+reads, besides activations. Here a block keeps its residuals without its parameters; the backward pass casts or gathers
+these again.
 
 Three runners share the steps of `OneBlock` (fetch, run, gather_again), have the same methods forward and backward, and
 become one differentiable function by `differentiable`:
@@ -48,28 +49,18 @@ class BlockRows(NamedTuple):
     layers: jax.Array
 
 
-class _Constants(dict[int, Any]):
-    """Residuals by place. As part of a tree structure they are equal only to themselves: arrays do not compare."""
-
-    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
-
-
 @jax.tree_util.register_pytree_node_class
 class BlockResiduals:
-    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block, or constants.
+    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block.
 
-    Parameters are recognised by identity. The caller hands in those that are `wanted`, gathered again. Constants, such
-    as rotary frequencies, would be kept once for each block.
+    They are recognised by identity. The caller hands in those that are `wanted`, gathered again.
     """
 
     def __init__(self, pull: Callable[..., Any], unit: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(pull)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(unit))}
         self._places = tuple(places.get(id(leaf)) for leaf in leaves)
-        own = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
-        self._leaves = [leaf for leaf in own if isinstance(leaf, jax.core.Tracer)]
-        # The others are known when the forward pass is traced.
-        self._constants = _Constants({i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, jax.core.Tracer)})
+        self._leaves = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
         self._unit: Any = jax.tree.structure(unit)
 
     @property
@@ -82,18 +73,16 @@ class BlockResiduals:
         """(gradients of trained parameters, gradient of the block's input). unit: the wanted parameters."""
         wanted = [place for place, read in enumerate(jax.tree.leaves(self.wanted)) if read]
         given, rest = dict(zip(wanted, jax.tree.leaves(unit), strict=True)), iter(self._leaves)
-        count = self._places.count(None)
-        own = iter([self._constants[i] if i in self._constants else next(rest) for i in range(count)])
-        leaves = [next(own) if place is None else given[place] for place in self._places]
+        leaves = [next(rest) if place is None else given[place] for place in self._places]
         return jax.tree.unflatten(self._treedef, leaves)(grad)
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self._leaves, (self._treedef, self._places, self._constants, self._unit)
+        return self._leaves, (self._treedef, self._places, self._unit)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, leaves: Any) -> "BlockResiduals":
         self = object.__new__(cls)
-        self._treedef, self._places, self._constants, self._unit = aux
+        self._treedef, self._places, self._unit = aux
         self._leaves = list(leaves)
         return self
 

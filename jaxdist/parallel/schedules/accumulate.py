@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.pipeline import check_one_stage
 from jaxdist.parallel.blocks.remat import after
 from jaxdist.parallel.schedule import Program, Seed, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
+
+FACTS = ScheduleFacts(one_stage=True, chunks=False, deterministic=True)
 
 
 def run_microbatch(

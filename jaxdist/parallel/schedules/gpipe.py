@@ -6,9 +6,12 @@ bubble is as long as that of `one_f_one_b`.
 
 import numpy as np
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.pipeline import check_counts
 from jaxdist.parallel.pipeline.run import pipeline_schedule
 from jaxdist.parallel.pipeline.table import Ticks, ticks_from_numbers
+
+FACTS = ScheduleFacts(one_stage=False, chunks=False)
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:

@@ -7,9 +7,12 @@ chunk, then the same S through the next chunk.
 
 import numpy as np
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.pipeline import check_counts
 from jaxdist.parallel.pipeline.run import pipeline_schedule
 from jaxdist.parallel.pipeline.table import Ticks, ticks_from_pairs
+
+FACTS = ScheduleFacts(one_stage=False, chunks=True)
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:

@@ -9,9 +9,12 @@ and the first stage keeps 2 S - 1 microbatches.
 
 import numpy as np
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.pipeline import check_counts
 from jaxdist.parallel.pipeline.run import pipeline_schedule
 from jaxdist.parallel.pipeline.table import Ticks, ticks_from_numbers
+
+FACTS = ScheduleFacts(one_stage=False, chunks=False)
 
 
 def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.grad_sync import check_pairs
 from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.parallel.schedules.accumulate import run_microbatch
 from jaxdist.specs import PyTree
+
+FACTS = ScheduleFacts(one_stage=True, chunks=False, halves=True, deterministic=True)
 
 
 def pairwise(

@@ -13,10 +13,13 @@ tick no longer than F, B and the first stage make it.
 
 import numpy as np
 
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.pipeline import check_counts
 from jaxdist.parallel.pipeline.run import pipeline_schedule
 from jaxdist.parallel.pipeline.table import Ticks
 from jaxdist.parallel.schedules import one_f_one_b
+
+FACTS = ScheduleFacts(one_stage=False, chunks=False, split_backward=True)
 
 _PLACES = 2  # the most W for which a tick leaves a stage time
 

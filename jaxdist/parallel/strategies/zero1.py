@@ -3,9 +3,12 @@
 The least communication for gradient accumulation, at the price of a whole copy of parameters and of gradients.
 """
 
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategies._sharded import sharded
 from jaxdist.parallel.strategy import Strategy
+
+FACTS = StrategyFacts(sharded=True, next="zero2")
 
 
 def zero1(options: StrategyOptions) -> Strategy:

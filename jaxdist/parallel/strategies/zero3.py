@@ -3,9 +3,12 @@
 In deterministic mode gradients stay whole until the end of a step.
 """
 
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategies._sharded import sharded
 from jaxdist.parallel.strategy import Strategy
+
+FACTS = StrategyFacts(sharded=True, regathers=True)
 
 
 def zero3(options: StrategyOptions) -> Strategy:

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxdist.build import Parts
-from jaxdist.config.rules.fields import parse_mixture
+from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, leaves_of
 from jaxdist.errors import UserError
@@ -38,16 +38,14 @@ class Footprint(NamedTuple):
 
 
 def check_windows(config: Config) -> None:
-    """Raise `UserError` for a data source whose batches have shapes that only the data say: images, dicts of arrays.
-
-    Sources from outside jaxdist are assumed to give windows of ids.
-    """
-    names = [part.source for part in parse_mixture(config.data.mixture)] or [config.data.source]
-    own = "." in config.model.name  # the shipped model takes ids only
-    if found := [name for name in names if name == "images" or (name == "iterable" and own)]:
+    """Raise `UserError` where a batch is not made of windows of ids, and its shapes are in the data alone. Not known of
+    a source of somebody else's, which is taken for one of ids."""
+    names = [part.source for part in config.data.parts() or (config.data,)]
+    known = (True, None) if ModelFacts.of(config.model.name).ids_only else (True,)
+    if found := [name for name in names if SourceFacts.of(name).ids not in known]:
         raise UserError(
             f"data.source: {found[0]!r} gives samples whose shapes are known only when it is read, and a"
-            " plan is made without data; allowed: text, tokens, parquet, arrayrecord"
+            f" plan is made without data; allowed: {', '.join(SourceFacts.with_fact(ids=True))}"
         )
 
 

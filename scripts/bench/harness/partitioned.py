@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from harness.contenders.plain_jax import loss_of
 from harness.task import Size, Task
 from jaxdist.build import assemble, attention_of
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts
@@ -30,7 +29,7 @@ PyTree = Any
 def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
     """Every block is computed again in the backward pass, whatever `memory.remat` says. Raises `UserError` for models
     that `plain_jax` does not have."""
-    model, shards = resolve_model(config.model), mesh.shape["data"] * mesh.shape["fsdp"]
+    model, shards = config.model, mesh.shape["data"] * mesh.shape["fsdp"]
     if config.model.name != "gpt" or model.style != "gpt2" or not model.tied or mesh.size != shards:
         raise UserError(
             "--by-compiler: plain_jax has the model of GPT-2, over data and fsdp; allowed: model.name gpt,"

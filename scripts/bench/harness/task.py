@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config.resolve import resolve_model
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
@@ -103,7 +102,7 @@ def make_task(size: Size, *, gpu: bool, precision: str, seed: int = 0) -> Task:
         for i in range(size.length):
             ids[:, i + 1] = (5 * ids[:, i] + 17 + rng.integers(0, 4, size.rows)) % vocab
         batches.append({"inputs": ids[:, :-1], "targets": ids[:, 1:]})
-    return Task(size, resolve_model(size.model), params, batches, gpu, precision)
+    return Task(size, size.model.resolved(), params, batches, gpu, precision)
 
 
 def set_products(precision: str) -> str:

@@ -1,6 +1,5 @@
 """jaxdist's own train step, on one device."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ def jaxdist(task: Task) -> Contender:
         capability=capability, dtype=task.compute, head_width=size.model.width // size.model.heads, dropout=0.0
     )
     unroll = 0 if task.gpu else 1
-    config = replace(size.model, attention="xla" if why else "cudnn", loss_chunk=0, scan_blocks=unroll)
+    config = size.model.replace(attention="xla" if why else "cudnn", loss_chunk=0, scan_blocks=unroll)
     model = gpt(config, max_length=size.length)
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     run = make_train_step(model, tx, mesh, precision=task.precision)

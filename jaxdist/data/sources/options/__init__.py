@@ -1,0 +1,1 @@
+"""Options of sources, one source a file: a dataclass `Options`. Read before jax is started."""

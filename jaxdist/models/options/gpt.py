@@ -1,0 +1,133 @@
+"""Options of the model `gpt`, and what they must be."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from jaxdist.config.rules.fields import setting
+from jaxdist.config.rules.pipeline import divisors, near
+from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.errors import UserError
+
+UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
+
+
+@dataclass(frozen=True)
+class Options(ModelConfig):
+    """GPT-2, Llama, and what lies between. What is left at null, but for `loss_chunk`, goes by `style`."""
+
+    style: str = setting("gpt2", "what the keys left at null mean", choices=("gpt2", "llama"))
+    layers: int = setting(4, "number of blocks", at_least=1)
+    width: int = setting(128, "size of the residual stream", at_least=1)
+    heads: int = setting(4, "attention heads; divides width", at_least=1)
+    kv_heads: int | None = setting(None, "key and value heads; divides heads; null: as many as heads", at_least=1)
+    vocab: int = setting(256, "number of token ids; 256 for bytes", at_least=1)
+    mlp_width: int | None = setting(
+        None, "hidden size of the MLP; null: 4 x width (gelu), or 8/3 x width up to a multiple of 64", at_least=1
+    )
+    positions: str | None = setting(
+        None, "position encoding; null: learned (gpt2), rope (llama)", choices=("learned", "rope")
+    )
+    norm: str | None = setting(
+        None, "normalisation; null: layernorm (gpt2), rmsnorm (llama)", choices=("layernorm", "rmsnorm")
+    )
+    mlp: str | None = setting(None, "kind of MLP; null: gelu (gpt2), swiglu (llama)", choices=("gelu", "swiglu"))
+    tied: bool | None = setting(None, "whether embedding and head share weights; null: true (gpt2), false (llama)")
+    bias: bool | None = setting(None, "whether linear layers have a bias; null: true (gpt2), false (llama)")
+    dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
+    norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    attention: str = setting(
+        "auto",
+        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+        how=True,
+    )
+    scan_blocks: int = setting(
+        1,
+        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
+        at_least=0,
+        how=True,
+    )
+    loss_chunk: int | None = setting(
+        None,
+        "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB",
+        at_least=0,
+        how=True,
+    )
+
+    def resolved(self) -> Self:
+        """Every None replaced by what the style implies, but for `loss_chunk`."""
+        llama = self.style == "llama"
+        mlp = self.mlp or ("swiglu" if llama else "gelu")
+        # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.
+        wide = 4 * self.width if mlp == "gelu" else -(-8 * self.width // (3 * 64)) * 64
+        return replace(
+            self,
+            kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
+            mlp_width=wide if self.mlp_width is None else self.mlp_width,
+            positions=self.positions or ("rope" if llama else "learned"),
+            norm=self.norm or ("rmsnorm" if llama else "layernorm"),
+            mlp=mlp,
+            tied=not llama if self.tied is None else self.tied,
+            bias=not llama if self.bias is None else self.bias,
+        )
+
+    def describe(self) -> str:
+        """Such as "gpt (llama): 4 blocks, width 128, 4 heads"."""
+        return f"{self.name} ({self.style}): {self.layers} blocks, width {self.width}, {self.heads} heads"
+
+
+def check_options(config: Config, mesh: Mapping[str, int]) -> None:
+    """Raise `UserError` where the model does not fit itself or a mesh of these sizes."""
+    _check_heads(config.model)
+    _check_tensor(config.model, mesh["tensor"])
+    _check_sequence(config, mesh["tensor"])
+
+
+def _check_heads(model: Any) -> None:
+    kv_heads = model.kv_heads
+    if model.width % model.heads:
+        raise UserError(
+            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
+            f" {near(divisors(model.width), model.heads)}"
+        )
+    if model.heads % kv_heads:
+        raise UserError(
+            f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
+            f" {near(divisors(model.heads), kv_heads)}"
+        )
+    if model.positions == "rope" and model.width // model.heads % 2:
+        works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
+        raise UserError(
+            f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
+            f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
+            f" {near(works, model.heads)}; or model.positions=learned"
+        )
+
+
+def _check_tensor(model: Any, tensor: int) -> None:
+    split = {"heads": model.heads, "kv_heads": model.kv_heads, "vocab": model.vocab, "mlp_width": model.mlp_width}
+    sizes = near(divisors(math.gcd(*split.values())), tensor)
+    for key, value in split.items():
+        if value % tensor:
+            if "heads" in key:
+                works = [n for n in divisors(model.width if key == "heads" else model.heads) if n % tensor == 0]
+            else:
+                works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
+            raise UserError(
+                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
+                f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}"
+            )
+
+
+def _check_sequence(config: Config, tensor: int) -> None:
+    length = config.data.seq_len
+    if config.parallel.sequence_parallel and length % tensor:
+        works = [n for n in (length - length % tensor, length - length % tensor + tensor) if n]
+        raise UserError(
+            f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
+            f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
+            " parallel.sequence_parallel=false"
+        )

@@ -1,0 +1,282 @@
+"""What every entry of a registry passes: facts and options are read without jax and say what the entry does. And that
+somebody else's entry, named by a dotted path, has keys of its own."""
+
+import ast
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxdist import load_config, registry
+from jaxdist.build import assemble
+from jaxdist.config import entries
+from jaxdist.config.entries import (
+    AlgorithmFacts,
+    EntryFacts,
+    ModelFacts,
+    ScheduleFacts,
+    SourceFacts,
+    StrategyFacts,
+    options_of,
+)
+from jaxdist.config.load import to_yaml
+from jaxdist.config.rules.fields import keys, setting
+from jaxdist.config.schema import Config, DataConfig, ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.mesh import make_mesh
+
+ROOT = Path(__file__).parents[2]
+KINDS: tuple[type[EntryFacts], ...] = (ModelFacts, SourceFacts, StrategyFacts, ScheduleFacts, AlgorithmFacts)
+FOLDERS = [kind.folder for kind in KINDS]
+KIND_OF = dict(zip(FOLDERS, KINDS, strict=True))
+ALL = [(folder, name) for folder in FOLDERS for name in registry.names(folder)]
+OPTIONAL = ("pyarrow", "array_record")
+
+OUTSIDER = """
+model: {name: outsider.model.tower, depth: 2}
+data: {source: outsider.source.ramp, path: %s, factor: 3, seq_len: 8, global_batch: 8, packing: none}
+mesh: {data: 2, fsdp: 2}
+parallel:
+  strategy: outsider.strategy.choose
+  shards: true
+  min_shard_bytes: 0
+  schedule: outsider.schedule.in_turn
+  backwards: true
+  microbatches: 2
+  grad_sync: {algorithm: outsider.algorithm.borrowed, like: ring}
+train: {steps: 1, eval_every: 0, sample_tokens: 0}
+checkpoint: {every: 0}
+devices: {platform: cpu, simulated: 4, compilation_cache: false}
+observe: {console: plain, report: false}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(OUTSIDER % __file__)
+    return tmp_path / "config.yaml"
+
+
+def train(file: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(file), "--run-dir"]
+    return subprocess.run(
+        [*command, str(file.parent / "run"), *overrides],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("folder", "name"), ALL)
+def test_facts_that_are_read_are_those_of_the_module(folder: str, name: str) -> None:
+    module = importlib.import_module(f"{folder}.{name}")
+    kind = KIND_OF[folder]
+    assert kind.of(name) == getattr(module, "FACTS", kind())
+
+
+@pytest.mark.parametrize(("folder", "name"), ALL)
+def test_options_are_settings_that_keep_their_own_rules(folder: str, name: str) -> None:
+    for options in options_of(folder, name):
+        assert options is importlib.import_module(f"{folder}.options.{name}").Options
+        assert options.__doc__ and keys(options)
+
+
+def test_options_and_facts_belong_to_entries() -> None:
+    for folder in FOLDERS:
+        place = registry.folder_of(folder) / "options"
+        found = {path.stem for path in place.glob("*.py")} - {"__init__"}
+        assert found <= set(registry.names(folder)), place
+
+
+def test_facts_and_options_are_read_without_jax() -> None:
+    code = f"""
+import sys
+from jaxdist import registry
+for folder, name in {ALL}:
+    registry.facts(folder, name), registry.options(folder, name)
+found = {{"jax", "flax", "numpy"}} & set(sys.modules)
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_a_schedule_of_stages_says_so() -> None:
+    """A table of ticks is what a pipeline has; facts are read where the table is not."""
+    for name in registry.names(ScheduleFacts.folder):
+        module = importlib.import_module(f"{ScheduleFacts.folder}.{name}")
+        assert ScheduleFacts.of(name).one_stage is not hasattr(module, "table"), name
+
+
+def test_the_strategies_that_save_more_are_a_chain() -> None:
+    for name in registry.names(StrategyFacts.folder):
+        after = StrategyFacts.of(name).next
+        assert not after or (after in registry.names(StrategyFacts.folder) and StrategyFacts.of(after).sharded)
+
+
+def test_no_file_of_the_core_compares_names_of_entries() -> None:
+    """Neither `schedule == "gpipe"` nor `"." in name`: facts say what such a condition means."""
+    allowed = {
+        ("jaxdist/registry.py", "."),
+        ("jaxdist/config/entries.py", "."),
+        ("jaxdist/config/rules/fields.py", "."),
+    }
+    known = {name for folder, name in ALL if folder in (ScheduleFacts.folder, StrategyFacts.folder)} | {"."}
+    found = set()
+    for folder in ("config", "plan", "trainer"):
+        for path in (ROOT / "jaxdist" / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+                values = [each.value for each in compared if isinstance(each, ast.Constant)]
+                found |= {(path.relative_to(ROOT).as_posix(), value) for value in values if value in known}
+    assert found <= allowed
+
+
+def test_outsiders_train_a_step_and_get_their_options(file: Path) -> None:
+    done = train(file)
+    assert done.returncode == 0, done.stderr
+    for said in ("model: depth 2", "source: factor 3", "schedule: backwards True", "strategy: shards True"):
+        assert said in done.stdout
+    assert "algorithm: like ring" in done.stdout
+    again = train(file, "checkpoint.resume=must", "train.steps=2")
+    assert again.returncode == 0, again.stderr
+    other = train(file, "train.steps=3", "model.depth=1")
+    assert other.returncode == 2 and "error: model.depth: 1, but the run in" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.dept=3",
+            "model.dept: unknown key (value '3'); did you mean model.depth?; keys of model (name=outsider.",
+        ),
+        ("model.layers=3", "model.layers: unknown key (value '3'); it is a key of model.name=gpt; keys of model"),
+        ("model.depth=0", "model.depth: 0 is out of range; allowed: an integer >= 1"),
+        ("data.factors=3", "did you mean data.factor?; keys of data (source=outsider.source.ramp): source"),
+        ("data.column=a", "data.column: unknown key (value 'a'); it is a key of data.source=parquet; keys of data"),
+        ("data.factor=x", "data.factor: 'x' is text; allowed: an integer >= 1"),
+        ("parallel.backward=true", "did you mean parallel.backwards?; keys of parallel (strategy=outsider.strategy"),
+        ("parallel.shards=3", "parallel.shards: 3 is an integer; allowed: true or false"),
+        ("parallel.grad_sync.likes=ring", "did you mean parallel.grad_sync.like?; keys of parallel.grad_sync ("),
+        ("data.path=/nowhere", "allowed: an existing file or folder for data.source outsider.source.ramp"),
+        ("mesh.pipe=2", "parallel.schedule outsider.schedule.in_turn has one stage; allowed: 1; or"),
+        ("parallel.chunks=2", "parallel.schedule outsider.schedule.in_turn; allowed: 1; or"),
+    ],
+)
+def test_a_wrong_key_of_an_outsiders_is_one_line(override: str, message: str, file: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(file, [override, *(["mesh.data=1"] if override.startswith("mesh") else [])])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_wrong_key_ends_with_status_2(file: Path) -> None:
+    done = train(file, "model.dept=3")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: model.dept: unknown key (value '3'); did you mean model.depth?;"
+        " keys of model (name=outsider.model.tower): name, depth"
+    ]
+
+
+def test_a_key_of_a_shipped_entry_is_refused_without_jax(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: {source: text, column: body}")
+    code = """
+import sys
+from jaxdist import UserError, load_config
+try:
+    load_config(sys.argv[1])
+except UserError as error:
+    print(error)
+assert not {"jax", "flax", "numpy"} & set(sys.modules)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(
+        "data.column: unknown key (value 'body'); it is a key of data.source=parquet;"
+        " keys of data (source=text): source,"
+    )
+
+
+def test_a_mixture_has_the_keys_of_its_sources(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {mixture: [a 1 text /, b 1 parquet /, c 1 iterable x.y], column: body, buffer: 3}")
+    data = load_config(path, planned=True).data
+    assert (data.column, data.buffer) == ("body", 3)
+    text, parquet, iterable = data.parts()
+    assert text == DataConfig(path="/") and parquet == DataConfig(source="parquet", path="/", column="body")
+    assert iterable == DataConfig(source="iterable", path="x.y", buffer=3)
+    path.write_text("data: {mixture: [a 1 text /, b 1 parquet /], buffer: 3}")
+    with pytest.raises(UserError, match=r"^data.buffer: .*data.source=iterable; keys of data \(source=text, source=p"):
+        load_config(path, planned=True)
+
+
+def test_files_of_older_versions_have_all_keys_at_their_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {source: text, column: null, buffer: 1024}\nmodel: {style: llama, kv_heads: null}")
+    config = load_config(path)
+    assert config.data == DataConfig() and config.model == ModelConfig(style="llama").resolved()
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
+def test_an_outsider_without_options_has_the_keys_of_the_shipped_entries() -> None:
+    model = ModelConfig(name="picture_model.classifier", width=32)
+    assert model.width == 32 and model.heads == ModelConfig().heads
+    assert DataConfig(source="picture_model.none", column="a").buffer == 1024
+    assert ModelFacts.of("picture_model.classifier") == ModelFacts()
+    assert ScheduleFacts.of("picture_model.none").one_stage is None
+
+
+def test_an_entry_that_is_not_installed_is_one_line() -> None:
+    """As a checkpoint may name one."""
+    with pytest.raises(UserError, match="no module 'not_here' for the dotted path 'not_here.model'"):
+        ModelConfig(name="not_here.model")
+
+
+def test_equal_configurations_are_equal(file: Path) -> None:
+    first, second = load_config(file), load_config(file)
+    assert first == second and hash(type(first.parallel)) == hash(type(second.parallel))
+    file.write_text(to_yaml(first))
+    assert load_config(file) == first
+
+
+def test_assembled_by_hand(file: Path) -> None:
+    """Facts and options are for configurations; the Python API takes an entry itself."""
+    config = load_config(file)
+    mesh = make_mesh(data=2, fsdp=2)
+    sharded = assemble(config, mesh).target.params
+    whole = assemble(load_config(file, ["parallel.shards=false"]), mesh).target.params
+    for tree, wanted in ((sharded, True), (whole, False)):
+        assert ("fsdp" in str(tree["blocks"]["mlp"]["up"]["kernel"].sharding.spec)) is wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+    source: str = setting("text", "a key that `data` has already")
+
+
+class NoSection:
+    """No dataclass."""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(Both, "source: is a key of DataConfig and of Options of"), (NoSection, "is no section of settings; allowed")],
+)
+def test_options_that_cannot_be(options: type, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("outsider.source"), "Options", options)
+    with pytest.raises(UserError, match=message):
+        DataConfig(source="outsider.source.ramp")
+
+
+@given(st.sampled_from(ALL), st.text(min_size=1, max_size=8))
+def test_a_key_that_nobody_has(entry: tuple[str, str], key: str) -> None:
+    folder, name = entry
+    named = entries.named(type(Config().data), {"source": name}) if folder == SourceFacts.folder else ()
+    assert key in {"column", "buffer"} or not entries.owners(named, key)
