@@ -111,7 +111,7 @@ def test_the_ledger_of_1024_devices(capsys: pytest.CaptureFixture[str], monkeypa
     options = Namespace(
         compile=False, remedies=False, parameters=False, activations=False, devices_per_host=8, rows=3, **nothing
     )
-    assert explain.run(load_config("configs/llama_8b_fsdp.yaml", planned=True), options) == []
+    assert explain.run_explain(load_config("configs/llama_8b_fsdp.yaml", planned=True), options) == []
     assert capsys.readouterr().out == shown
 
 

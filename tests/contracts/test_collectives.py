@@ -182,7 +182,7 @@ def test_unknown_axis_and_algorithm_and_size_are_named() -> None:
         (lambda x: all_gather(x[0], "data"), r"all_gather: dim 0 of \(\) does not exist"),
         (lambda x: send_recv(x, "data", [(0, 1), (1, 1)]), "pairs=.*each rank from 0 to 1 once as source"),
         (lambda x: send_recv(x, "data", [(0, 2)]), "pairs=.*each rank from 0 to 1 once as source"),
-        (lambda x: all_reduce_with_feedback(x, x, "data", algorithm="tree"), "not with algorithm='tree'.*ring"),
+        (lambda x: all_reduce_with_feedback(x, x, "data", algorithm="tree"), "'int8' is not for .*algorithm tree; allowed algorithms: ring"),
     ],
 )
 def test_mistakes_are_named_in_one_line(function: Any, message: str) -> None:

@@ -245,7 +245,7 @@ def test_a_parameters_line_is_that_of_its_layer(strategy: str, options: dict[str
         "blocks.attention.qkv.linear.kernel": column,
         "blocks.mlp.down.kernel": line_with(linear, "part = product(x, self.kernel[...]"),
         "embed.tokens.table": line_with(embedding, "rows = table.astype("),
-        "head.projection.table": line_with(embedding, 'wide_einsum("BSD,VD->BSV"'),
+        "head.projection.table": line_with(embedding, 'einsum_fp32("BSD,VD->BSV"'),
     }
     for name, line in lines.items():
         mine = [each for each in found.collectives if each.purpose in (name, f"gradient of {name}")]

@@ -62,7 +62,7 @@ def test_sizes_are_made_divisible(tmp_path: Path) -> None:
     ("arguments", "error"),
     [
         (("--algorithms", "rign"), "did you mean 'ring'?"),
-        (("--algorithms", "native", "--wire-dtype", "int8"), "choose ring"),
+        (("--algorithms", "native", "--wire-dtype", "int8"), "an algorithm such as ring"),
         (("--bytes", "5tb"), "--bytes: '5tb'; allowed"),
         (("--mesh", "2x2", "--devices", "4"), "--mesh and --devices: one of the two"),
         (("--link", "fast"), "allowed: local"),
