@@ -73,7 +73,7 @@ def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:
     if (size, digest.hexdigest()) != (said["bytes"], said["sha256"]):
         what = f"{size} bytes, not {said['bytes']}" if size != said["bytes"] else "another SHA-256"
         raise UserError(
-            f"data.path: {str(file)!r} is not the file of which {MANIFEST} beside it tells ({what}): damaged or "
+            f"data.path: {str(file)!r} is not the file that {MANIFEST} beside it describes ({what}): damaged or "
             "replaced; copy it again, or prepare the data again"
         )
 

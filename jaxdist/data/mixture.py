@@ -36,8 +36,8 @@ def load_source(config: DataConfig) -> Source:
     units = {part.name: _unit(part.source) for part in parts}
     if len(set(units.values())) > 1:
         raise UserError(
-            f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; what is of"
-            " one kind can be mixed; prepare all texts with one tokenizer"
+            f"data.mixture: {', '.join(f'{name} holds {unit}' for name, unit in units.items())}; sources of"
+            " a mixture must be of one kind; prepare all texts with one tokenizer"
         )
     infos = [part.source.info for part in parts]
     total = {key: _total([info[key] for info in infos]) for key in ("train", "held_out", "files", "held_out_files")}

@@ -34,7 +34,7 @@ def check_private(folder: Path) -> None:
     mend = f"allowed: a folder of your own; chmod go-w {folder}, or {CACHE_KEY}=false"
     found = folder.stat()
     if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UserError(f"{CACHE_KEY}: {str(folder)!r} can be written to by others, and what lies there is run; {mend}")
+        raise UserError(f"{CACHE_KEY}: {str(folder)!r} can be changed by others, and its programs are run; {mend}")
     for parent in folder.parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

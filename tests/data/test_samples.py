@@ -385,7 +385,9 @@ def test_a_mixture_of_images(tmp_path: Path) -> None:
     source = load_source(DataConfig(mixture=mixture))
     found = np.array(labels(loader_of(source), 50))
     assert (found >= 1000).sum() == 100 and source.info["train"] == 96
-    with pytest.raises(UserError, match=r"^data.mixture: a holds image uint8\[4, 3\].*; what is of one kind"):
+    with pytest.raises(
+        UserError, match=r"^data.mixture: a holds image uint8\[4, 3\].*; sources of a mixture must be of one kind"
+    ):
         load_source(DataConfig(mixture=(mixture[0], f"text 0.5 text {Path(__file__)}")))
 
 

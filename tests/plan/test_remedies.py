@@ -128,7 +128,7 @@ def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = [line.split() for line in shown[shown.index("remedy ") :].splitlines()]
     assert rows[1] == ["memory.offload.optimizer=true", "400", "B", "600", "B", "60.0%", "+0.0%", "0", "B"]
     assert rows[2] == ["memory.remat=full", "950", "B", "50", "B", "5.0%", "+33.0%", "0", "B"]
-    assert "memory.offload.optimizer=true: 600 B a device rests in host memory" in shown
+    assert "memory.offload.optimizer=true: 600 B a device is stored in host memory" in shown
     left_out = "left out: parallel.microbatches=2: data.global_batch: 2 does not divide by 4"
     assert left_out in shown and "left out: memory.remat=offload: simulated devices have no host memory" in shown
     found = json.loads((tmp_path / "out.json").read_text())["remedies"]

@@ -76,7 +76,7 @@ def test_a_folder_that_others_can_write_to(mode: int, home: Path) -> None:
     folder = home / "shared"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(UserError, match=r"devices\.compilation_cache: .*shared' can be written to by others.*go-w"):
+    with pytest.raises(UserError, match=r"devices\.compilation_cache: .*shared' can be changed by others.*go-w"):
         set_up(str(folder), "gpu")
     (folder / "inner").mkdir(mode=0o700)
     if mode & 0o002:
@@ -86,7 +86,7 @@ def test_a_folder_that_others_can_write_to(mode: int, home: Path) -> None:
     set_up(str(folder / "inner"), "gpu")
     link = home / "link"
     link.symlink_to(folder)
-    with pytest.raises(UserError, match="shared' can be written to by others"):
+    with pytest.raises(UserError, match="shared' can be changed by others"):
         check_private(link)
 
 
@@ -96,7 +96,7 @@ def test_somebody_elses_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check_private(own)
     true = own.stat()
     monkeypatch.setattr(Path, "stat", lambda _: os.stat_result((*true[:4], true.st_uid + 1, *true[5:])))
-    with pytest.raises(UserError, match="can be written to by others"):
+    with pytest.raises(UserError, match="can be changed by others"):
         check_private(own)
 
 

@@ -429,7 +429,7 @@ def test_a_launcher_that_tells_too_little(environ: Environ, tmp_path: Path) -> N
     job = start(environ, tmp_path)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 2 and out.count("\n") == 1, (out, err)
-    assert re.match(r"the launcher of this job tells JAX too little \(.*\); give --init-method", out)
+    assert re.match(r"the launcher of this job leaves out what JAX needs \(.*\); give --init-method", out)
 
 
 def of_kernel(entry: str) -> str:

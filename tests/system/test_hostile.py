@@ -240,7 +240,7 @@ def test_a_manifest_that_names_files_elsewhere(origin: Path, outside: Path, tmp_
         json.dumps({"format": 1, "dtype": "uint8", "vocab": 256, "tokenizer": "../outside/victim", "files": files})
     )
     before = content(outside)
-    with pytest.raises(UserError, match=r"^data.path: '.*train.bin' is not the file of which manifest.json"):
+    with pytest.raises(UserError, match=r"^data.path: '.*train.bin' is not the file that manifest.json"):
         load_source(data_config(origin, "data.source=tokens", f"data.path={folder}").data)
     assert content(outside) == before
 

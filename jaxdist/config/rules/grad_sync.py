@@ -70,7 +70,7 @@ def check_ordered(algorithm: str, wire_dtype: str | None, *, reduce_dtype: str) 
     """Raise `UserError` for sums that `deterministic` does not have. reduce_dtype: in which gradients are summed."""
     if algorithm not in ("native", "ordered") or wire_dtype is not None:
         raise UserError(
-            f"{GRAD_SYNC}.deterministic: true sums by algorithm ordered, nothing rounded; leave out"
+            f"{GRAD_SYNC}.deterministic: true sums by algorithm ordered, without a wire_dtype; leave out"
             f" {GRAD_SYNC}.algorithm {algorithm} and wire_dtype {show(wire_dtype)}"
         )
     if reduce_dtype in ("bfloat16", "float16"):

@@ -26,7 +26,7 @@ def check_prefetched(remat: Remat) -> None:
     """Raise `UserError` for modes that `parallel.prefetch: 1` does not have."""
     if remat in ("sqrt", "offload"):
         raise UserError(
-            f"{REMAT}: {remat!r} does not go with parallel.prefetch 1, which keeps a block's leavings itself;"
+            f"{REMAT}: {remat!r} does not go with parallel.prefetch 1, which stores each block's activations itself;"
             " allowed: none, full, dots, a list of names; or parallel.prefetch=0"
         )
 
@@ -48,8 +48,8 @@ def check_deterministic(remat: Remat) -> None:
     compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
     if remat != "none":
         raise UserError(
-            f"{REMAT}: {show(remat)} does not go with parallel.grad_sync.deterministic: what is computed"
-            " again is rounded otherwise in other layouts; allowed: none"
+            f"{REMAT}: {show(remat)} does not go with parallel.grad_sync.deterministic: recomputed"
+            " activations round differently in other layouts; allowed: none"
         )
 
 

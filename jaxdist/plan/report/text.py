@@ -131,8 +131,8 @@ def remedies_text(table: Table) -> str:
     for each, cost in compiled:
         if moved := cost.memory.host - now.memory.host:
             text.append(
-                f"{' '.join(each.overrides)}: {format_bytes(moved)} a device rests in host memory; each step fetches "
-                "it and puts it back"
+                f"{' '.join(each.overrides)}: {format_bytes(moved)} a device is stored in host memory; each step"
+                " fetches it and puts it back"
             )
     for each in table.remedies:
         if each.refused:

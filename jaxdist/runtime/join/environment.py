@@ -90,7 +90,9 @@ def _by_method(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job 
         )
     pair = next(((rank, count) for rank, count in LAUNCHERS if environ.get(rank) and environ.get(count)), None)
     if pair is None:
-        raise UserError(f"--init-method: {method!r} says where, but not who; add --num-processes and --rank")
+        raise UserError(
+            f"--init-method: {method!r} needs a number of processes and a rank; add --num-processes and --rank"
+        )
     count, rank = _integer(environ, pair[1]), _integer(environ, pair[0])
     if scheme == "tcp":
         return _check_job(rest.rstrip("/"), count, rank, gpus)
@@ -192,5 +194,5 @@ def take_job_flags(options: argparse.Namespace, environ: MutableMapping[str, str
     """Put the flags of `add_job_flags` into the environment, where they win over everything else."""
     given = {INIT_METHOD: options.init_method, NUM_PROCESSES: options.num_processes, RANK: options.rank}
     if not options.init_method and (options.num_processes or options.rank):
-        raise UserError("--num-processes and --rank say who, but not where; add --init-method")
+        raise UserError("--num-processes and --rank need the address of process 0; add --init-method")
     environ.update({name: value for name, value in given.items() if value is not None})

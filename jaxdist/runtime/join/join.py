@@ -52,10 +52,10 @@ def _detect(job: Job, seconds: float) -> Job:
             known, None, None, [], None, max(1, round(seconds))
         )
     except (ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"the launcher of this job tells JAX too little ({error}); give --init-method") from error
+        raise UserError(f"the launcher of this job leaves out what JAX needs ({error}); give --init-method") from error
     if coordinator is None or processes is None or rank is None or not 0 <= rank < processes:
         found = f"coordinator {coordinator}, {processes} processes, rank {rank}"
-        raise UserError(f"the launcher of this job tells JAX too little ({found}); give --init-method")
+        raise UserError(f"the launcher of this job leaves out what JAX needs ({found}); give --init-method")
     return job._replace(coordinator=coordinator, processes=processes, rank=rank, detect=False)
 
 
