@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxdist.processes import JobStore, place
+from jaxdist.processes import JobStore, Place, place
 
 LOOK_S = 0.5  # between two looks whether another process has failed
 
@@ -26,13 +26,22 @@ class SaveBarrier:
     def __init__(self) -> None:
         self._save, self._failed, self._uses = 0, False, Counter[str]()
         self._lock = threading.Lock()  # orbax meets in the main thread and in one of its own
-        self._here = place()
-        self._store = JobStore("saves", self._here.rank) if self._here.processes > 1 else None
+        self._store: JobStore | None = None
+
+    def _find_store(self, here: Place) -> JobStore | None:
+        """The store of these saves, None outside of a job. Looks each time: the job may be joined after `__init__`."""
+        if here.processes == 1:
+            return None
+        if self._store is None:  # `begin` is the first to look, on every process
+            self._store = JobStore("saves", here.rank)
+        return self._store
 
     def begin(self) -> None:
         """Begin the next save, on this process."""
-        if self._store is not None and self._here.rank == 0:
-            self._store.delete(str(self._save))  # all have ended that save
+        here = place()
+        store = self._find_store(here)
+        if store is not None and here.rank == 0:
+            store.delete(str(self._save))  # all have ended that save
         self._save, self._failed, self._uses = self._save + 1, False, Counter()
 
     @contextmanager
@@ -42,26 +51,29 @@ class SaveBarrier:
             yield
         except BaseException:
             self._failed = True
-            if self._store is not None:
-                self._store.set(f"{self._save}/failed")
+            store = self._find_store(place())
+            if store is not None:
+                store.set(f"{self._save}/failed")
             raise
 
     def meet(self, *, key: str, timeout_ms: int) -> None:
         """Wait until every process is here: a barrier for orbax. Raises `FailedElsewhere`, once a save. Does not wait
         where this process knows that the save has failed."""
-        if self._store is None or self._failed:
+        here = place()
+        store = self._find_store(here)
+        if store is None or self._failed:
             return
         with self._lock:
             self._uses[key] += 1
             key = f"{self._save}/{key}/{self._uses[key]}"
-        self._store.set(f"{key}/{self._here.rank}")
+        store.set(f"{key}/{here.rank}")
         until = time.monotonic() + timeout_ms / 1000
-        if self._here.rank == 0:
-            for rank in range(self._here.processes):
-                self._wait(self._store, f"{key}/{rank}", until)
-            self._store.set(f"{key}/all")
+        if here.rank == 0:
+            for rank in range(here.processes):
+                self._wait(store, f"{key}/{rank}", until)
+            store.set(f"{key}/all")
         else:
-            self._wait(self._store, f"{key}/all", until)
+            self._wait(store, f"{key}/all", until)
 
     def _wait(self, store: JobStore, key: str, until: float) -> None:
         while store.get(key, LOOK_S) is None:

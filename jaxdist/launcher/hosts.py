@@ -16,13 +16,14 @@ from typing import Any
 
 from jaxdist.errors import UserError
 from jaxdist.launcher.ranks import POLL_S, HostPlace, Outcome, Peers, first_cause
-from jaxdist.runtime.connection import NAME_S, PROTOCOL, Connection, JsonObject, format_address, listen, open_connection
+from jaxdist.runtime.connection import NAME_S, Connection, JsonObject, format_address, listen, open_connection
 from jaxdist.runtime.join.roll_call import NOTICE_S, MissingPeers
 from jaxdist.runtime.rank_names import name_ranks
 
+LAUNCHER_PROTOCOL = 2  # of the messages between launchers; a hello carries it as "jaxdist", and another one is refused
 SETTLE_S = 15.0  # beyond the grace period, until another host must have said how its ranks ended
 LOST_S = 30  # a host that answers nothing for so long is lost: one without power or network does not hang up
-TRY_S, PAUSE_S = 2.0, 0.2  # of a try to reach host 0, and until the next one
+TRY_S, PAUSE_S = 2.0, 0.2  # of a try to reach host 0, and until the next one; also after one that host 0 hung up on
 CLOSE_S = 5.0  # in which a last message must be sent
 
 
@@ -99,10 +100,9 @@ class FirstHost(Peers):
                 other.connection.close()
         if not isinstance(node, int) or not isinstance(procs, int) or not 1 <= procs <= 100_000:
             host.connection.close()
-        elif said.get("jaxdist") != PROTOCOL:
-            self._refuse(
-                host, f"host {node} runs another version of jaxdist than host 0; install the same on every host"
-            )
+        elif said.get("jaxdist") != LAUNCHER_PROTOCOL:
+            text = f"host {node} runs another version of jaxdist than host 0; install the same on every host"
+            self._refuse(host, text, said.get("jaxdist"))
         elif said.get("nnodes") != self.nnodes or not 0 < node < self.nnodes:
             self._refuse(
                 host,
@@ -114,8 +114,9 @@ class FirstHost(Peers):
         else:
             host.node, host.procs, host.launcher = node, procs, launcher
 
-    def _refuse(self, host: _Host, text: str) -> None:
-        host.connection.send({"jaxdist": PROTOCOL, "status": "refused", "text": text})
+    def _refuse(self, host: _Host, text: str, protocol: object = LAUNCHER_PROTOCOL) -> None:
+        """Tell a host why it cannot be of this job; in its own protocol, for one of version 1 reads no other."""
+        host.connection.send({"jaxdist": protocol, "status": "refused", "text": text})
 
     def lost(self, *, failed: bool) -> bool:
         """See `Peers`."""
@@ -202,17 +203,16 @@ class OtherHost(Peers):
             if now > notice:
                 print(f"[launch] host {self.node} waits for host 0 at {shown}", file=sys.stderr, flush=True)
                 notice *= 4
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self.connection is not None and self.connection.open else PAUSE_S)
         return None
 
     def _connect(self, procs: int) -> None:
         try:
             self.connection = open_connection(*self.where, TRY_S, LOST_S)
         except OSError:  # not there yet
-            time.sleep(PAUSE_S)
             return
         who: dict[str, Any] = {"node": self.node, "nnodes": self.nnodes, "procs": procs, "launcher": self.launcher}
-        self.connection.send({"jaxdist": PROTOCOL, "status": "hello"} | who)
+        self.connection.send({"jaxdist": LAUNCHER_PROTOCOL, "status": "hello"} | who)
 
     def lost(self, *, failed: bool) -> bool:
         """See `Peers`."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from jaxdist.errors import UserError
 
-PROTOCOL = 1  # of the messages; roll call and launchers send it as "jaxdist", and refuse another one
 MAX_LINE = 1 << 20  # bytes; more without an end is noise, while the statuses of some thousand ranks fit
 NAME_S = 30.0  # until the name of the host on which to listen must be known to it
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S = 10, 5
@@ -68,11 +67,16 @@ class Connection:
 
     def flush(self) -> None:
         """Send what the system takes."""
-        with contextlib.suppress(OSError):
-            self._unsent = self._unsent[self.stream.send(self._unsent) :] if self._unsent else b""
+        try:
+            sent = self.stream.send(self._unsent) if self._unsent else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the other end has gone: nothing of it will ever be sent
+            sent = len(self._unsent)
+        self._unsent = self._unsent[sent:]
 
     def receive(self, seconds: float = 0.0) -> list[JsonObject]:
-        """The messages that have come. With none there, wait for these seconds at most."""
+        """The messages that have come, up to a line that is none. With none there, wait for these seconds at most."""
         if not self.open:
             return []
         self.flush()
@@ -85,14 +89,18 @@ class Connection:
         except OSError:  # a host that vanished is no ConnectionError: ETIMEDOUT, EHOSTUNREACH
             piece = b""
         *lines, self._received = (self._received + piece).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # brackets in brackets
-            messages = [None]
-        noise = not all(isinstance(each, dict) for each in messages) or len(self._received) > MAX_LINE
-        if noise or not piece:
+        messages: list[JsonObject] = []
+        for line in lines:
+            try:
+                said = json.loads(line)
+            except (ValueError, RecursionError):  # brackets in brackets
+                said = None
+            if not isinstance(said, dict):
+                break
+            messages.append(said)
+        if len(messages) < len(lines) or len(self._received) > MAX_LINE or not piece:
             self.close()
-        return [] if noise else messages
+        return messages
 
     def close(self, seconds: float = 0.0) -> None:
         """Hang up, after these seconds at most in which the rest is sent."""

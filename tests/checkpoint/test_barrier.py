@@ -143,3 +143,17 @@ def test_a_save_that_one_process_cannot_write(tmp_path: Path) -> None:
 def test_saves_in_two_places_at_once(tmp_path: Path) -> None:
     spawn(save_in_two_places, 2, args=(str(tmp_path),))
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[8, 8], [8, 8]]
+
+
+def test_the_job_may_be_joined_after_the_barrier_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxdist.checkpoint import barrier
+    from jaxdist.processes import Place
+
+    store = SimpleNamespace(set=lambda key: None, get=lambda key, seconds=0.0: None, delete=lambda folder: None)
+    saves = barrier.SaveBarrier()
+    saves.meet(key="alone", timeout_ms=0)
+    monkeypatch.setattr(barrier, "place", lambda: Place(0, 2))
+    monkeypatch.setattr(barrier, "JobStore", lambda name, rank: store)
+    saves.begin()
+    with pytest.raises(TimeoutError, match="no answer to 1/together/1/0"):
+        saves.meet(key="together", timeout_ms=0)

@@ -1,5 +1,6 @@
 """The launcher: what it starts, shows and logs, how it ends and restarts a job; and whole jobs under it."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import Outcome, share_of_cpus
 from jaxdist.runtime.connection import Connection, open_connection
+from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
 from jaxdist.trainer.train import run_directory
 
@@ -535,7 +538,7 @@ def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
 
     def host(launcher: str, **changes: Any) -> Connection:
         connection = open_connection(*where, 1.0)
-        hello = {"jaxdist": 1, "status": "hello", "node": 1, "nnodes": 2, "procs": 1, "launcher": launcher}
+        hello = {"jaxdist": 2, "status": "hello", "node": 1, "nnodes": 2, "procs": 1, "launcher": launcher}
         connection.send(hello | changes)
         return connection
 
@@ -549,12 +552,38 @@ def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.meet(1, 4, []).nodes == 2 and first.ready()[1].launcher == "b"
     assert [said["status"] for said in twin.receive()] == ["refused"]
     assert [said["status"] for said in again.receive()] == ["start"]
-    newer = host("d", jaxdist=2)
+    older, newer = host("d", jaxdist=1), host("e", jaxdist=3)
     assert first.ready()[1].launcher == "b"
-    assert "another version of jaxdist" in newer.receive(1.0)[0]["text"]
+    for number, other in ((1, older), (3, newer)):
+        (said,) = other.receive(1.0)
+        assert said["status"] == "refused" and "another version of jaxdist" in said["text"]
+        assert said["jaxdist"] == number  # one of the version before reads only messages with its own number
     assert time.monotonic() - begun < 10
-    for each in (first, silent, replacement, twin, again, newer):
+    for each in (first, silent, replacement, twin, again, older, newer):
         each.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
+def test_what_is_no_host_0_is_not_called_all_the_time(answer: bytes) -> None:
+    """Another program answers at --coordinator: it hangs up, or says what is no message."""
+    calls = 0
+
+    def serve() -> None:
+        nonlocal calls
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                with server.accept()[0] as called:
+                    calls += 1
+                    called.recv(4096)
+                    called.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        other = agents.OtherHost(server.getsockname(), node=1, nnodes=2, seconds=1.0)
+        with pytest.raises(MissingPeers, match="host 0 cannot be reached"):
+            other.meet(1, [])
+        server.shutdown(socket.SHUT_RDWR)
+    assert 2 <= calls <= 7  # one each 0.2 s
 
 
 def test_a_line_to_a_host_that_is_silent_ends() -> None:

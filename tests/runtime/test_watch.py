@@ -284,6 +284,26 @@ def test_a_host_that_vanished_is_gone(code: int) -> None:
     assert connection.open and connection.receive() == [] and not connection.open
 
 
+def test_closing_does_not_wait_for_who_has_gone() -> None:
+    own, other = socket.socketpair()
+    connection = Connection(own)
+    connection.send({"big": "x" * 10_000_000})  # more than a socket takes at once
+    other.close()
+    begun = time.monotonic()
+    connection.close(5.0)
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize("noise", [b"noise\n", b"[]\n", b"\xff\n"])
+def test_messages_before_noise_are_read(noise: bytes) -> None:
+    own, other = socket.socketpair()
+    connection = Connection(own)
+    with other:
+        other.sendall(b'{"status": "over"}\n' + noise + b'{"status": "again"}\n')
+        assert connection.receive(1.0) == [{"status": "over"}]
+    assert not connection.open and connection.receive() == []
+
+
 @pytest.mark.parametrize(
     "hello",
     [
@@ -291,12 +311,13 @@ def test_a_host_that_vanished_is_gone(code: int) -> None:
         b'{"hello": 1, "token": "guess"}\n',
         b'{"hello": 0, "token": TOKEN}\n',
         b'{"hello": 9, "token": TOKEN}\n',
+        b'{"hello": 1, "token": "\\ud800"}\n',
         b"[]\n",
         b'{"hello": [1], "token": TOKEN}\n',
         b"\xff\xfe\n",
         b"[" * 100_000 + b"\n",
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_strangers_are_disconnected(store: Store, hello: bytes) -> None:
     hub = Channel(Place(0, 3))

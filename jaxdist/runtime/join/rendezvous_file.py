@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import PROTOCOL, format_address, host_address, local_address_towards, open_connection
-from jaxdist.runtime.join.roll_call import Meeting
+from jaxdist.runtime.connection import format_address, host_address, local_address_towards, open_connection
+from jaxdist.runtime.join.roll_call import PROTOCOL, Meeting
 
 NO_NETWORK = "192.0.2.1"  # an address kept for documentation (RFC 5737): nothing is ever sent to it
 

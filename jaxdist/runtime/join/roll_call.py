@@ -17,17 +17,10 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import (
-    PROTOCOL,
-    Connection,
-    Connections,
-    JsonObject,
-    format_address,
-    host_name,
-    open_connection,
-)
+from jaxdist.runtime.connection import Connection, Connections, JsonObject, format_address, host_name, open_connection
 from jaxdist.runtime.rank_names import name_ranks
 
+PROTOCOL = 1  # of the messages of the roll call, each of which carries it as "jaxdist"; another one is refused
 TIMEOUT = "JAXDIST_JOIN_TIMEOUT"
 TIMEOUT_S = 300.0  # until all processes have come, where the environment sets none
 NOTICE_S = 15.0  # until a process that waits says so; then after four times as long, and so on

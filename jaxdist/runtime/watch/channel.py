@@ -97,7 +97,7 @@ class Channel:
     def _introduce(self, connection: Connection, hello: JsonObject) -> int | None:
         """The rank that a stranger turns out to be. A bad hello ends its connection."""
         rank, token = hello.get("hello"), str(hello.get("token"))
-        known = hmac.compare_digest(token.encode(), self._token.encode())
+        known = hmac.compare_digest(token.encode(errors="replace"), self._token.encode())  # JSON has lone surrogates
         if known and isinstance(rank, int) and 0 < rank < self.here.processes and rank not in self._ranks:
             self._ranks[rank] = connection
             return rank
