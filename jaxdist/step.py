@@ -120,7 +120,7 @@ def make_train_step(
         gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-            check_batch_shape(batch, mesh, options.microbatches)
+            check_batch_shape(batch, mesh, options)
             loss, weight, grads, residual = gradients(state, batch)
             metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)

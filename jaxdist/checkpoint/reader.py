@@ -12,7 +12,6 @@ import orbax.checkpoint as ocp
 from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.checksums import verify
 from jaxdist.checkpoint.errors import reading
-from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
 from jaxdist.specs import PyTree, path_name
@@ -79,11 +78,6 @@ class Stored:
         if self._rows is not None and dim != NONE:
             shape[dim] = self._rows.size
         return tuple(shape)
-
-    @property
-    def model(self) -> ModelConfig:
-        """The section `model` of the run, every key filled in."""
-        return ModelConfig(**self.meta["model"])
 
     def params(self) -> dict[str, Any]:
         """Shapes and dtypes of the parameters, {"blocks.mlp.up.kernel": ShapeDtypeStruct}."""

@@ -100,7 +100,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     """Make a run directory with a checkpoint of step 0: the parameters of a Hugging Face folder, and a new optimizer
     state. Returns a line about it."""
     _check_new(run_dir, "--run-dir")
-    model, positions = config.model, config.data.seq_len
+    model, positions = config.model.resolved(), config.data.seq_len
     enable_x64(config.precision.policy)
     with TensorFiles(folder) as files:
         vocab, before = check_model(files, read_json(folder / CONFIG), model, positions=positions)

@@ -99,6 +99,8 @@ class ScheduleFacts(EntryFacts):
     - split_backward: the backward pass runs in two halves.
     - halves: it halves the microbatches until one is left, so that they are a power of two.
     - deterministic: `parallel.grad_sync.deterministic`, which runs pairwise, may stand beside it.
+    - one_backward_pass: with one microbatch it differentiates the model once, so that gradients may be reduced in that
+      backward pass.
     """
 
     folder = "jaxdist.parallel.schedules"
@@ -107,6 +109,7 @@ class ScheduleFacts(EntryFacts):
     split_backward: bool = False
     halves: bool = False
     deterministic: bool = False
+    one_backward_pass: bool = False
 
 
 @dataclass(frozen=True)

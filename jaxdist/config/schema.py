@@ -33,7 +33,10 @@ class ModelConfig(Section):
         def __init__(self, name: str = "gpt", **keys: Any) -> None: ...
 
     def resolved(self) -> Self:
-        """The section with its defaults filled in, where they depend on other keys."""
+        """The section with its defaults filled in, where they depend on other keys.
+
+        A `Config` holds the section as it was given. A key left at null so follows the others when these are changed.
+        """
         return self
 
     def describe(self) -> str:
@@ -286,6 +289,3 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     devices: DevicesConfig = section(DevicesConfig, "devices")
     observe: ObserveConfig = section(ObserveConfig, "console and report")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", self.model.resolved())

@@ -7,16 +7,23 @@ from jaxdist.collectives import rank
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, AnyMesh
+from jaxdist.parallel.options import StepOptions
 from jaxdist.specs import PyTree
 
 
-def check_batch_shape(batch: PyTree, mesh: AnyMesh, microbatches: int) -> None:
-    """Raise `UserError` unless all leaves have the same number of rows, and the parts of the batch divide it."""
+def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions) -> None:
+    """Raise `UserError` unless all leaves have the same number of rows, and the parts of the batch divide it.
+
+    options: as a step runs them on this mesh (`StepOptions.on`).
+    """
     leaves = jax.tree.leaves(batch)
     for leaf in leaves:
         if not leaf.ndim or leaf.shape[0] != leaves[0].shape[0]:
             raise UserError(f"batch: a leaf has shape {leaf.shape}; allowed: the same dim 0 in all leaves, of rows")
-    check_rows(leaves[0].shape[0], {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": microbatches})
+    parts = {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": options.microbatches}
+    if options.grad_sync.deterministic:  # its microbatches are the virtual shards of a device
+        parts = {"parallel.grad_sync.virtual_shards": options.grad_sync.virtual_shards}
+    check_rows(leaves[0].shape[0], parts)
 
 
 def check_global(batch: PyTree) -> None:

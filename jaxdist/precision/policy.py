@@ -61,16 +61,19 @@ def make_precision(policy: str, reduce_dtype: str | None = None, **settings: Any
     fp64 needs `jax_enable_x64`, which must be on before arrays are made: `enable_x64(policy)`. Raises `UserError` for
     an unknown policy, and for fields that have no effect with the others.
     """
-    resolved = resolve_policy(policy, reduce_dtype, **settings)
-    if "float64" in resolved[:3] and not jax.config.read("jax_enable_x64"):
-        raise UserError(f"precision: {policy}, {', '.join(resolved[:3])}: 64-bit types need jax_enable_x64")
-    return _with_dtypes(resolved)
+    return _enabled(policy, resolve_policy(policy, reduce_dtype, **settings))
 
 
 def precision_of(config: PrecisionConfig) -> Precision:
-    """The precision that a section of a configuration stands for."""
-    policy, loss_scale = config.resolved()
-    return _with_dtypes(policy)._replace(loss_scale=loss_scale)
+    """The precision that a section of a configuration stands for. Raises `UserError`, as `make_precision` does."""
+    types, loss_scale = config.resolved()
+    return _enabled(config.policy, types)._replace(loss_scale=loss_scale)
+
+
+def _enabled(policy: str, types: Policy) -> Precision:
+    if "float64" in types[:3] and not jax.config.read("jax_enable_x64"):
+        raise UserError(f"precision: {policy}, {', '.join(types[:3])}: 64-bit types need jax_enable_x64")
+    return _with_dtypes(types)
 
 
 def enable_x64(policy: str) -> None:

@@ -33,7 +33,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     data = {**what(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
     whole = {
-        "model": what(config.model),
+        "model": what(config.model.resolved()),
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
         "precision": precision,
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
@@ -51,7 +51,6 @@ def record(config: Config, source: Source, *, passed: int = 0, forced: Sequence[
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:
     """Settings that differ: {key: [value in a checkpoint's record, value now]}, for keys that are in both."""
     before = saved.get("config", saved.get("schedule", {}))  # older versions saved the optimizer's keys only
-    before = before | {f"model.{key}": value for key, value in saved.get("model", {}).items()}  # and null for defaults
     now = _as_saved(settings_by_key(config))
     del now["checkpoint.resume"]
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}

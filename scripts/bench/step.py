@@ -34,7 +34,7 @@ def plain_step(config: Config, optimizer: Any) -> Any:
     import jax.numpy as jnp
     import optax
 
-    model = config.model
+    model = config.model.resolved()
     kv, groups, width = model.kv_heads or 0, model.heads // (model.kv_heads or 1), model.width // model.heads
 
     def norm(x: Any, p: PyTree) -> Any:

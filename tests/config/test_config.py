@@ -88,7 +88,7 @@ def test_overrides(tmp_path: Path) -> None:
     assert (config.mesh.data, config.mesh.fsdp) == (4, 2)
     assert (config.parallel.grad_sync.algorithm, config.parallel.grad_sync.bucket_mb) == ("ring", 25.0)
     assert (
-        load(tmp_path, "model: {kv_heads: 2, tied: true}", "model.kv_heads=", "model.tied=null").model == Config().model
+        load(tmp_path, "model: {kv_heads: 2, tied: true}", "model.kv_heads=", "model.tied=null").model == ModelConfig()
     )
     assert load(tmp_path, "{}", "model.tied=false", " train.steps =9").model.tied is False
 
@@ -175,6 +175,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert config.mesh.data == 8
     assert load(tmp_path, to_yaml(config)) == config
     assert load(tmp_path, to_yaml(Config())) == Config()
+
+
+@pytest.mark.parametrize(
+    "overrides", [("model.heads=8", "model.width=256"), ("model.style=llama",), ("model.mlp=swiglu", "model.width=96")]
+)
+def test_null_stays_null_in_a_written_configuration(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """So that it follows the keys that are changed when that file is read again."""
+    written = load(tmp_path, "{}")
+    nulls = ("kv_heads", "mlp_width", "positions", "norm", "mlp", "tied", "bias")
+    assert all(getattr(written.model, key) is None for key in nulls)
+    again, fresh = load(tmp_path, to_yaml(written), *overrides).model, load(tmp_path, "{}", *overrides).model
+    assert again == fresh and again.resolved() == fresh.resolved() != written.model.resolved()
 
 
 @given(

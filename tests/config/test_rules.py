@@ -19,6 +19,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.microbatch import check_batch_shape
+from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import Precision, make_precision, precision_of
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.step import make_train_step
@@ -92,7 +93,11 @@ SAME: list[tuple[tuple[str, ...], Callable[[], object]]] = [
     ),
     (
         ("mesh.data=4", "data.global_batch=30", "parallel.microbatches=3"),
-        lambda: check_batch_shape({"x": np.zeros((30, 2))}, make_mesh(data=4), 3),
+        lambda: check_batch_shape({"x": np.zeros((30, 2))}, make_mesh(data=4), StepOptions(microbatches=3)),
+    ),
+    (
+        (ORDERED, "mesh.data=2", "data.global_batch=30"),
+        lambda: step({"data": 2}, rows=30, grad_sync=GradSync(deterministic=True)),
     ),
     (
         ("precision={policy: O2, half: float16, per_op: true, compute_dtype: float32}",),

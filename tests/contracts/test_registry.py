@@ -30,6 +30,7 @@ from jaxdist.config.rules.fields import keys, setting
 from jaxdist.config.schema import Config, DataConfig, ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
+from jaxdist.parallel.schedules.accumulate import accumulate
 
 ROOT = Path(__file__).parents[2]
 KINDS: tuple[type[EntryFacts], ...] = (ModelFacts, SourceFacts, StrategyFacts, ScheduleFacts, AlgorithmFacts)
@@ -220,7 +221,7 @@ def test_files_of_older_versions_have_all_keys_at_their_defaults(tmp_path: Path)
     path = tmp_path / "config.yaml"
     path.write_text("data: {source: text, column: null, buffer: 1024}\nmodel: {style: llama, kv_heads: null}")
     config = load_config(path)
-    assert config.data == DataConfig() and config.model == ModelConfig(style="llama").resolved()
+    assert config.data == DataConfig() and config.model == ModelConfig(style="llama")
     path.write_text(to_yaml(config))
     assert load_config(path) == config
 
@@ -231,6 +232,12 @@ def test_an_outsider_without_options_has_the_keys_of_the_shipped_entries() -> No
     assert DataConfig(source="picture_model.none", column="a").buffer == 1024
     assert ModelFacts.of("picture_model.classifier") == ModelFacts()
     assert ScheduleFacts.of("picture_model.none").one_stage is None
+
+
+def test_facts_of_a_schedule_are_those_of_its_function() -> None:
+    """A step that is given the function itself reduces in the backward pass, too."""
+    assert ScheduleFacts.with_fact(one_backward_pass=True) == ["accumulate"]
+    assert ScheduleFacts.of(accumulate) == ScheduleFacts.of("accumulate")
 
 
 def test_an_entry_that_is_not_installed_is_one_line() -> None:

@@ -225,7 +225,7 @@ def test_copies_of_parameters_are_told_apart() -> None:
     width, hidden, vocab, layers = 64, 192, 512, 3
     kernels = layers * (width * 3 * width + width * width + 3 * width * hidden) + vocab * width
     whole = 2 * kernels + 4 * (2 * layers + 1) * width
-    assert configured(*LLAMA).model.mlp_width == hidden  # what Llama takes for a width of 64
+    assert configured(*LLAMA).model.resolved().mlp_width == hidden  # what Llama takes for a width of 64
     assert kept("precision=bf16", "parallel.strategy=ddp")["copies of parameters"] == whole
     held = kept("precision=bf16", "parallel.reshard_after_forward=false")
     assert held["copies of parameters"] == whole  # gathered once a microbatch

@@ -17,6 +17,7 @@ from jaxprs import equations, floats
 from levels import levels
 
 from jaxdist import registry
+from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
@@ -27,7 +28,7 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.program import in_precision
 from jaxdist.plan.traced.ledger import ledger
-from jaxdist.precision.policy import POLICIES, Precision, make_precision
+from jaxdist.precision.policy import POLICIES, Precision, make_precision, precision_of
 from jaxdist.specs import path_name
 from jaxdist.state import specs_of_arrays
 from jaxdist.step import make_train_step
@@ -397,6 +398,17 @@ def test_what_is_no_policy_is_named(arguments: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         make_precision(**arguments)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_64_bit_types_are_refused_where_they_are_off() -> None:
+    """Jax would make them 32-bit ones, and only warn."""
+    for make in (lambda: make_precision("fp64"), lambda: precision_of(PrecisionConfig("fp64"))):
+        with pytest.raises(
+            UserError, match="^precision: fp64, float64, float64, float64: 64-bit types need jax_enable"
+        ):
+            make()
+        with jax.enable_x64(True):
+            assert make()[:3] == POLICIES["fp64"][:3]
 
 
 def test_a_pattern_that_fits_nothing_is_named() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint.checksums import CHECKSUMS, check_files, seal
-from jaxdist.cli import checkpoint
+from jaxdist.cli.checkpoint import checkpoint_command
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -186,7 +186,25 @@ def test_an_export_from_elsewhere(attack: str, origin: Path, outside: Path, tmp_
     before = content(outside)
     command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", vocab=None)
     with pytest.raises(UserError, match=r"^/.*/2 cannot be read: .+; use another one$") as error:
-        checkpoint.run(command, None)
+        checkpoint_command(command, None)
+    assert str(error.value).isprintable()
+    assert content(outside) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["hostile_model.gpt", "not_installed.gpt", "gpt.\x1b]0;title\x07", ["gpt"], None])
+def test_an_export_of_a_model_that_is_a_module(
+    name: Any, origin: Path, outside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options of a model are made from its module: one that a checkpoint names is not imported."""
+    (tmp_path / "hostile_model.py").write_text(f"open({str(outside / 'executed')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(origin / "run", tmp_path / "run")
+    edited("meta/metadata", lambda found, _: found["model"].update(name=name))(tmp_path / "run", outside)
+    before = content(outside)
+    command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", vocab=None)
+    with pytest.raises(UserError, match=r"^model.name: .* has no Hugging Face format here; allowed: gpt$") as error:
+        checkpoint_command(command, None)
     assert str(error.value).isprintable()
     assert content(outside) == before
     assert not (tmp_path / "out").exists()

@@ -15,12 +15,13 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
+from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.trainer.evaluation import Evaluator
-from jaxdist.trainer.resume import changed_settings
+from jaxdist.trainer.resume import changed_settings, identity
 from jaxdist.trainer.run import build
 from jaxdist.trainer.train import train
 
@@ -93,6 +94,15 @@ def test_nothing_changed_nothing_said(finished: Path, configure: Configure, tmp_
     assert changed_settings(meta, configure("checkpoint.resume=force")) == {}
     old = {"schedule": {"optimizer.lr": 0.003, "train.steps": 9}}  # as an older version saved it
     assert changed_settings(old, configure()) == {"train.steps": [9, 4]}
+
+
+def test_a_default_is_compared_by_its_value(finished: Path, configure: Configure) -> None:
+    """A key left open, as in the run, and set to what it stands for are the same model, whichever of them was saved."""
+    meta, given = meta_of(finished, 4), ("model.positions=learned", "model.norm=layernorm", "model.tied=true")
+    assert meta["config"]["model.norm"] is None and meta["model"]["norm"] == "layernorm"
+    for config in (configure(), configure(*given)):
+        assert identity(config, load_source(config.data))["model"] == meta["model"]
+    assert changed_settings(meta, configure(given[1])) == {"model.norm": [None, "layernorm"]}
 
 
 DANGEROUS = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.names import HEAD, PREFIXES, TABLES, Tensor, family, tensors
+from jaxdist.checkpoint.huggingface.names import HEAD, PREFIXES, TABLES, Tensor, check_name, family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
 from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.schema import ModelConfig
@@ -146,7 +146,9 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     """
     if not {"model", "data"} <= stored.meta.keys():
         raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
-    model, positions, found = stored.model, stored.meta["data"]["seq_len"], stored.params()
+    check_name(stored.meta["model"].get("name", "gpt"))  # first: making the options of a dotted path imports it
+    model, positions = ModelConfig(**stored.meta["model"]), stored.meta["data"]["seq_len"]
+    found = stored.params()
     kept = model.vocab if vocab is None else vocab
     if not 1 <= kept <= model.vocab:
         raise UserError(f"--vocab: {kept}; allowed: 1 to {model.vocab}, the rows that the model has (model.vocab)")

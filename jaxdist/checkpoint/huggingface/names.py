@@ -9,10 +9,11 @@ Legend: D model width, n key/value heads, G query heads of one, K head width, F 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 
@@ -46,10 +47,15 @@ class Tensor(NamedTuple):
         view[...] = tensor.reshape(view.shape).astype(leaf.dtype, copy=False)
 
 
+def check_name(name: Any) -> None:
+    """Raise `UserError` for a model that has no format. name: `model.name`, perhaps of a record from elsewhere."""
+    if name != "gpt":
+        raise UserError(f"model.name: {show(name)} has no Hugging Face format here; allowed: gpt")
+
+
 def family(model: ModelConfig) -> str:
     """ "gpt2" or "llama", the format that can hold this model (`resolved`). Raises `UserError`."""
-    if model.name != "gpt":
-        raise UserError(f"model.name: {model.name!r} has no Hugging Face format here; allowed: gpt")
+    check_name(model.name)
     kinds = (model.positions, model.norm, model.mlp)
     found = next((name for name, kind in FAMILIES.items() if kind == kinds), None)
     if found is None:

@@ -81,8 +81,9 @@ class Options(ModelConfig):
 
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit itself or a mesh of these sizes."""
-    _check_heads(config.model)
-    _check_tensor(config.model, mesh["tensor"])
+    model = config.model.resolved()
+    _check_heads(model)
+    _check_tensor(model, mesh["tensor"])
     _check_sequence(config, mesh["tensor"])
 
 

@@ -15,7 +15,7 @@ from jaxdist.parallel.schedule import Program, Seed, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
 
-FACTS = ScheduleFacts(one_stage=True, chunks=False, deterministic=True)
+FACTS = ScheduleFacts(one_stage=True, chunks=False, deterministic=True, one_backward_pass=True)
 
 
 def run_microbatch(

@@ -29,7 +29,7 @@ PyTree = Any
 def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
     """Every block is computed again in the backward pass, whatever `memory.remat` says. Raises `UserError` for models
     that `plain_jax` does not have."""
-    model, shards = config.model, mesh.shape["data"] * mesh.shape["fsdp"]
+    model, shards = config.model.resolved(), mesh.shape["data"] * mesh.shape["fsdp"]
     if config.model.name != "gpt" or model.style != "gpt2" or not model.tied or mesh.size != shards:
         raise UserError(
             "--by-compiler: plain_jax has the model of GPT-2, over data and fsdp; allowed: model.name gpt,"
