@@ -107,8 +107,8 @@ def make_train_step(
     """
     options = make_options(options, keywords).on(mesh)
     policy, sync = options.precision, options.grad_sync
-    one_pass = options.microbatches == 1 and ScheduleFacts.of(options.schedule).one_stage and not sync.deterministic
-    strategy = get_strategy(options, once=bool(one_pass) and isinstance(model, ModelDef))
+    once = options.microbatches == 1 and ScheduleFacts.of(options.schedule).one_backward_pass
+    strategy = get_strategy(options, once=once and isinstance(model, ModelDef))
     schedule: Schedule = registry.load("jaxdist.parallel.schedules", options.schedule, key="parallel.schedule")
     optimizer = only_trained(with_rounded_products(optimizer) if sync.deterministic else optimizer, options.freeze)
     norm = ordered_norm if sync.deterministic else global_norm
