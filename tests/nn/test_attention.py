@@ -1,5 +1,6 @@
 """Which kernel computes attention, and cuDNN's in the step, which is lowered for a GPU and not run."""
 
+import importlib.util
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -109,7 +110,8 @@ def test_cudnn_where_it_cannot_be_is_refused() -> None:
 
 def test_a_mesh_without_devices_stands_for_gpus_where_jax_can_trace_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_capability(Config(), make_mesh()) == cuda_capability(Config(), abstract_mesh()) == ""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda13_plugin" or None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda13_plugin" or find(name))
     assert cuda_capability(Config(), abstract_mesh()) == "8.0"
     assert cuda_capability(Config(devices=DevicesConfig(platform="cpu")), abstract_mesh()) == ""
 
