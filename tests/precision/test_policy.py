@@ -321,23 +321,31 @@ def test_layouts_agree_within_a_policy(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["O2", "bf16", "fp16", "O1"])
 def test_training_ends_where_fp32_ends(name: str) -> None:
-    """Within 1 %, on a model and batch whose gradients float16 holds: the sums' seed is 1/128, a power of two."""
-    assert abs(trained(name) / trained("fp32") - 1) < 0.01
+    """The mean loss of a training is within 1 % of fp32's, and the last loss, which is 0.3 % of the first, within 16
+    roundings of the half type, 2^-11 (float16) or 2^-8 (bfloat16). The last loss of one bfloat16 training says no more:
+    it is up to 3 % off, by the seed and by the processor. With parameters that are rounded to bfloat16 after each step
+    the mean is 1.7 % off and the last loss 14 %."""
+    rounding = 2.0**-8 if name == "bf16" else 2.0**-11
+    losses, exact = trained(name), trained("fp32")
+    assert abs(np.mean(losses) / np.mean(exact) - 1) < 0.01
+    assert abs(losses[-1] / exact[-1] - 1) < 16 * rounding
 
 
 @functools.cache
-def trained(name: str) -> float:
-    """The loss after 60 steps on one sequence pattern: from 3.5 to below 1."""
+def trained(name: str) -> list[float]:
+    """The losses of 60 steps on one sequence pattern, from 3.5 to 0.01, with a model and batches whose gradients
+    float16 holds: the sums' seed is 1/128, a power of two."""
     mesh, tx = make_mesh(), optax.adamw(1e-2, eps=1e-6)
     model = gpt(dataclasses.replace(GPT2, width=32), max_length=8)
     step, state = make_train_step(model, tx, mesh, precision=name), init_state(model, tx, mesh)
+    losses = []
     for i in range(60):
         rng = np.random.default_rng(i)
         ids = (rng.integers(0, 32, (16, 1)) + 5 * np.arange(9)).astype(np.int32) % 32
         weights = np.ones((16, 8), np.float32)
         state, metrics = step(state, {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights})
-    assert metrics["loss"] < 1
-    return float(metrics["loss"])
+        losses.append(float(metrics["loss"]))
+    return losses
 
 
 @pytest.mark.parametrize(
