@@ -130,6 +130,7 @@ def save_three_times(rank: int, place: str) -> None:
     Path(place, str(rank)).write_text(json.dumps(said))
 
 
+@pytest.mark.slow
 def test_a_save_that_one_process_cannot_write(tmp_path: Path) -> None:
     spawn(save_three_times, 2, args=(str(tmp_path),))
     for rank in (0, 1):

@@ -526,10 +526,12 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     yield results
 
 
-@pytest.mark.parametrize(
-    "each",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if i % 16 else []) for i, each in enumerate(CASES)],
-)
+def level(i: int) -> list[pytest.MarkDecorator]:
+    """A command says what the call says, and `test_call` makes every one of these calls."""
+    return [] if i % 16 == 0 else [pytest.mark.slow if i % 4 == 0 else pytest.mark.exhaustive]
+
+
+@pytest.mark.parametrize("each", [pytest.param(each, id=each.name, marks=level(i)) for i, each in enumerate(CASES)])
 def test_command(each: Case, ended: dict[str, Ended]) -> None:
     result = ended[each.name]
     assert result.status == 2, result

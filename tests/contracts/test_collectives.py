@@ -61,7 +61,7 @@ SEVERAL_AXES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "name"), levels(itertools.product(EVERYDAY, NAMES), everyday=2), ids=str)
+@pytest.mark.parametrize(("sizes", "name"), levels(itertools.product(EVERYDAY, NAMES), everyday=4), ids=str)
 def test_every_operation_is_exact(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 

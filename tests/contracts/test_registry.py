@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import child
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,7 +69,7 @@ def train(file: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(file), "--run-dir"]
     return subprocess.run(
         [*command, str(file.parent / "run"), *overrides],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "XLA_FLAGS": ""},
+        env=child.environment() | child.QUICK | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
     )

@@ -97,6 +97,7 @@ def targets(sync: GradSync, sizes: Mesh, strategy: str) -> TrainState:
     return state_target(model(), optax.adam(3e-3), make_mesh(**sizes), strategy=strategy, grad_sync=sync)
 
 
+@pytest.mark.slow
 def test_the_residual_is_saved_and_goes_on(tmp_path: Path) -> None:
     """On the same mesh bit for bit; on another one as the sum over the copies, which is what the next step adds."""
     state, _ = train(INT8, {"data": 4}, "ddp", 3)

@@ -21,11 +21,11 @@ from jaxdist.specs import BATCH_SPEC
 from jaxdist.step import make_train_step
 from jaxdist.trainer.evaluation import make_eval_step
 
-EVERYDAY = [
-    Case("gpipe", 2, "llama", False, "zero1", 4, (1, 2, 1)),
+EACH_SCHEDULE = [
     Case("one_f_one_b", 2, "llama", True, "zero3", 4, (1, 2, 2), remat="full"),
-    Case("interleaved", 2, "gpt2", True, "zero2", 4, (1, 2, 1), chunks=2),
+    Case("gpipe", 2, "llama", False, "zero1", 4, (1, 2, 1)),
     Case("zero_bubble", 4, "llama", False, "zero3", 8, (1, 2, 1)),
+    Case("interleaved", 2, "gpt2", True, "zero2", 4, (1, 2, 1), chunks=2),
 ]
 SLOW = [
     Case("one_f_one_b", 4, "gpt2", True, "ddp", 8, (2, 1, 1)),
@@ -83,12 +83,12 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", [*EVERYDAY, *levels(SLOW, slow=4)], ids=str)
+@pytest.mark.parametrize("case", [*levels(EACH_SCHEDULE, everyday=2), *levels(SLOW, slow=4)], ids=str)
 def test_pipelines_equal_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", levels(EVERYDAY, slow=2), ids=str)
+@pytest.mark.parametrize("case", levels(EACH_SCHEDULE, slow=2), ids=str)
 def test_pipelines_equal_one_device_in_fp32(case: Case) -> None:
     with jax.enable_x64(True):
         want = layouts.reference(config_of(case), 32, "fp64")
@@ -107,7 +107,7 @@ def test_bf16(schedule: str) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 0.05
 
 
-@pytest.mark.parametrize("case", [EVERYDAY[1], EVERYDAY[3]], ids=str)
+@pytest.mark.parametrize("case", EACH_SCHEDULE[::2], ids=str)
 def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
     with jax.enable_x64(True):
         model, state, _, _ = start(case)
@@ -141,12 +141,12 @@ def test_memory_of_gpipe_grows_with_microbatches() -> None:
 
 
 def test_every_schedule_of_several_stages_is_tested() -> None:
-    assert {case.schedule for case in EVERYDAY} == set(SCHEDULES)
+    assert {case.schedule for case in EACH_SCHEDULE} == set(SCHEDULES)
 
 
 def test_sums_by_hand_inside_stages_are_refused() -> None:
     """They would hang; not with `pipeline_cond=False`, nor where a strategy sums at the end."""
-    mesh, model, tx = make_mesh(pipe=2, fsdp=2), model_of(EVERYDAY[0], "fp32"), layouts.optimizer()
+    mesh, model, tx = make_mesh(pipe=2, fsdp=2), model_of(EACH_SCHEDULE[1], "fp32"), layouts.optimizer()
 
     def trace(strategy: str, *, pipeline_cond: bool = True) -> None:
         step = make_train_step(

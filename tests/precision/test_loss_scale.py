@@ -24,6 +24,7 @@ from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim import learning_rates
+from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.loss_scale import fresh_guard, next_guard, released, scale_of, tree_is_finite
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import batch_spec
@@ -88,19 +89,19 @@ LENGTH = 8
 
 
 @functools.cache
-def compiled(precision: Any, max_skips: int) -> tuple[Any, Any, Any]:
+def compiled(precision: Any) -> tuple[Any, Any, Any]:
     """(mesh, maker of a state, step) of a small GPT on two devices."""
     model = gpt(ModelConfig(layers=2, width=16, heads=2, vocab=32, dropout=0.1), max_length=LENGTH)
     mesh, tx = make_mesh(fsdp=2), optax.adamw(optax.linear_schedule(1e-2, 0, 50))
-    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision, max_skips=max_skips)
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
     first = init_state(model, tx, mesh, strategy="zero3")
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings_of(first))
     return mesh, lambda: copy(first), step
 
 
-def made(precision: Any, *, max_skips: int = 10) -> tuple[Any, Any, Any]:
+def made(precision: Any) -> tuple[Any, Any, Any]:
     """(mesh, state, step)."""
-    mesh, make, step = compiled(precision, max_skips)
+    mesh, make, step = compiled(precision)
     return mesh, make(), step
 
 
@@ -111,8 +112,8 @@ def batch_of(mesh: Any, i: int, weight: float = 1.0) -> dict[str, jax.Array]:
     return {name: jax.device_put(x, NamedSharding(mesh, batch_spec(mesh))) for name, x in data.items()}
 
 
-def params_after(precision: Any, weights: list[float], **options: Any) -> tuple[list[np.ndarray], Any]:
-    mesh, state, step = made(precision, **options)
+def params_after(precision: Any, weights: list[float]) -> tuple[list[np.ndarray], Any]:
+    mesh, state, step = made(precision)
     for i, weight in enumerate(weights):
         state, _ = step(state, batch_of(mesh, i, weight))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state)], state
@@ -177,12 +178,16 @@ def test_on_gpus_a_choice_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_after_too_many_skips_the_state_is_halted() -> None:
-    bad = math.inf
-    one, _ = params_after("fp32", [1.0], max_skips=1)
-    more, halted = params_after("fp32", [1.0, bad, bad, 1.0, 1.0], max_skips=1)
+    bad, limit = math.inf, StepOptions().max_skips
+    one, _ = params_after("fp32", [1.0])
+    more, halted = params_after("fp32", [1.0, *[bad] * (limit + 1), 1.0, 1.0])
     for a, b in zip(one, more, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert (int(halted.step), int(halted.guard.in_a_row), int(halted.guard.skipped)) == (3, 2, 2)
+    assert (int(halted.step), int(halted.guard.in_a_row), int(halted.guard.skipped)) == (
+        limit + 2,
+        limit + 1,
+        limit + 1,
+    )
 
 
 @pytest.mark.slow
@@ -301,6 +306,7 @@ def test_a_run_ends_after_too_many_skips(
     assert "found: the sum of the batch's weights" in text
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_past_the_batches(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,6 +346,7 @@ def test_rollbacks_end(
     assert record["action"].startswith("there is no checkpoint yet")
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

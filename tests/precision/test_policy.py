@@ -265,7 +265,7 @@ class Case(NamedTuple):
 
 
 HYBRID, REPLICAS, TENSOR, STAGES = {"data": 2, "fsdp": 2}, {"data": 4}, {"tensor": 2}, {"pipe": 2}
-EVERYDAY = Case("O1", "ddp", {**STAGES, **TENSOR}, "one_f_one_b")
+STAGES_AND_TENSOR = Case("O1", "ddp", {**STAGES, **TENSOR}, "one_f_one_b")
 EVERY = [
     Case(policy, *layout)
     for policy in ("bf16", "fp16", "O1", "O2", "O3")
@@ -306,7 +306,11 @@ def without_key_bias(grads: Any) -> Any:
     return grads
 
 
-@pytest.mark.parametrize("case", [EVERYDAY, *levels(EVERY, slow=5)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(STAGES_AND_TENSOR, marks=pytest.mark.slow), *levels(EVERY, everyday=len(EVERY), slow=5)],
+    ids=str,
+)
 def test_layouts_agree_within_a_policy(case: Case) -> None:
     """A layout adds in another order: single values differ by a rounding of the half type, 2^-11 (float16) or 2^-8
     (bfloat16); losses by less than one, gradients whose parts cancel by up to five. A missing or doubled sum, or a

@@ -84,6 +84,7 @@ def test_wrong_options(arguments: tuple[str, ...], error: str, capsys: pytest.Ca
     assert printed.err.startswith("error: ") and error in printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("network")
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_what_leaves_a_virtual_host_is_what_it_should_cost(tmp_path: Path) -> None:

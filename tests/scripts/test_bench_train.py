@@ -149,6 +149,7 @@ def test_the_script_measures_equal_steps_on_a_cpu(tmp_path: Path) -> None:
     assert set(result["speed_of_first_over"]) == raced - {"jaxdist"}
 
 
+@pytest.mark.slow
 def test_bench_step_measures_both_steps_and_what_a_call_takes(tmp_path: Path) -> None:
     """The overhead of jaxdist's step beside plain JAX's: no program is compiled again, and its calls are timed beside
     those of a program that does nothing."""

@@ -107,6 +107,7 @@ def test_only_process_0_speaks(pair: Processes) -> None:
     assert pair.err(0) == pair.err(1) == ""
 
 
+@pytest.mark.slow
 def test_interrupted_together_and_resumed(pair: Processes, alone: list[float], processes: Processes) -> None:
     """The same run goes on in a job described by JAX's variables; Ctrl-C reaches both processes, as in a terminal."""
     run, port = run_directory(pair), free_port()

@@ -131,6 +131,7 @@ def test_all_that_differs_is_named(finished: Path, configure: Configure) -> None
         train(configure("train.seed=1", "model.dropout=0.1"), finished)
 
 
+@pytest.mark.slow
 def test_forced(finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says so, notes it, and every later checkpoint remembers; without another change, force has nothing to do."""
     folder, force = copy(finished, tmp_path), "checkpoint.resume=force"

@@ -336,7 +336,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, key: str, at: int) -> None:
     monkeypatch.setattr(TrainStep, "__call__", step)
 
 
-@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+@pytest.mark.parametrize("key", ["loss", pytest.param("grad_norm", marks=pytest.mark.slow)])
 def test_non_finite_step_fails_and_is_not_saved(
     key: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,6 +371,7 @@ def test_dropout_is_the_same_in_every_layout(finished: Path, configure: Configur
     assert abs(losses(tmp_path / "one")[0] - losses(finished)[0]) > 1e-4  # it does something
 
 
+@pytest.mark.slow
 def test_tokens(configure: Configure, tmp_path: Path) -> None:
     ids = np.random.default_rng(0).zipf(1.3, 4000) % 300
     (tmp_path / "ids").mkdir()
