@@ -1,5 +1,6 @@
 """Fewer bytes on the wire: how far off sums then are, that all devices agree on them, and error feedback."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from collective_cases import BY_HAND, on_every_device
 from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
+from levels import levels
 
 from jaxdist.collectives import all_gather, all_reduce, all_reduce_with_feedback, broadcast, make_link, reduce_scatter
 from jaxdist.collectives.compression import SCALE_BLOCK, decode, encode, encoded_bytes
@@ -26,8 +28,7 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize(("n", "name"), levels(itertools.product([3, 8], BY_HAND), everyday=3))
 def test_bf16_is_within_its_bound_and_the_same_on_all_devices(name: str, n: int) -> None:
     """A value is rounded at most n-1 times on its way into a sum, and once on the way back."""
     x = normal((n, n * 50 + 1))
@@ -140,9 +141,10 @@ def test_int8_blocks_are_within_half_a_level(size: int) -> None:
     assert np.all(error <= in_blocks(x, 1) / 254 * (1 + 1e-4))
 
 
-@pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("n", [2, 5, 8])
-@pytest.mark.parametrize("size", [1, ROW, 8 * 3 * SCALE_BLOCK])
+SIZES = [1, ROW, 8 * 3 * SCALE_BLOCK]
+
+
+@pytest.mark.parametrize(("size", "n", "name"), levels(itertools.product(SIZES, [2, 5, 8], LOSSY), everyday=5))
 def test_int8_is_within_half_a_level_of_each_block_and_trip(name: str, n: int, size: int) -> None:
     """A level is 1/127 of the largest value of the block. A part of the sum is encoded n times on its way, each time no
     larger than the sum of magnitudes."""

@@ -62,7 +62,7 @@ def test_the_mean_is_the_sum_divided(name: str) -> None:
         np.testing.assert_allclose(mean, total / 3, rtol=2.0**-23)
 
 
-@pytest.mark.parametrize(("name", "n"), levels(itertools.product(NAMES, range(2, 9)), slow=3))
+@pytest.mark.parametrize(("name", "n"), levels(itertools.product(NAMES, range(2, 9)), slow=5))
 def test_sums_of_all_sizes_are_within_the_bound_and_the_same_on_all_devices(name: str, n: int) -> None:
     check_sums(name, n, (1, 5000), tuple(UNIT_ROUNDOFF))
 

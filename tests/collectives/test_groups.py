@@ -52,12 +52,12 @@ def cases(chosen: list[tuple[int, Groups]]) -> list[Any]:
     return [(name, *case) for case in chosen for name in NAMES if name != "native" or complete(*case)]
 
 
-@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(EVERYDAY), everyday=6), ids=str)
+@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(EVERYDAY), everyday=6, slow=2), ids=str)
 def test_every_operation_is_exact_in_groups(name: str, devices: int, groups: Groups) -> None:
     check_exact(everyday_calls(name, len(groups[0]), devices=devices), algorithm=name, groups=groups, data=devices)
 
 
-@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(SLOW), slow=3), ids=str)
+@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(SLOW), slow=6), ids=str)
 def test_every_operation_is_exact_in_more_groups(name: str, devices: int, groups: Groups) -> None:
     check_exact(everyday_calls(name, len(groups[0]), devices=devices), algorithm=name, groups=groups, data=devices)
 

@@ -116,7 +116,7 @@ def check_gradients(algorithm: str, n: int, *, second: bool, every_op: bool = Tr
             np.testing.assert_allclose(got[key], want[key], rtol=1e-12, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", levels(NAMES, everyday=3, slow=2))  # slow runs have those of every op
 def test_first_derivatives(name: str) -> None:
     check_gradients(name, 3, second=False, every_op=False)
 
@@ -159,7 +159,7 @@ def gradient_of(function: Any, x: Any, weights: Any) -> np.ndarray:
     return on_every_device(own, (x, weights), data=len(x))
 
 
-@pytest.mark.parametrize(("op", "name"), levels(itertools.product(("max", "min"), NAMES), everyday=3), ids=str)
+@pytest.mark.parametrize(("op", "name"), levels(itertools.product(("max", "min"), NAMES), everyday=7, slow=2), ids=str)
 def test_ties_share_the_gradient(name: str, op: str) -> None:
     """all_reduce: equally. The others: all of it, and nothing to a device that does not attain the extremum."""
     rng, n = np.random.default_rng(0), 4
@@ -194,7 +194,7 @@ BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", levels(NAMES, everyday=3))
+@pytest.mark.parametrize("name", levels(NAMES, everyday=6))
 def test_bf16_gradients_are_not_lost(name: str) -> None:
     """Bits are what travels, and bits have no derivative."""
     x = np.random.default_rng(0).permutation(18).reshape(3, 6)
@@ -206,7 +206,7 @@ def test_bf16_gradients_are_not_lost(name: str) -> None:
         np.testing.assert_allclose(got.astype(np.float64), expected(w.astype(float)), rtol=0.01, err_msg=key)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", levels(BY_HAND, everyday=3))
 def test_gradients_with_fewer_bytes_on_the_wire(name: str) -> None:
     """They travel in the same format: small integers come through exactly, others nearly."""
     x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
@@ -221,7 +221,7 @@ def test_gradients_with_fewer_bytes_on_the_wire(name: str) -> None:
         np.testing.assert_allclose(gradient_of(lambda x: function(x, "int8"), x, w), want, atol=3 * want.max() / 254)
 
 
-@pytest.mark.parametrize("name", levels(NAMES, everyday=3))
+@pytest.mark.parametrize("name", levels(NAMES, everyday=6))
 def test_vmap_and_checkpoint(name: str) -> None:
     x = np.random.default_rng(0).standard_normal((3, 2, 5)).astype(np.float32)
 

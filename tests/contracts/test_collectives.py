@@ -66,12 +66,12 @@ def test_every_operation_is_exact(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 
 
-@pytest.mark.parametrize(("name", "n"), levels(itertools.product(NAMES, range(1, 9)), slow=3))
+@pytest.mark.parametrize(("name", "n"), levels(itertools.product(NAMES, range(1, 9)), slow=5))
 def test_every_op_and_size_is_exact(name: str, n: int) -> None:
     check_exact(all_calls(name, n), algorithm=name, data=n)
 
 
-@pytest.mark.parametrize(("name", "sizes"), levels(itertools.product(NAMES, SEVERAL_AXES), slow=3), ids=str)
+@pytest.mark.parametrize(("name", "sizes"), levels(itertools.product(NAMES, SEVERAL_AXES), slow=5), ids=str)
 def test_every_operation_is_exact_over_several_axes(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 

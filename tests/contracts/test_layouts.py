@@ -139,9 +139,9 @@ CROSSED = [case for case in crossed() if case not in EACH_MESH]
 @pytest.mark.parametrize(
     "case",
     [
-        *levels(CROSSED, slow=4),
+        *levels(CROSSED, slow=8),
         *levels(case for case in ALGORITHMS if case not in SOME),
-        *levels((case for case in APART if case not in SOME_APART), slow=2),
+        *levels((case for case in APART if case not in SOME_APART), slow=4),
     ],
     ids=str,
 )

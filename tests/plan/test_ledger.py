@@ -149,15 +149,15 @@ NEW_COMPILER = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        *levels(((name, {}) for name in NAMES), everyday=2),
+        *levels((name, {}) for name in NAMES),
         # The compiler must not move gathers out of the loop over microbatches, and merge none of those ahead.
-        ("zero3", {"microbatches": 2}),
+        pytest.param("zero3", {"microbatches": 2}, marks=pytest.mark.slow),
         ("zero3", {"prefetch": 1, "remat": "full"}),
         *(
             pytest.param("zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=NEW_COMPILER)
             for prefetch, remat in ((0, "full"), (1, "none"))
         ),
-        ("ddp", {"prefetch": 1, "grad_sync": jaxdist.GradSync(bucket_mb=1e-3)}),
+        pytest.param("ddp", {"prefetch": 1, "grad_sync": jaxdist.GradSync(bucket_mb=1e-3)}, marks=pytest.mark.slow),
     ],
 )
 def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> None:
@@ -224,17 +224,20 @@ def line_with(module: Any, text: str) -> str:
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [
-        ("zero1", {}),
-        ("zero2", {}),
-        ("zero2", {"microbatches": 2, "remat": "full"}),
-        ("zero3", {"remat": "full"}),
-        ("zero3", {"grad_sync": jaxdist.GradSync(deterministic=True)}),
-        ("zero3", {"tensor": 2}),
-        ("zero3", {"prefetch": 1, "remat": "full"}),
-        ("zero3", {"pipe": 2, "schedule": "gpipe", "microbatches": 2}),
-        ("zero3", {"pipe": 2, "schedule": "one_f_one_b", "microbatches": 4, "remat": "full"}),
-    ],
+    levels(
+        [
+            ("zero3", {"remat": "full"}),
+            ("zero1", {}),
+            ("zero2", {"microbatches": 2, "remat": "full"}),
+            ("zero3", {"prefetch": 1, "remat": "full"}),
+            ("zero2", {}),
+            ("zero3", {"grad_sync": jaxdist.GradSync(deterministic=True)}),
+            ("zero3", {"tensor": 2}),
+            ("zero3", {"pipe": 2, "schedule": "gpipe", "microbatches": 2}),
+            ("zero3", {"pipe": 2, "schedule": "one_f_one_b", "microbatches": 4, "remat": "full"}),
+        ],
+        everyday=3,
+    ),
     ids=str,
 )
 def test_a_parameters_line_is_that_of_its_layer(strategy: str, options: dict[str, Any]) -> None:

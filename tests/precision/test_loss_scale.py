@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config.grad_sync import GradSync
@@ -190,8 +191,7 @@ def test_after_too_many_skips_the_state_is_halted() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "O1"])
+@pytest.mark.parametrize("precision", levels(["fp16", "fp32", "bf16", "O1"], slow=2))
 def test_no_false_alarm_in_500_steps(precision: str) -> None:
     """None without a scale; with one, where it is too large at the start, and gradients really are not finite."""
     mesh, state, step = made(precision)
