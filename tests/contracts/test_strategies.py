@@ -184,7 +184,10 @@ EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
 
 @pytest.mark.parametrize(
     ("name", "sizes", "config"),
-    [*EVERYDAY, *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=4)],
+    [
+        *levels(EVERYDAY, everyday=2),
+        *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=4),
+    ],
     ids=lambda value: value.style if isinstance(value, ModelConfig) else str(value),
 )
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
@@ -272,7 +275,10 @@ def test_optimizer_state_rests_like_its_parameter() -> None:
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    [*itertools.product(NAMES, ("native", "ring")), *levels(itertools.product(NAMES, ALGORITHMS), slow=3)],
+    [
+        *levels(itertools.product(NAMES, ("native", "ring")), everyday=3),
+        *levels(itertools.product(NAMES, ALGORITHMS), slow=4),
+    ],
 )
 def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     """As far as a machine without a GPU can take it: StableHLO for CUDA, with every collective in it."""
