@@ -48,11 +48,9 @@ class FirstHost(Peers):
         self.where, self.nnodes, self.min_nodes, self.seconds, self.grace = where, nnodes, min_nodes, seconds, grace
         self.server = listen(*where, NAME_S)
         self.known: list[_Host] = []
-        # Of the attempt, by the number of the host: those that take part, that have failed, and how their ranks ended.
-        self.active: dict[int, _Host] = {}
-        self.failed: set[int] = set()
-        self.ends: dict[int, JsonObject] = {}
-        self.told = False  # whether the others were told to stop
+        self.active: dict[int, _Host] = {}  # the hosts of this attempt, by number
+        self.ends: dict[int, JsonObject] = {}  # how the ranks of each have ended, as it said
+        self.failed = self.told = False  # whether one of them has failed, and whether they were told to stop
 
     def meet(self, procs: int, attempt: int, signals: list[int]) -> HostPlace | None:
         """Wait for the other hosts and say who starts what. None after a signal. Raises `MissingPeers`."""
@@ -71,7 +69,7 @@ class FirstHost(Peers):
                     break
                 raise MissingPeers(f"{_hosts(missing)} of {self.nnodes} did not come to {shown} in {self.seconds:g} s")
             time.sleep(POLL_S)
-        self.active, self.failed, self.ends, self.told = dict(sorted(ready.items())), set(), {}, False
+        self.active, self.ends, self.failed, self.told = dict(sorted(ready.items())), {}, False, False
         job, world = f"{secrets.token_hex(8)}-{attempt}", procs + sum(host.procs for host in ready.values())
         first, place = procs, HostPlace(0, len(ready) + 1, 0, world, self.where[0], self.where[1] + 1, job)
         for node, host in enumerate(self.active.values(), start=1):
@@ -125,17 +123,17 @@ class FirstHost(Peers):
             self.told = True
             for host in self.active.values():
                 host.connection.send({"status": "stop"})
-        return bool(self.failed)
+        return self.failed
 
     def _read(self) -> None:
         for node, host in self.active.items():
             for said in host.connection.receive():
                 if said.get("status") == "failed":
-                    self.failed.add(node)
+                    self.failed = True
                 elif said.get("status") == "ended":
                     self.ends[node] = said
             if not host.connection.open and node not in self.ends:
-                self.failed.add(node)
+                self.failed = True
 
     def settle(self, own: Outcome, signals: list[int]) -> Outcome:
         """Wait until the ranks of all hosts have ended, and return how. A lost host is hung up on, and comes back if it

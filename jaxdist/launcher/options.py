@@ -66,10 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")
     add("--nnodes", type=int, default=1, metavar="N", help="hosts in the job (default: 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="of this host, from 0")
-    text = (
-        "an address of host 0 that all hosts can reach; with several hosts the launchers meet at this port, and the job"
-    )
-    add("--coordinator", metavar="HOST:PORT", help=f"{text} at the next")
+    text = "address of host 0 that all can reach; the launchers of several hosts meet at this port, the job at the next"
+    add("--coordinator", metavar="HOST:PORT", help=text)
     text = "give up after so many restarts without a newer checkpoint (default: 3)"
     add("--max-restarts", type=int, default=3, metavar="N", help=text)
     text = "instead of giving up, go on with one process fewer on this host, down to this number"
