@@ -327,7 +327,7 @@ GOOD = [
     (models_name_no_axis, "jaxdist/models/a.py", '"""data"""\nx = "datum"\nfrom jax.lax import scan'),
     (models_name_no_axis, "jaxdist/nn/a.py", 'x = "tensor"'),
     (sockets_in_one_place, "jaxdist/runtime/watch/channel.py", "import socket\nfrom socket import create_server"),
-    (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.connection import host_address"),
+    (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.connection import host_name"),
     (sizes, "jaxdist/a.py", LONG.removesuffix("    pass\n")),
     (sizes, "jaxdist/a.py", "x = 1\n" * 400),
     (sizes, "jaxdist/step.py", "x = 1\n" * 150),

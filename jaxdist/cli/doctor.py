@@ -22,7 +22,7 @@ from jaxdist.cli.link_bandwidth import SlowLink, bandwidths, one_device_a_proces
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.observe.environment import redact
-from jaxdist.runtime.connection import host_address, port_problem
+from jaxdist.runtime.connection import host_address, host_name, port_problem
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.join.roll_call import MissingPeers
@@ -76,7 +76,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     local = jax.local_devices()
     return {
         "rank": jax.process_index(),
-        "host": platform.node(),
+        "host": host_name(),
         "address": host_address() or "does not resolve",
         "versions": versions,
         "devices": [device.device_kind for device in local],

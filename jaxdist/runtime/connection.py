@@ -255,10 +255,15 @@ def port_problem(port: int) -> str | None:
     return None
 
 
+def host_name() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
+
+
 def host_address() -> str | None:
     """The address that this machine's own name leads to, or None where it leads to none."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        return socket.gethostbyname(host_name())
     except OSError:
         return None
 

@@ -9,7 +9,6 @@ which has no authentication: keep the port inside the cluster.
 
 import ipaddress
 import os
-import platform
 import socket
 import sys
 import time
@@ -18,7 +17,7 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import Connection, Connections, JsonObject, format_address, open_connection
+from jaxdist.runtime.connection import Connection, Connections, JsonObject, format_address, host_name, open_connection
 from jaxdist.runtime.rank_names import name_ranks
 
 PROTOCOL = 1  # of the messages of the roll call, each of which carries it as "jaxdist"; another one is refused
@@ -210,7 +209,7 @@ class _Caller:
         self.state = f"something answers at {where}, but no process 0 that waits for this one: is a job running there"
         self.state += " already, or has rank 0 gone on without this process?"
         hello = {"jaxdist": PROTOCOL, "key": meeting.key, "rank": self.rank, "processes": self.processes}
-        connection.send(hello | {"host": platform.node(), "pid": os.getpid()})
+        connection.send(hello | {"host": host_name(), "pid": os.getpid()})
         while connection.open and self.left() > 0:
             for said in connection.receive(self.left()):
                 status, text = said.get("status"), str(said.get("text", ""))
