@@ -1,12 +1,33 @@
 """The exception for mistakes that a user can mend. Invariants of jaxdist itself are asserts."""
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+Arguments = ParamSpec("Arguments")
+
 
 class UserError(ValueError):
     """A mistake in a configuration, a command line or a call.
 
-    The message is one line: the key or argument, its value, what is allowed, and how to mend it. Command-line programs
-    print it to standard error and exit with status 2, without a traceback.
+    The message is one line: the key or argument, its value, what is allowed, and how to mend it.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Decorate a command, which returns an exit status: a `UserError` in it is printed to standard error as one line,
+    without a traceback, and the status is 2."""
+
+    @functools.wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run

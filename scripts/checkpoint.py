@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import UserError
+from jaxdist.errors import reports_mistakes
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status: 0; 1 a checkpoint is damaged; 2 the arguments, the configuration or a file is wrong."""
     parser = argparse.ArgumentParser(description="List, check, convert and average checkpoints.")
@@ -31,14 +32,10 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     if overrides and (arguments.command != "import" or any(text[0] == "-" for text in overrides)):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    try:
-        config = load_config(arguments.config, overrides) if arguments.command == "import" else None
-        from jaxdist.cli.checkpoint import checkpoint_command
+    config = load_config(arguments.config, overrides) if arguments.command == "import" else None
+    from jaxdist.cli.checkpoint import checkpoint_command
 
-        return checkpoint_command(arguments, config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return checkpoint_command(arguments, config)
 
 
 if __name__ == "__main__":

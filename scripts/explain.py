@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import UserError
+from jaxdist.errors import reports_mistakes
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status: 0; 1 over budget; 2 the configuration is wrong."""
     parser = argparse.ArgumentParser(description="The collectives, memory and layout of one train step.")
@@ -27,19 +28,15 @@ def main() -> int:
     parser.add_argument("--write-budget", metavar="FILE", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    try:
-        config = load_config(arguments.config, arguments.overrides, planned=True)
-        import jax  # not before the configuration holds
+    config = load_config(arguments.config, arguments.overrides, planned=True)
+    import jax  # not before the configuration holds
 
-        jax.config.update("jax_platforms", "cpu")
-        if arguments.compile or arguments.remedies:
-            jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-        from jaxdist.cli.explain import run_explain
+    jax.config.update("jax_platforms", "cpu")
+    if arguments.compile or arguments.remedies:
+        jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
+    from jaxdist.cli.explain import run_explain
 
-        over = run_explain(config, arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    over = run_explain(config, arguments)
     for line in over:
         print(f"over budget: {line}", file=sys.stderr)
     return 1 if over else 0

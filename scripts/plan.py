@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import UserError
+from jaxdist.errors import reports_mistakes
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status: 0 it fits; 1 it does not; 2 the configuration is wrong, or something is not installed."""
     parser = argparse.ArgumentParser(description="The step of a configuration, compiled for GPUs that are not there.")
@@ -29,21 +30,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    try:
-        plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
-        config = load_config(arguments.config, [*arguments.overrides, *plain], planned=True)
-        os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
-        from jaxdist.cli.plan import run_plan
+    plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
+    config = load_config(arguments.config, [*arguments.overrides, *plain], planned=True)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
+    from jaxdist.cli.plan import run_plan
 
-        if not arguments.by_compiler:
-            return run_plan(config, arguments)
-        sys.path.append(str(Path(__file__).parent / "bench"))
-        from harness.partitioned import compile_partitioned
+    if not arguments.by_compiler:
+        return run_plan(config, arguments)
+    sys.path.append(str(Path(__file__).parent / "bench"))
+    from harness.partitioned import compile_partitioned
 
-        return run_plan(config, arguments, compile_partitioned)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_plan(config, arguments, compile_partitioned)
 
 
 if __name__ == "__main__":

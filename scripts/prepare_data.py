@@ -4,9 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxdist.errors import UserError
+from jaxdist.errors import reports_mistakes
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status: 0 done, 2 something is wrong with the input."""
     parser = argparse.ArgumentParser(description="Write text as token ids, for data.source=tokens.")
@@ -19,11 +20,7 @@ def main() -> int:
     arguments = parser.parse_args()
     from jaxdist.data.prepare import prepare, summary  # slow to import: not for --help
 
-    try:
-        manifest = prepare(**vars(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    manifest = prepare(**vars(arguments))
     print("\n".join(summary(manifest, arguments.out)))
     return 0
 

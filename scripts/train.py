@@ -5,10 +5,11 @@ import os
 import sys
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import UserError
+from jaxdist.errors import reports_mistakes
 from jaxdist.runtime.join.environment import add_job_flags, take_job_flags
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status: 0 done, 2 the configuration is wrong, 75 stopped but resumable, 1 anything else."""
     parser = argparse.ArgumentParser(description="Train a model as a YAML configuration says.")
@@ -17,15 +18,11 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of the file")
     add_job_flags(parser)
     arguments = parser.parse_intermixed_args()
-    try:
-        take_job_flags(arguments, os.environ)
-        config = load_config(arguments.config, arguments.overrides)
-        from jaxdist.trainer.train import run_directory, train
+    take_job_flags(arguments, os.environ)
+    config = load_config(arguments.config, arguments.overrides)
+    from jaxdist.trainer.train import run_directory, train
 
-        return train(config, run_directory(arguments.run_dir, arguments.config))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return train(config, run_directory(arguments.run_dir, arguments.config))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, reports_mistakes
 from jaxdist.lab.network import clean, unavailable
 from jaxdist.lab.virtual_hosts import HostResult, Output, exit_status, run_on_hosts
 from jaxdist.launcher.options import CommandParser, split_command
@@ -29,25 +29,22 @@ def make_lab_parser() -> CommandParser:
     return parser
 
 
+@reports_mistakes
 def run_lab(arguments: list[str]) -> int:
     """Exit status: 0 done, that of the host that failed first, 128 + n after signal n, 2 when it cannot run."""
     before, command = split_command(arguments)
     parser, signals = make_lab_parser(), list[int]()
-    try:
-        options = parser.parse_args(before)
-        if options.clean:
-            if reason := unavailable():
-                raise UserError(reason)
-            print(f"removed {clean()} namespaces")
-            return 0
-        if options.hosts is None or options.rate is None:
-            parser.error("-n and --rate are required")
-        links = {name: getattr(options, name) for name in ("hosts", "rate", "burst", "congestion", "grace")}
-        output: Output = "first" if options.quiet else "prefixed"
-        results = run_on_hosts(command, **links, output=output, signals=signals)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(before)
+    if options.clean:
+        if reason := unavailable():
+            raise UserError(reason)
+        print(f"removed {clean()} namespaces")
+        return 0
+    if options.hosts is None or options.rate is None:
+        parser.error("-n and --rate are required")
+    links = {name: getattr(options, name) for name in ("hosts", "rate", "burst", "congestion", "grace")}
+    output: Output = "first" if options.quiet else "prefixed"
+    results = run_on_hosts(command, **links, output=output, signals=signals)
     for result in results:
         _print_result(result, quiet=options.quiet)
     return exit_status(results) or (128 + signals[0] if signals else 0)

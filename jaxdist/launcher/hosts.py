@@ -6,11 +6,11 @@ the next restart. The connections are those of the roll call, and as little trus
 """
 
 import contextlib
+import functools
 import secrets
 import select
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,7 @@ TRY_S, PAUSE_S = 2.0, 0.2  # of a try to reach host 0, and until the next one; a
 CLOSE_S = 5.0  # in which a last message must be sent
 
 
-def _hosts(numbers: Sequence[int]) -> str:
-    """ "host 1", "hosts 1 and 2"."""
-    return name_ranks(numbers, noun="host")
+_hosts = functools.partial(name_ranks, noun="host")  # "host 1", "hosts 1 and 2"
 
 
 @dataclass(eq=False)
@@ -44,16 +42,15 @@ class _Host:
 
 
 class FirstHost(Peers):
-    """Host 0's side."""
+    """The launcher of host 0, in its dealings with those of the other hosts."""
 
     def __init__(self, where: tuple[str, int], *, nnodes: int, min_nodes: int, seconds: float, grace: float) -> None:
         self.where, self.nnodes, self.min_nodes, self.seconds, self.grace = where, nnodes, min_nodes, seconds, grace
         self.server = listen(*where, NAME_S)
         self.known: list[_Host] = []
-        self.active: dict[int, _Host] = {}  # those of the attempt, by number
-        self.failed: set[int] = set()
-        self.ends: dict[int, JsonObject] = {}
-        self.told = False
+        self.active: dict[int, _Host] = {}  # the hosts of this attempt, by number
+        self.ends: dict[int, JsonObject] = {}  # how the ranks of each have ended, as it said
+        self.failed = self.told = False  # whether one of them has failed, and whether they were told to stop
 
     def meet(self, procs: int, attempt: int, signals: list[int]) -> HostPlace | None:
         """Wait for the other hosts and say who starts what. None after a signal. Raises `MissingPeers`."""
@@ -72,7 +69,7 @@ class FirstHost(Peers):
                     break
                 raise MissingPeers(f"{_hosts(missing)} of {self.nnodes} did not come to {shown} in {self.seconds:g} s")
             time.sleep(POLL_S)
-        self.active, self.failed, self.ends, self.told = dict(sorted(ready.items())), set(), {}, False
+        self.active, self.ends, self.failed, self.told = dict(sorted(ready.items())), {}, False, False
         job, world = f"{secrets.token_hex(8)}-{attempt}", procs + sum(host.procs for host in ready.values())
         first, place = procs, HostPlace(0, len(ready) + 1, 0, world, self.where[0], self.where[1] + 1, job)
         for node, host in enumerate(self.active.values(), start=1):
@@ -94,6 +91,7 @@ class FirstHost(Peers):
         return {host.node: host for host in self.known if host.node > 0}
 
     def _hear_hello(self, host: _Host, said: JsonObject) -> None:
+        """Take a host in, or refuse it."""
         node, procs, launcher = said.get("node"), said.get("procs"), str(said.get("launcher", ""))
         for other in self.known:
             if other.node == node and other.launcher == launcher != "":  # it has lost that connection
@@ -125,17 +123,17 @@ class FirstHost(Peers):
             self.told = True
             for host in self.active.values():
                 host.connection.send({"status": "stop"})
-        return bool(self.failed)
+        return self.failed
 
     def _read(self) -> None:
         for node, host in self.active.items():
             for said in host.connection.receive():
                 if said.get("status") == "failed":
-                    self.failed.add(node)
+                    self.failed = True
                 elif said.get("status") == "ended":
                     self.ends[node] = said
             if not host.connection.open and node not in self.ends:
-                self.failed.add(node)
+                self.failed = True
 
     def settle(self, own: Outcome, signals: list[int]) -> Outcome:
         """Wait until the ranks of all hosts have ended, and return how. A lost host is hung up on, and comes back if it
@@ -175,14 +173,16 @@ class FirstHost(Peers):
 
 
 class OtherHost(Peers):
-    """The side of any other host."""
+    """The launcher of any other host, in its dealings with that of host 0."""
 
     def __init__(self, where: tuple[str, int], *, node: int, nnodes: int, seconds: float) -> None:
         self.where, self.node, self.nnodes, self.seconds = where, node, nnodes, seconds
         self.connection: Connection | None = None
-        self.failed = self.told = False
-        self.verdict: JsonObject | None = None
-        self.begin: JsonObject | None = None
+        self.failed = self.told = (
+            False  # whether another host has failed, and whether host 0 was told that this one has
+        )
+        self.verdict: JsonObject | None = None  # of host 0 on the last attempt
+        self.begin: JsonObject | None = None  # what host 0 has said of the next one
         self.attempt, self.launcher = 0, secrets.token_hex(8)
 
     def meet(self, procs: int, signals: list[int]) -> HostPlace | None:

@@ -66,10 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")
     add("--nnodes", type=int, default=1, metavar="N", help="hosts in the job (default: 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="of this host, from 0")
-    text = (
-        "an address of host 0 that all hosts can reach; with several hosts the launchers meet at this port, and the job"
-    )
-    add("--coordinator", metavar="HOST:PORT", help=f"{text} at the next")
+    text = "address of host 0 that all can reach; the launchers of several hosts meet at this port, the job at the next"
+    add("--coordinator", metavar="HOST:PORT", help=text)
     text = "give up after so many restarts without a newer checkpoint (default: 3)"
     add("--max-restarts", type=int, default=3, metavar="N", help=text)
     text = "instead of giving up, go on with one process fewer on this host, down to this number"
@@ -77,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = "restart with the hosts that come, if they are so many at least (host 0 among them)"
     add("--min-nodes", type=int, metavar="N", help=text)
     add("--log-dir", metavar="DIR", help="of the ranks' logs (default: logs/ in the run directory)")
-    add("--no-bind", action="store_true", help="let every process use all CPUs")
+    add("--no-bind", dest="bind", action="store_false", help="let every process use all CPUs")
     text = "left to the other ranks when one has failed (default: 5)"
     add("--grace", type=float, default=5.0, metavar="SECONDS", help=text)
     text = "before a restart; doubled for each further one without progress (default: 1)"
@@ -100,7 +98,6 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if options.nnodes > 1 and options.log_dir is None and given_run_directory(command, environ) is None:
         raise UserError("--run-dir: not given in the command; with --nnodes give one, the same on every host")
     run_dir = run_directory_of(command, environ)
-    same = {name: getattr(options, name) for name in Plan._fields if hasattr(options, name)}
     made = {
         "command": command,
         "min_procs": options.min_procs or options.procs,
@@ -108,9 +105,8 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         "run_dir": run_dir,
         "log_dir": run_dir / "logs" if options.log_dir is None else Path(options.log_dir),
         "log_option": "--run-dir" if options.log_dir is None else "--log-dir",
-        "bind": not options.no_bind,
     }
-    return Plan(**same | made)
+    return Plan(**vars(options) | made)
 
 
 def _check_numbers(options: argparse.Namespace) -> None:

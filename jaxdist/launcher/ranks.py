@@ -13,7 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from jaxdist.runtime.exit_status import STOPPED
+from jaxdist.launcher.options import Plan
+from jaxdist.runtime.exit_status import STOPPED, WRONG
 from jaxdist.runtime.run_folder import open_log
 
 POLL_S = 0.02
@@ -115,7 +116,7 @@ class Outcome(NamedTuple):
 def first_cause(failed: Sequence[tuple[int, int]]) -> int | None:
     """The rank to blame, of (rank, status) in the order in which they failed. A wrong configuration comes first. JAX
     aborts, and a watchdog ends with `STOPPED`, where another rank is lost: these come last."""
-    key = {rank: (status != 2, status in (STOPPED, -signal.SIGABRT)) for rank, status in failed}
+    key = {rank: (status != WRONG, status in (STOPPED, -signal.SIGABRT)) for rank, status in failed}
     return min(key, key=lambda rank: key[rank], default=None)
 
 
@@ -123,11 +124,8 @@ def first_cause(failed: Sequence[tuple[int, int]]) -> int | None:
 class Attempt:
     """One start of all processes of this host."""
 
-    command: Sequence[str]
+    plan: Plan
     environs: Sequence[Mapping[str, str]]  # one for each process, with its RANK in it
-    logs: Path
-    option: str  # that errors about the logs' folder name
-    bind: bool
     screen: Screen
     number: int
     ranks: list[Rank] = field(default_factory=list)
@@ -139,21 +137,21 @@ class Attempt:
 
     def start(self) -> None:
         """Start all processes."""
-        cpus = cpus_in_order() if self.bind else []
+        cpus = cpus_in_order() if self.plan.bind else []
         for index, environ in enumerate(self.environs):
             mine = ",".join(map(str, share_of_cpus(cpus, index, len(self.environs))))
             rank = int(environ["RANK"])
-            log = open_log(self.logs / f"rank{rank}.log", self.option)
+            log = open_log(self.plan.log_dir / f"rank{rank}.log", self.plan.log_option)
             os.write(log, f"=== attempt {self.number}, {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(HERE / "exec_rank.py"), str(os.getpid()), mine, *self.command],
+                [sys.executable, "-I", "-S", str(HERE / "exec_rank.py"), str(os.getpid()), mine, *self.plan.command],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-            self._keep(f"+{process.pid}")
+            self._tell_reaper(f"+{process.pid}")
             started = Rank(rank, process, log)
             self.ranks.append(started)
             for source, stream in ((process.stdout, 1), (process.stderr, 2)):
@@ -161,7 +159,8 @@ class Attempt:
                 started.pumps.append(threading.Thread(target=self._pump, args=(source, stream, started), daemon=True))
                 started.pumps[-1].start()
 
-    def _keep(self, line: str) -> None:
+    def _tell_reaper(self, line: str) -> None:
+        """Say which process groups there are: the reaper kills them when this launcher is killed."""
         assert self.reaper.stdin is not None
         with contextlib.suppress(OSError):  # the reaper was killed; ranks still die with their launcher
             self.reaper.stdin.write(f"{line}\n".encode())
@@ -180,23 +179,22 @@ class Attempt:
                     logging = False
                     self.screen.write(2, f"[launch] the log of rank {rank.rank} ends: {error.strerror}\n".encode())
 
-    def watch(self, signals: list[int], grace: float, peers: "Peers", note: Path) -> Outcome:
+    def watch(self, signals: list[int], peers: "Peers", note: Path) -> Outcome:
         """Wait until all processes have ended.
 
         The first of `signals` is passed on as SIGTERM: ranks then stop together, with a checkpoint. After a second one
-        all are killed. When a rank fails, the others cannot go on, and have `grace` seconds to say what they saw.
+        all are killed. When a rank fails, the others cannot go on. They have `grace` seconds to say what they saw, then
+        they are killed.
 
         Args:
             signals: Those that this process has received; more may come meanwhile.
-            grace: Seconds until the rest is killed.
             peers: The launchers of other hosts.
             note: A file that a rank leaves when it ends because the run was asked to stop. That counts as a signal (0).
                 The other ranks usually know of it; after `grace` seconds they are told.
         """
-        deadline, tell, told = float("inf"), 0.0, False
-        while running := [rank for rank in self.ranks if not rank.ended()]:
+        grace, deadline, tell, told = self.plan.grace, float("inf"), 0.0, False
+        while running := self._running():
             now = time.monotonic()
-            self._note_ended()
             if self.screen.lost and not signals:
                 signals.append(signal.SIGPIPE)
             if self._asked(signals, note):
@@ -212,7 +210,6 @@ class Attempt:
                 for rank in running:
                     rank.send(signal.SIGKILL)
             time.sleep(POLL_S)
-        self._note_ended()
         self._asked(signals, note)
         return self._outcome(peers.lost(failed=False))
 
@@ -223,11 +220,16 @@ class Attempt:
         signals.append(0)
         return True
 
-    def _note_ended(self) -> None:
+    def _running(self) -> list[Rank]:
+        """The processes that still run. Those that have ended since the last look are added to `order`."""
+        running = []
         for rank in self.ranks:
-            if rank.status is not None and rank not in self.order:
+            if not rank.ended():
+                running.append(rank)
+            elif rank not in self.order:
                 self.order.append(rank)
-                self._keep(f"-{rank.process.pid}")
+                self._tell_reaper(f"-{rank.process.pid}")
+        return running
 
     def _outcome(self, elsewhere: bool) -> Outcome:
         statuses = {rank.rank: rank.status for rank in self.ranks if rank.status is not None}
@@ -238,9 +240,8 @@ class Attempt:
         """End the processes that still run, and wait until their output is shown."""
         for rank in self.ranks:
             rank.send(signal.SIGKILL)
-            while not rank.ended():
-                time.sleep(POLL_S)
-        self._note_ended()
+        while self._running():
+            time.sleep(POLL_S)
         for rank in self.ranks:
             for pump in rank.pumps:
                 pump.join(5.0)  # a process in a session of its own may keep the pipe open

@@ -61,7 +61,7 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     reports: list[connection.Connection] = []
     try:
         for rank in range(nprocs):
-            environ = rank_environ(os.environ, place, local=rank, procs=nprocs, attempt=1, run_dir=None)
+            environ = rank_environ(place, local=rank, procs=nprocs, attempt=1, run_dir=None)
             ours, theirs = context.Pipe(duplex=False)
             reports.append(ours)
             started = context.Process(target=_run, args=(fn, rank, args, environ, theirs), name=f"rank {rank}")

@@ -8,25 +8,23 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import UserError
+from jaxdist.errors import reports_mistakes
 from jaxdist.launcher.hosts import FirstHost, OtherHost
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import Plan, make_plan
 from jaxdist.launcher.ranks import HALTED, Attempt, HostPlace, Outcome, Peers, Screen
 from jaxdist.runtime.connection import free_port, split_address
-from jaxdist.runtime.exit_status import SAME_S, STOPPED
+from jaxdist.runtime.exit_status import FAILED, SAME_S, STOPPED, WRONG
 from jaxdist.runtime.join.environment import FREE_PORT, INIT_METHOD, JOB_ID, NUM_PROCESSES, RANK
 from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
 from jaxdist.runtime.run_folder import RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
 
-FAILURE, WRONG = 1, 2
 ATTEMPT = "JAXDIST_ATTEMPT"  # of the job, from 1
 MAX_BACKOFF_S = 60.0
 # Variables that an outer launcher may have left in the environment. They would win over those that are set here.
@@ -36,11 +34,9 @@ OUTER_VARIABLES = (
 )  # fmt: skip
 
 
-def rank_environ(
-    environ: Mapping[str, str], place: HostPlace, *, local: int, procs: int, attempt: int, run_dir: Path | None
-) -> dict[str, str]:
-    """The environment of process `local` of `procs` on this host."""
-    kept = {name: value for name, value in environ.items() if name not in OUTER_VARIABLES}
+def rank_environ(place: HostPlace, *, local: int, procs: int, attempt: int, run_dir: Path | None) -> dict[str, str]:
+    """The environment of process `local` of `procs` on this host: that of the launcher, and the place in the job."""
+    kept = {name: value for name, value in os.environ.items() if name not in OUTER_VARIABLES}
     job: dict[str, Any] = {
         "RANK": place.first_rank + local,
         "WORLD_SIZE": place.world,
@@ -71,17 +67,18 @@ def exit_code(status: int) -> str:
 class Supervisor:
     """The attempts of one job on this host, and what happens between them."""
 
-    def __init__(self, plan: Plan, environ: Mapping[str, str], signals: list[int], screen: Screen) -> None:
-        self.plan, self.environ, self.signals, self.screen = plan, environ, signals, screen
-        self.logs = make_log_folder(plan.log_dir, plan.log_option)
+    def __init__(self, plan: Plan, signals: list[int]) -> None:
+        self.plan, self.signals, self.screen = plan, signals, Screen()
+        make_log_folder(plan.log_dir, plan.log_option)
         name = "launch.log" if plan.nnodes == 1 else f"launch{plan.node_rank}.log"
-        self.log = open_log(self.logs / name, plan.log_option)
-        self.procs, self.attempt, self.fruitless, self.best = plan.procs, 0, 0, latest_step(plan.run_dir)
-        self.shrunk = False
+        self.log = open_log(plan.log_dir / name, plan.log_option)
+        self.procs, self.attempt = plan.procs, 0
+        self.best, self.fruitless = latest_step(plan.run_dir), 0  # the newest step, and restarts since without a newer
+        self.shrunk = False  # whether the job has fewer processes than it was started with
         self.peers: FirstHost | OtherHost | None = None
         if plan.coordinator is not None and plan.nnodes > 1:
             where = split_address(plan.coordinator)
-            job: dict[str, Any] = {"nnodes": plan.nnodes, "seconds": join_timeout(environ)}
+            job: dict[str, Any] = {"nnodes": plan.nnodes, "seconds": join_timeout(os.environ)}
             if plan.node_rank:
                 self.peers = OtherHost(where, node=plan.node_rank, **job)
             else:
@@ -95,7 +92,7 @@ class Supervisor:
 
     def place(self) -> HostPlace | None:
         """The part of this host in the next attempt, which has a port and a name of its own, so that processes of the
-        last one cannot get in its way. None after a signal."""
+        last one cannot get in its way. None after a signal. Raises `MissingPeers`."""
         plan = self.plan
         if isinstance(self.peers, FirstHost):
             return self.peers.meet(self.procs, self.attempt, self.signals)
@@ -108,15 +105,14 @@ class Supervisor:
 
     def once(self, place: HostPlace) -> Outcome:
         """Make one attempt, to its end."""
-        plan, note = self.plan, self.logs.absolute() / f"stopped-{safe_name(place.job)}-{place.node}"
+        plan, note = self.plan, self.plan.log_dir.absolute() / f"stopped-{safe_name(place.job)}-{place.node}"
         more = {STOP_NOTE: str(note)} | ({FREE_PORT: "1"} if plan.coordinator is None else {})
         options: dict[str, Any] = {"procs": self.procs, "attempt": self.attempt, "run_dir": plan.run_dir}
-        environs = [rank_environ(self.environ, place, local=n, **options) | more for n in range(self.procs)]
-        logs = (self.logs, plan.log_option)
-        attempt = Attempt(plan.command, environs, *logs, plan.bind, self.screen, self.attempt)
+        environs = [rank_environ(place, local=n, **options) | more for n in range(self.procs)]
+        attempt = Attempt(plan, environs, self.screen, self.attempt)
         try:
             attempt.start()
-            return attempt.watch(self.signals, plan.grace, self.peers or Peers(), note)
+            return attempt.watch(self.signals, self.peers or Peers(), note)
         finally:
             attempt.close()
             note.unlink(missing_ok=True)
@@ -143,7 +139,7 @@ class Supervisor:
             stopped = statuses <= set(HALTED)
             wrong = f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}"
             self.say("stopped; the same command goes on" if stopped else wrong)
-            return STOPPED if stopped else WRONG if WRONG in statuses else FAILURE
+            return STOPPED if stopped else WRONG if WRONG in statuses else FAILED
         cause = outcome.statuses[outcome.cause] if outcome.cause is not None else STOPPED
         if cause == WRONG and not self.shrunk:
             self.say(f"{self.describe(outcome)}; not started again: it would fail again")
@@ -168,9 +164,9 @@ class Supervisor:
             return None
         if self.plan.max_restarts == 0:
             self.say(self.describe(outcome))
-            return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILURE
+            return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILED
         self.say(f"{self.describe(outcome)}; given up after {self.fruitless} restarts without a newer checkpoint")
-        return WRONG if cause == WRONG else FAILURE
+        return WRONG if cause == WRONG else FAILED
 
     def close(self) -> None:
         """Hang up, close the log."""
@@ -189,7 +185,11 @@ class Supervisor:
         """Run the job to its end. Returns the exit status."""
         while True:
             self.attempt += 1
-            place = self.place()
+            try:
+                place = self.place()
+            except MissingPeers as error:
+                self.say(f"error: {error}")
+                return STOPPED
             if place is not None and (self.attempt > 1 or place.nodes > 1):
                 step = max(0, latest_step(self.plan.run_dir))
                 self.say(
@@ -222,25 +222,9 @@ class Supervisor:
         return self.ended(own)
 
 
-def launch(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run a job as a command line says. Returns the exit status. Raises `UserError` for mistakes of the user."""
-    environ = os.environ if environ is None else environ
-    plan, signals = make_plan(arguments, environ), list[int]()
-    with noted_signals(signals, SAME_S):
-        supervisor = Supervisor(plan, environ, signals, Screen())
-        try:
-            return supervisor.run()
-        except MissingPeers as error:
-            supervisor.say(f"error: {error}")
-            return STOPPED
-        finally:
-            supervisor.close()
-
-
+@reports_mistakes
 def run_launcher(arguments: Sequence[str]) -> int:
-    """Call `launch`; a mistake of the user is one line on standard error and status 2."""
-    try:
-        return launch(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
+    """Run a job as a command line says. Returns the exit status."""
+    plan, signals = make_plan(arguments, os.environ), list[int]()
+    with noted_signals(signals, SAME_S), contextlib.closing(Supervisor(plan, signals)) as supervisor:
+        return supervisor.run()

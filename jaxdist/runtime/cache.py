@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -108,7 +107,7 @@ class CacheHits:
         jax.monitoring.register_event_listener(self._listen)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_listener(self._listen)
 
 

@@ -29,10 +29,11 @@ class PortTaken(UserError):
 
 
 class Connection:
-    """One end of a connection. Nothing here waits unless it takes seconds: what cannot be sent yet is kept.
+    """One end of a connection. A method waits only if it is given seconds. What cannot be sent yet is kept, and sent by
+    the next call.
 
-    `open` becomes False, when it is read, after the other end has hung up or has sent a line that is no JSON object or
-    is too long.
+    `receive` sets `open` to False when the other end has hung up, or has sent a line that is no JSON object or is too
+    long.
 
     Args:
         stream: The connected socket.
@@ -57,16 +58,16 @@ class Connection:
         self._received, self._unsent = b"", b""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The descriptor of the socket: selectors ask for it."""
         return self.stream.fileno()
 
     def send(self, message: JsonObject) -> None:
-        """Hand in a message. One to a peer that is gone is lost; reading tells so."""
+        """Send a message. One to a peer that is gone is lost without an error: `receive` closes the connection then."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what the system takes."""
+        """Send as much of what is kept as the system takes."""
         try:
             sent = self.stream.send(self._unsent) if self._unsent else 0
         except BlockingIOError:
@@ -76,7 +77,8 @@ class Connection:
         self._unsent = self._unsent[sent:]
 
     def receive(self, seconds: float = 0.0) -> list[JsonObject]:
-        """The messages that have come, up to a line that is none. With none there, wait for these seconds at most."""
+        """The messages that have come, up to the first line that is no message. Waits at most `seconds` for a first
+        one."""
         if not self.open:
             return []
         self.flush()
@@ -103,7 +105,7 @@ class Connection:
         return messages
 
     def close(self, seconds: float = 0.0) -> None:
-        """Hang up, after these seconds at most in which the rest is sent."""
+        """Send the rest, for at most `seconds`, then hang up."""
         deadline = time.monotonic() + seconds
         while self.open and self._unsent and time.monotonic() < deadline:
             self._wait_for(select.POLLOUT, 0.05)
@@ -118,8 +120,8 @@ class Connection:
 
 
 class Connections:
-    """The connections of one thread, read together; with a server also those that others open. `all` are the open
-    ones."""
+    """The open connections of one thread, `all`, which are read together. Where there is a server, those that others
+    open to it are added."""
 
     def __init__(self, server: socket.socket | None = None) -> None:
         self._selector, self._server = selectors.DefaultSelector(), server
@@ -128,7 +130,7 @@ class Connections:
             self._selector.register(server, selectors.EVENT_READ)
 
     def add(self, connection: Connection) -> None:
-        """Read this one, too."""
+        """Read this connection, too."""
         self.all.add(connection)
         self._selector.register(connection, selectors.EVENT_READ, connection)
 
@@ -140,7 +142,8 @@ class Connections:
         connection.close()
 
     def poll(self, seconds: float) -> list[tuple[Connection, list[JsonObject]]]:
-        """What has come by then. A connection that has ended is among it once, and is no longer `open`."""
+        """The connections from which something has come within `seconds`, with their messages. One that has ended is
+        among them once, and no longer `open`."""
         for connection in self.all:
             connection.flush()
         news: list[tuple[Connection, list[JsonObject]]] = []
@@ -156,7 +159,7 @@ class Connections:
         return news
 
     def stop_listening(self) -> None:
-        """Give the server's port free; the connections stay."""
+        """Free the server's port. The connections stay."""
         if self._server is not None:
             self._selector.unregister(self._server)
             self._server.close()

@@ -57,7 +57,7 @@ def latest_step(run: Path) -> int:
     return max((int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)), default=-1)
 
 
-def make_log_folder(folder: Path, option: str) -> Path:
+def make_log_folder(folder: Path, option: str) -> None:
     """Make the folder of the logs. Raises `UserError` if that is not possible, or if the folder is a link, which could
     lead anywhere."""
     shown = repr(str(folder))
@@ -69,7 +69,6 @@ def make_log_folder(folder: Path, option: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{option}: {shown} cannot be made: {error.strerror}; give another folder") from error
-    return folder
 
 
 def open_log(path: Path, option: str) -> int:

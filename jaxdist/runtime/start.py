@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -91,12 +92,7 @@ def _count(devices: DevicesConfig) -> int:
         raise UserError(f"devices.platform: 'gpu', but JAX cannot use one ({reason}); set auto or cpu") from error
 
 
-def unwatched(config: Config) -> AbstractContextManager[None]:
-    """A context that does nothing."""
-    return contextlib.nullcontext()
-
-
-def start(config: Config, watched: Callable[[Config], AbstractContextManager[None]] = unwatched) -> Config:
+def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any]] = contextlib.nullcontext) -> Config:
     """Start JAX and its compiler for a configuration, which is returned with the mesh that the devices allow.
 
     Raises `UserError` when the mesh does not fit the devices, or they cannot multiply in the precision; `MissingPeers`
@@ -104,7 +100,7 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Non
 
     Args:
         config: The configuration.
-        watched: Makes the context in which everything after joining the job is done.
+        watched: Makes the context in which everything after joining the job is done; by default one that does nothing.
     """
     enable_x64(config.precision.policy)
     set_flags(config, expected_backend(config.devices), started=has_devices())

@@ -22,7 +22,7 @@ from jaxdist.data import Loader, MixedLoader, SampleLoader, make_loader, prefetc
 from jaxdist.errors import UserError
 from jaxdist.observe.environment import versions
 from jaxdist.processes import anywhere, from_first
-from jaxdist.runtime.exit_status import STOPPED
+from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.run_folder import RUN_DIR, leave_stop_note, new_run_directory
 from jaxdist.runtime.start import fail_alone, start
@@ -39,8 +39,6 @@ from jaxdist.trainer.run import RunPlan, TrainingRun, build
 from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
 from jaxdist.trainer.summary import write_summary
-
-DONE, FAILED = 0, 1
 
 
 def due(step: int, every: int, last: int) -> bool:

@@ -40,7 +40,7 @@ from jaxdist.collectives.compression import SCALE_BLOCK, SCALE_BYTES
 from jaxdist.collectives.cost import LINKS, NOTHING
 from jaxdist.collectives.group import Group, default_link
 from jaxdist.config.schema import DevicesConfig
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, reports_mistakes
 from jaxdist.lab.network import parse_links
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.mesh import make_mesh
@@ -369,23 +369,20 @@ def plot(setup: Setup, rows: Sequence[dict[str, Any]], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+@reports_mistakes
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 2 for what cannot run and for a wrong result."""
-    try:
-        options = parse(arguments)
-        if options.virtual_hosts is not None and INTERFACE not in os.environ:
-            command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-            links = {key: getattr(options, key) for key in ("rate", "burst", "congestion")}
-            results = run_on_hosts(command, hosts=options.virtual_hosts, output="first", **links)
-            for result in (result for result in results[1:] if result.status and not result.killed):
-                print(f"host {result.host}: exit {result.status}\n{result.stderr}", end="", file=sys.stderr)
-            return exit_status(results)
-        with fail_alone():
-            setup = start(options)
-            rows = bench(setup)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(arguments)
+    if options.virtual_hosts is not None and INTERFACE not in os.environ:
+        command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+        links = {key: getattr(options, key) for key in ("rate", "burst", "congestion")}
+        results = run_on_hosts(command, hosts=options.virtual_hosts, output="first", **links)
+        for result in (result for result in results[1:] if result.status and not result.killed):
+            print(f"host {result.host}: exit {result.status}\n{result.stderr}", end="", file=sys.stderr)
+        return exit_status(results)
+    with fail_alone():
+        setup = start(options)
+        rows = bench(setup)
     if jax.process_index() == 0:
         print(table(rows))
         if options.json is not None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on, read_metrics
@@ -152,6 +152,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status 0, 1 where losses differ, 2 for wrong arguments and where a job fails."""
     parser = argparse.ArgumentParser(description="The same losses from any number of processes and virtual hosts.")
@@ -160,12 +161,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            rows = measure(arguments, Path(scratch))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(arguments, Path(scratch))
     print(table(rows))
     if arguments.json:
         result = {**measured_on(), "limit": LIMIT, "devices": DEVICES, "rows": rows}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on
@@ -171,6 +171,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status 0, or 2 for wrong arguments and where there are no virtual hosts."""
     parser = argparse.ArgumentParser(description="Training on virtual hosts with a slow network, against prediction.")
@@ -180,15 +181,11 @@ def main() -> int:
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    try:
-        if arguments.hosts < 2 or arguments.ratio <= 0 or arguments.steps < 1:
-            raise UserError("-n must be at least 2, --ratio above 0, --steps at least 1")
-        if reason := unavailable():
-            raise UserError(reason)
-        result = measure(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.hosts < 2 or arguments.ratio <= 0 or arguments.steps < 1:
+        raise UserError("-n must be at least 2, --ratio above 0, --steps at least 1")
+    if reason := unavailable():
+        raise UserError(reason)
+    result = measure(arguments)
     print(f"{result['hosts']} hosts, {result['rate']}, {result['compute_seconds']:.3f} s of computation a step")
     print(table(result))
     if arguments.json:

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, MeshConfig
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, reports_mistakes
 
 PyTree = Any
 WARM_UP = 2  # steps of each
@@ -210,6 +210,7 @@ def report(result: dict[str, Any]) -> None:
     )
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status 0, or 2 for a wrong configuration."""
     parser = argparse.ArgumentParser(description="jaxdist's step against plain JAX on one device.")
@@ -218,14 +219,10 @@ def main() -> int:
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_comparable(config)
-        devices = replace(config.devices, simulated=1, compilation_cache=False)  # what compiling takes is a result
-        result = measure(replace(config, mesh=MeshConfig(), devices=devices), arguments.steps)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_config(arguments.config, arguments.overrides)
+    check_comparable(config)
+    devices = replace(config.devices, simulated=1, compilation_cache=False)  # what compiling takes is a result
+    result = measure(replace(config, mesh=MeshConfig(), devices=devices), arguments.steps)
     report(result)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, reports_mistakes
 
 BEGAN = time.monotonic()
 ON_GPU = "124m,1.3b,350m"  # the largest is measured before the time is up
@@ -189,26 +189,23 @@ def arguments_of() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@reports_mistakes
 def main() -> int:
     """Exit status 0; 1 where losses differ or nothing was measured; 2 for a wrong command line."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
     arguments = arguments_of()
     from harness.task import get_size
 
-    try:
-        if arguments.sizes is None:
-            arguments.sizes = ON_GPU if has_gpu() else "toy"
-        names, results = arguments.sizes.split(","), []
-        for name in names:
-            get_size(name)
-        for name in names:
-            results.append(measure(name, arguments) if len(names) == 1 else in_own_process(name, arguments))
-            write(results, arguments)
-            if len(names) == 1 or "skipped" in results[-1]:
-                print(table(results[-1]), flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.sizes is None:
+        arguments.sizes = ON_GPU if has_gpu() else "toy"
+    names, results = arguments.sizes.split(","), []
+    for name in names:
+        get_size(name)
+    for name in names:
+        results.append(measure(name, arguments) if len(names) == 1 else in_own_process(name, arguments))
+        write(results, arguments)
+        if len(names) == 1 or "skipped" in results[-1]:
+            print(table(results[-1]), flush=True)
     return int(any(not_done(result) for result in results))
 
 

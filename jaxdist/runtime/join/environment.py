@@ -81,6 +81,7 @@ def find_job(environ: Mapping[str, str]) -> Job | None:
 
 
 def _by_method(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | None:
+    """The job of JAXDIST_INIT_METHOD. Process 0 is at a URL, or writes its address into a file."""
     method = environ[INIT_METHOD]
     scheme, mark, rest = method.partition("://")
     if scheme not in ("tcp", "file") or not mark or not rest or "\0" in rest:

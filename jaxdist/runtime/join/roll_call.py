@@ -67,8 +67,8 @@ class _Desk:
         self.connections = Connections(server)
         self.arrived: dict[int, Connection] = {}  # by rank
         self.names: dict[Connection, str] = {}  # of processes that have said who they are
-        self.refusal = ""  # why this job cannot be
-        self.told: set[int] = set()  # ranks that know of it
+        self.refusal = ""  # why this job cannot start
+        self.told: set[int] = set()  # ranks that know the refusal
 
     def missing(self) -> set[int]:
         return set(range(1, self.processes)) - set(self.arrived)
@@ -78,7 +78,7 @@ class _Desk:
             _answer(connection, status, text)
 
     def work(self, seconds: float) -> None:
-        """Read who comes and who goes, for so long at most."""
+        """Notice who comes and who goes, for at most `seconds`."""
         for connection, messages in self.connections.poll(seconds):
             if messages and connection not in self.names:
                 self.meet(connection, messages[0])
@@ -127,13 +127,15 @@ class _Desk:
         return ""
 
     def linger(self, seconds: float) -> None:
-        """Tell those who come later, too: they would look for process 0 until their time is up."""
+        """Tell the refusal to those who come later, too, for at most `seconds`. They would otherwise look for process 0
+        until their time is up."""
         deadline = time.monotonic() + seconds
         while not self.told.issuperset(range(1, self.processes)) and (left := deadline - time.monotonic()) > 0:
             self.work(left)
 
     def close(self, seconds: float) -> None:
-        """Let the others hang up first, for so long at most: their side keeps the closed connection, not this port."""
+        """Wait at most `seconds` for the others to hang up first, then hang up. The side that closes first keeps its
+        port busy for a while, and JAX's service needs this one."""
         deadline = time.monotonic() + seconds
         self.connections.stop_listening()
         while self.arrived and time.monotonic() < deadline:

@@ -51,7 +51,7 @@ class Blame(NamedTuple):
 
 
 def beat_of(crumb: Crumb, now: float) -> Beat:
-    """The report to send."""
+    """The report of a rank about the phase of its main thread, to be sent."""
     return Beat(crumb.order, crumb.step, crumb.phase, now - crumb.since, crumb.longest)
 
 
@@ -59,7 +59,7 @@ def limit_of(set_s: float | None, median_step: float) -> float:
     """Seconds without progress after which a rank is stuck. set_s: `train.watchdog_s`, None where it is not set."""
     if set_s is None:
         return max(LEAST_LIMIT_S, MEDIAN_STEPS * median_step)
-    return set_s or math.inf
+    return set_s or math.inf  # 0 switches the watchdog off
 
 
 def is_symptom(error: BaseException) -> bool:

@@ -46,18 +46,19 @@ class Watch:
         self._set_s, self._here = set_s, Place(0, 1)
         self._thread: threading.Thread | None = None
         self._outbox: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
-        self._answer, self._agreed, self._left_alone = threading.Event(), threading.Event(), threading.Event()
-        self._difference: str | None = None
-        self._number = 0
+        # The main thread waits for `_agreed`, the facts are compared, and for `_answer`, this rank may raise its own
+        # exception. The watching thread waits for `_reported`, the verdict is printed.
+        self._agreed, self._answer, self._reported = threading.Event(), threading.Event(), threading.Event()
+        self._difference: str | None = None  # in the facts of the ranks
+        self._number = 0  # how often this rank has been asked to agree
         self._beats: dict[int, tuple[Beat, float]] = {}  # the last report of each rank, and when it came
-        self._heard: dict[int, float] = {}
+        self._heard: dict[int, float] = {}  # when a rank has last said anything
         self._failures: dict[int, Failure] = {}
-        self._gone: list[tuple[int, float]] = []
-        self._bye: set[int] = set()
-        self._facts: dict[int, dict[int, Mapping[str, Any]]] = {}
-        self._paces: dict[int, dict[int, Pace]] = {}
+        self._gone: list[tuple[int, float]] = []  # ranks whose connections have ended, and when, in this order
+        self._bye: set[int] = set()  # ranks that have ended well: they may go and be silent
+        self._gathered: dict[tuple[str, int], dict[int, Any]] = {}  # see `_gather`
         self._verdict: Blame | None = None
-        self._turned = self._said = self._begun = 0.0
+        self._begun = self._turned = self._said = 0.0  # when: the watch, the last turn, the last report of this rank
 
     @contextlib.contextmanager
     def opened(self, facts: Mapping[str, Any]) -> Iterator[None]:
@@ -67,7 +68,7 @@ class Watch:
         if self._here.processes > 1:
             self._channel = Channel(self._here)
             self._turned = self._begun = time.monotonic()
-            self._heard = {} if self._here.rank == 0 else {0: self._begun}
+            self._heard = {} if self._here.rank == 0 else {0: self._begun}  # rank 0 hears the others once they connect
             self._catch_aborts()
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._thread.start()
@@ -90,6 +91,8 @@ class Watch:
             raise
 
     def _fail(self, text: str, status: int, error: BaseException | None) -> None:
+        """Tell the other ranks that this one fails, and wait for the verdict. Where that blames another rank, the watch
+        ends this process meanwhile."""
         symptom = error is None or judge.is_symptom(error)
         self._outbox.put({"failed": text, "status": status, "symptom": symptom})
         self._answer.wait(ANSWER_S)
@@ -146,6 +149,7 @@ class Watch:
             os._exit(1)
 
     def _turn(self) -> None:
+        """One round of the watching thread: hear the others, send what is to be said, judge."""
         news = self._channel.poll(TURN_S)
         now = time.monotonic()
         if now - self._turned > DOUBT_S:  # this process was stopped, and reads only now what the others said
@@ -181,6 +185,7 @@ class Watch:
             self._bye.add(self._here.rank)
 
     def _hear(self, rank: int, message: JsonObject | None, now: float) -> None:
+        """Take in a message of a rank. None: its connection has ended."""
         self._heard[rank] = now
         if message is None:
             if rank not in self._bye:
@@ -190,12 +195,18 @@ class Watch:
         elif "failed" in message:
             self._failures[rank] = Failure(message["failed"], message["status"], message["symptom"], now)
         elif "facts" in message:
-            self._compare(message["number"], rank, message["facts"])
+            facts = self._gather("facts", message["number"], rank, message["facts"])
+            if facts is not None:
+                self._difference = judge.difference(facts)
+                self._channel.broadcast({"agreed": self._difference})
+                self._agreed.set()
         elif "agreed" in message:
             self._difference = message["agreed"]
             self._agreed.set()
         elif "pace" in message:
-            self._look_at_paces(message["pace"], rank, message["seconds"])
+            paces = self._gather("pace", message["pace"], rank, Pace(message["pace"], message["seconds"]))
+            if paces is not None and (line := judge.slow(paces)):
+                write_stderr(line)
         elif "verdict" in message and self._verdict is None:
             kind, ranks, text, status = message["verdict"]
             self._verdict = Blame(kind, tuple(ranks), text, status)
@@ -203,23 +214,11 @@ class Watch:
         elif "bye" in message:
             self._bye.add(rank)
 
-    def _compare(self, number: int, rank: int, facts: Mapping[str, Any]) -> None:
-        """On rank 0: when the facts of all ranks have come, tell all whether they differ."""
-        known = self._facts.setdefault(number, {})
-        known[rank] = facts
-        if len(known) == self._here.processes:
-            self._difference = judge.difference(self._facts.pop(number))
-            self._channel.broadcast({"agreed": self._difference})
-            self._agreed.set()
-
-    def _look_at_paces(self, step: int, rank: int, seconds: dict[str, float]) -> None:
-        """On rank 0: when the paces of all ranks have come, print which rank is slow."""
-        known = self._paces.setdefault(step, {})
-        known[rank] = Pace(step, seconds)
-        if len(known) == self._here.processes:
-            line = judge.slow(self._paces.pop(step))
-            if line is not None:
-                write_stderr(line)
+    def _gather(self, kind: str, number: int, rank: int, said: Any) -> dict[int, Any] | None:
+        """On rank 0: what the ranks have said of one kind and number, once all of them have; None before."""
+        known = self._gathered.setdefault((kind, number), {})
+        known[rank] = said
+        return self._gathered.pop((kind, number)) if len(known) == self._here.processes else None
 
     @property
     def _silence(self) -> float:
@@ -228,6 +227,7 @@ class Watch:
         return judge.limit_of(self._set_s, 0.0)
 
     def _judge(self, now: float) -> Blame | None:
+        """The blame where the job must end now: for a loss, a silent rank, or one without progress."""
         beats = {
             rank: beat._replace(age=beat.age + now - at)
             for rank, (beat, at) in self._beats.items()
@@ -242,6 +242,7 @@ class Watch:
         if self._here.rank != 0:
             return None
         missing = set(range(1, self._here.processes)) - self._channel.connected - self._bye
+        # A missing rank that was heard once has hung up: that is judged as a loss, above.
         if missing and now - self._begun > CONNECT_S and not missing & set(self._heard):
             text = f"has joined, but not connected to the watch of rank 0 in {CONNECT_S:.0f} s"
             return Blame("gone", (min(missing),), f"gone: rank {min(missing)} {text}", 75)
@@ -296,7 +297,7 @@ class Watch:
             return
         # A file system or console that hangs must not keep the process.
         threading.Thread(target=self._report, args=(verdict,), daemon=True).start()
-        self._left_alone.wait(LEAVE_S)
+        self._reported.wait(LEAVE_S)
         self._wait_for_others(set(verdict.ranks))
         os._exit(verdict.status)
 
@@ -306,12 +307,15 @@ class Watch:
             lines.append(f"  rank {self._here.rank} is at {top_of_main_thread()}")
         write_stderr(*lines)
         if verdict.kind != "failed" and self.folder is not None:
+            path = self.folder / STACKS / f"rank{self._here.rank}.txt"
             try:
-                path = write_stacks(self.folder, self._here.rank)
+                path.parent.mkdir(exist_ok=True)
+                with path.open("w", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
                 write_stderr(f"  stacks of rank {self._here.rank}: {path}")
             except OSError as error:
                 write_stderr(f"  stacks not written: {error.strerror}")
-        self._left_alone.set()
+        self._reported.set()
 
     def _wait_for_others(self, but: set[int]) -> None:
         """On rank 0: wait until the connections of the others have ended, or for `LEAVE_S`."""
@@ -333,12 +337,3 @@ def top_of_main_thread() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame)[: -FRAMES - 1 : -1] if frame is not None else []
     return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames) or "its end"
-
-
-def write_stacks(folder: Path, rank: int) -> Path:
-    """Write the Python stacks of all threads to a file of the run directory. Returns its path."""
-    path = folder / STACKS / f"rank{rank}.txt"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    return path
