@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from jaxdist import registry
@@ -214,27 +214,3 @@ def owners(entries: Entries, key: str) -> dict[str, Any]:
         for each in fields(options)
         if each.name == key
     }
-
-
-def shaped(cls: type, given: Mapping[str, Any], prefix: str = "") -> tuple[type, dict[str, Entries]]:
-    """The dataclass of a configuration with the keys of all entries that are named in `given`, a tree of sections.
-    Beside it these entries, by section ("parallel.grad_sync")."""
-    entries = cls.entries(given) if issubclass(cls, Section) else named(cls, given)
-    made, found = with_options(cls, entries), {prefix.rstrip("."): entries}
-    inner: list[tuple[str, type]] = []
-    for each in fields(made):
-        usual = each.default_factory
-        if isinstance(usual, type) and is_dataclass(usual):
-            kind, more = shaped(usual, given.get(each.name, {}), f"{prefix}{each.name}.")
-            found |= more
-            if kind is not usual:
-                inner.append((each.name, kind))
-    return _with_sections(made, tuple(inner)), found
-
-
-@functools.cache
-def _with_sections(cls: type, sections: tuple[tuple[str, type], ...]) -> type:
-    """`cls` with other dataclasses as some of its sections."""
-    known = {each.name: each.metadata for each in fields(cls)}
-    new = [(name, kind, field(default_factory=kind, metadata=known[name])) for name, kind in sections]
-    return make_dataclass(cls.__name__, new, bases=(cls,), frozen=True) if new else cls
