@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.data.loader import ROUNDS, GlobalBatches, ShuffledWindows, SpreadWindows, check_batch_split, permute
+from jaxdist.data.loader import ROUNDS, GlobalBatches, ShuffledWindows, SpreadWindows, permute
 from jaxdist.errors import UserError
 
 WEIGHTS = "weights"  # a leaf that is added to batches without one: float32 [B], 1 where a sample counts
@@ -151,32 +151,6 @@ class ShuffledStream:
             )
 
 
-class SampleLoader(GlobalBatches):
-    """Global batches of samples, like `jaxdist.data.Loader` for windows.
-
-    - pick: numbers of samples (int64 [n]) -> leaves [n, ...], with weights.
-    - leaves: of one sample.
-    - batches: the number of batches; None: endless.
-    """
-
-    def __init__(
-        self,
-        pick: Callable[[np.ndarray], Rows],
-        leaves: Leaves,
-        *,
-        global_batch: int,
-        sharding: NamedSharding,
-        batches: int | None = None,
-    ) -> None:
-        check_batch_split(global_batch, sharding)
-        self.global_batch, self.sharding, self.batches, self._pick = global_batch, sharding, batches, pick
-        self.leaves = batch_leaves(leaves, global_batch)
-
-    def samples(self, k: np.ndarray) -> Rows:
-        """The leaves [n, ...] of samples `k` (int64), with weights."""
-        return self._pick(k)
-
-
 def with_weights(leaves: Leaves) -> Leaves:
     """The leaves of a sample in a batch, which has weights."""
     return leaves if WEIGHTS in leaves else {**leaves, WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
@@ -189,30 +163,31 @@ def _weighted(rows: Rows, counts: np.ndarray) -> Rows:
     return {**rows, WEIGHTS: own * counts.reshape(-1, *[1] * (own.ndim - 1)).astype(own.dtype)}
 
 
-def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSharding, seed: int) -> SampleLoader:
+def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSharding, seed: int) -> GlobalBatches:
     """Endless epochs from `seed`, each sample once an epoch."""
-    options: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding}
     if isinstance(samples, Stream):
         stream = ShuffledStream(samples, seed=seed, across=global_batch)
         pick = lambda k: _weighted(stream.read(k), np.ones(k.shape, bool))  # noqa: E731
-        return SampleLoader(pick, samples.leaves, **options)
-    return _of_windows(samples, ShuffledWindows(samples.size + 1, seq_len=1, seed=seed), options)
+    else:
+        pick = _picked(samples, ShuffledWindows(samples.size + 1, seq_len=1, seed=seed))
+    leaves = batch_leaves(samples.leaves, global_batch)
+    return GlobalBatches(pick, leaves, global_batch=global_batch, sharding=sharding)
 
 
-def spread(samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None) -> SampleLoader:
+def spread(samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None) -> GlobalBatches:
     """A fixed set for evaluation of at most `batches` batches, evenly spread; None: all samples. Rows that are left
     over have weight 0."""
     windows = SpreadWindows(samples.size + 1, seq_len=1, global_batch=global_batch, batches=batches)
-    options = {"global_batch": global_batch, "sharding": sharding, "batches": windows.batches}
-    return _of_windows(samples, windows, options)
+    pick, leaves = _picked(samples, windows), batch_leaves(samples.leaves, global_batch)
+    return GlobalBatches(pick, leaves, global_batch=global_batch, sharding=sharding, batches=windows.batches)
 
 
-def _of_windows(samples: Samples, windows: ShuffledWindows | SpreadWindows, options: dict[str, Any]) -> SampleLoader:
-    """A loader that shuffles or spreads samples as if each were a window of one id."""
+def _picked(samples: Samples, windows: ShuffledWindows | SpreadWindows) -> Callable[[np.ndarray], Rows]:
+    """Samples in the order of windows, as if each were a window of one id."""
     assert windows.count == samples.size
 
     def pick(k: np.ndarray) -> Rows:
         numbers, counts = windows.starts(k)
         return _weighted(samples.read(numbers), counts)
 
-    return SampleLoader(pick, samples.leaves, **options)
+    return pick
