@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.data.files import read_text, text_files
-from jaxdist.data.manifest import FORMAT, ID_DTYPES, MANIFEST
-from jaxdist.data.source import hash_fraction, read_error, split_tail
+from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
+from jaxdist.data.source import hash_fraction, reading, split_tail
 from jaxdist.errors import UserError
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
@@ -57,15 +57,14 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
         path = Path(name)
         try:
             path = path.expanduser()
+        except RuntimeError as error:  # there is no such home
+            raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
+        with reading("INPUT", path):
             if not path.exists():
                 raise UserError(f"INPUT: {str(path)!r} does not exist; give text or .jsonl files or folders of them")
             folder = path.is_dir()
             inside = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix()) if folder else [path]
             found += [Input(file, not folder, file.stat().st_size) for file in inside]
-        except OSError as error:
-            raise read_error("INPUT", path, error) from error
-        except RuntimeError as error:  # there is no such home
-            raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
     return found
 
 
@@ -73,13 +72,11 @@ def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
     """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
     empty, unless the user named them."""
     for file, named, size in files:
-        try:
+        with reading("INPUT", file):
             if file.suffix == ".jsonl":
                 yield from _lines(file, field)
             else:
                 yield Document(file.read_bytes() if named else read_text(file), str(file), size)
-        except OSError as error:
-            raise read_error("INPUT", file, error) from error
 
 
 def _lines(file: Path, field: str) -> Iterator[Document]:
@@ -118,10 +115,8 @@ def file_tokenizer(path: Path) -> Tokenizer:
             f"--tokenizer: {str(path)!r} needs the package tokenizers, which is not installed; pip install "
             "'jaxdist[hf]', or use --tokenizer bytes"
         ) from error
-    try:
+    with reading("--tokenizer", path):
         content = path.read_bytes()
-    except OSError as error:
-        raise read_error("--tokenizer", path, error) from error
     try:
         model = Model.from_str(content.decode())
     except Exception as error:  # the package raises nothing more exact
@@ -284,7 +279,7 @@ def _write_both(folder: Path, work: Preparation) -> dict[str, Any]:
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return next(np.dtype(name) for name in ID_DTYPES if tokenizer.vocab - 1 <= np.iinfo(name).max).newbyteorder("<")
+    return id_dtype(tokenizer.vocab - 1).newbyteorder("<")
 
 
 def _write(folder: Path, work: Preparation, limit: float | None) -> tuple[dict[str, Any], float, float]:

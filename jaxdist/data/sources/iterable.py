@@ -10,7 +10,7 @@ from jaxdist import registry
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.samples import Samples, Stream, fit, sample_leaves
-from jaxdist.data.source import Source, fingerprint
+from jaxdist.data.source import Source, fingerprint, source_info
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(ids=None)
@@ -42,16 +42,9 @@ def iterable(config: DataConfig) -> Source:
     versions = [getattr(each, "version", None) for each in found]
     said = [(f"version {i}", 0, [repr(version).encode()]) for i, version in enumerate(versions)]
     begins = ((leaf, array.nbytes, [array.tobytes()]) for leaf, array in sorted(first.items()))
-    info = {
-        "name": "iterable",
-        "path": config.path,
-        "unit": "samples",
-        "train": train.size,
-        "held_out": 0 if held_out is None else held_out.size,
-        "files": 0,
-        "held_out_files": 0,
-        "sha256": fingerprint([*said, ("size", 0, [repr(train.size).encode()]), *begins]),
-    }
+    digest = fingerprint([*said, ("size", 0, [repr(train.size).encode()]), *begins])
+    sizes = (train.size, 0 if held_out is None else held_out.size)
+    info = source_info(config, "iterable", "samples", sizes=sizes, files=(0, 0), sha256=digest)
     return Source(train, held_out, vocab, info)
 
 
