@@ -63,7 +63,7 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
             if not path.exists():
                 raise UserError(f"INPUT: {str(path)!r} does not exist; give text or .jsonl files or folders of them")
             folder = path.is_dir()
-            inside = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix()) if folder else [path]
+            inside = text_files(path) if folder else [path]
             found += [Input(file, not folder, file.stat().st_size) for file in inside]
     return found
 

@@ -31,7 +31,7 @@ def record_files(path: Path, suffixes: Sequence[str], *, key: str) -> list[Path]
             raise UserError(f"{key}: {str(path)!r} does not exist; give a {suffixes[0]} file, or a folder of such")
     if not found:
         raise UserError(f"{key}: {str(path)!r} holds no {suffixes[0]} files; give such a file, or a folder of them")
-    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+    return found
 
 
 def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], read: Reader) -> Source:

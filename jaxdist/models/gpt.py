@@ -90,35 +90,26 @@ class Head(nnx.Module):
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool, collective_matmul: bool) -> Block:
-    bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
-    rope_theta = config.rope_theta if config.positions == "rope" else None
+    linear: dict[str, Any] = {
+        "bias": bool(config.bias),
+        "out_scale": (2 * config.layers) ** -0.5,
+        "fp8": fp8,
+        "sequence": sequence,
+        "collective_matmul": collective_matmul,
+    }
     attention = Attention(
         rngs,
         config.width,
         config.heads,
         config.kv_heads,
-        bias=bias,
-        rope_theta=rope_theta,
+        rope_theta=config.rope_theta if config.positions == "rope" else None,
         dropout=config.dropout,
-        out_scale=out_scale,
-        fp8=fp8,
         kernel=config.attention.replace("auto", "xla"),
-        sequence=sequence,
-        collective_matmul=collective_matmul,
+        **linear,
     )
-    mlp = MLP(
-        rngs,
-        config.width,
-        config.mlp_width,
-        kind=config.mlp,
-        bias=bias,
-        out_scale=out_scale,
-        fp8=fp8,
-        sequence=sequence,
-        collective_matmul=collective_matmul,
-    )
-    norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
+    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, **linear)
+    norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=linear["bias"]) for _ in range(2))
     return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=sequence)
 
 

@@ -24,6 +24,12 @@ def near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wish))[:most]))) or "none"
 
 
+def multiples_around(number: int, of: int) -> list[int]:
+    """The positive multiples of `of` that are next to a number which is none."""
+    below = number - number % of
+    return [n for n in (below, below + of) if n]
+
+
 def check_one_stage(stages: int, schedule: str = "") -> None:
     """Raise `UserError` for several stages under a schedule that has one."""
     if stages > 1:
@@ -55,11 +61,10 @@ def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, 
             f" {stages} stages wait, {4 * stages} say"
         )
     if chunks > 1 and microbatches % stages:
-        below = microbatches - microbatches % stages
         raise UserError(
             f"parallel.microbatches: {microbatches} is no multiple of mesh.pipe {stages}, as parallel.schedule"
             f" {schedule} with parallel.chunks {chunks} needs; nearest that work:"
-            f" {near([n for n in (below, below + stages) if n], microbatches)}; or parallel.chunks=1"
+            f" {near(multiples_around(microbatches, stages), microbatches)}; or parallel.chunks=1"
         )
 
 

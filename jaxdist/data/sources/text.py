@@ -35,7 +35,7 @@ def text(config: DataConfig) -> Source:
     root = Path(sysconfig.get_paths()["stdlib"] if library else config.path).expanduser()
     with reading("data.path", root):
         contents = _read(root, library=library)
-    names = sorted(contents)
+    names = list(contents)
     if not names:
         raise UserError(
             f"data.path: no text in {str(root)!r}: every file in it is empty, hidden, binary or a symbolic link, "
@@ -54,8 +54,8 @@ def text(config: DataConfig) -> Source:
 
 
 def _read(path: Path, *, library: bool) -> dict[str, bytes]:
-    """Contents of a file, or of the non-empty text files in a folder, by relative POSIX path. No file is skipped for an
-    error."""
+    """Contents of a file, or of the non-empty text files in a folder, by relative POSIX path and in its order. No file is
+    skipped for an error."""
     contents: dict[str, bytes] = {}
     if library or path.is_dir():
         for file in text_files(path, library=library):
