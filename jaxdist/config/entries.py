@@ -131,12 +131,7 @@ class Section:
         if Section not in cls.__bases__:
             return object.__new__(cls)
         given |= dict(zip((each.name for each in fields(cls)), values, strict=False))  # type: ignore[arg-type]
-        return object.__new__(with_options(cls, cls.entries(given)))
-
-    @classmethod
-    def entries(cls, given: Mapping[str, Any]) -> Entries:
-        """The entries that these values name."""
-        return named(cls, given)
+        return object.__new__(with_options(cls, entries_in(cls, given)))
 
     def replace(self, **changes: Any) -> Self:
         """The section with other values of these keys."""
@@ -153,11 +148,15 @@ def named(cls: type, given: Mapping[str, Any]) -> Entries:
     return tuple(Entry(*each) for each in keys if each[1])
 
 
+def entries_in(cls: Any, given: Mapping[str, Any]) -> Entries:
+    """The entries that a section names: `named`, unless it finds them in a way of its own, as `data` does."""
+    return cls.named_entries(given) if hasattr(cls, "named_entries") else named(cls, given)
+
+
 def entries_of(config: Any) -> Entries:
     """All entries that a configuration names."""
-    own = type(config).entries(vars(config)) if isinstance(config, Section) else named(type(config), vars(config))
     inner = (entries_of(each) for each in vars(config).values() if is_dataclass(each))
-    return tuple(entry for entries in (own, *inner) for entry in entries)
+    return sum(inner, entries_in(type(config), vars(config)))
 
 
 def options_of(folder: str, name: str) -> tuple[type, ...]:

@@ -8,13 +8,12 @@ import functools
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import yaml
 
-from jaxdist.config.entries import Entries, Section, named, owners, with_options
+from jaxdist.config.entries import Entries, entries_in, owners, with_options
 from jaxdist.config.rules.fields import Key, all_keys, keys, nearest, show
 from jaxdist.errors import UserError
 
@@ -75,7 +74,7 @@ def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T
 
 def _section(cls: Any, given: Mapping[str, Any], name: str = "") -> _Section:
     """The section `cls` with the keys of the entries that are named in `given`, a tree of its sections."""
-    entries = cls.entries(given) if issubclass(cls, Section) else named(cls, given)
+    entries = entries_in(cls, given)
     made = with_options(cls, entries)
     found = _Section(name, made, entries, keys(made), {})
     for inner, key in found.keys.items():
@@ -103,19 +102,14 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return below | above | sections
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Quotes each text that `parse_yaml` would take for something else, and writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-
-
-def dump_yaml(config: Any) -> str:
-    """A dataclass of this kind as YAML text that `read_config` turns into an equal one."""
-    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def _checked(top: _Section, section: _Section, tree: dict[str, Any]) -> dict[str, Any]:

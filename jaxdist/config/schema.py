@@ -81,7 +81,7 @@ class DataConfig(Section):
         def __init__(self, source: str = "text", path: str = "stdlib", **keys: Any) -> None: ...
 
     @classmethod
-    def entries(cls, given: Mapping[str, Any]) -> Entries:
+    def named_entries(cls, given: Mapping[str, Any]) -> Entries:
         """The source, or those of a mixture."""
         (entry,) = named(DataConfig, given)
         parts = parse_mixture(given.get("mixture", ()))
@@ -94,7 +94,7 @@ class DataConfig(Section):
 
     def _only(self, given: Mapping[str, Any]) -> "DataConfig":
         """The section with these values, and without keys of entries that it does not name any more."""
-        keys = [each.name for each in fields(with_options(DataConfig, DataConfig.entries(given)))]
+        keys = [each.name for each in fields(with_options(DataConfig, DataConfig.named_entries(given)))]
         return DataConfig(**{key: getattr(self, key) for key in keys} | {**given})
 
 

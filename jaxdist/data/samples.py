@@ -72,11 +72,10 @@ def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
 
 
 def batch_leaves(leaves: Leaves, global_batch: int) -> Leaves:
-    """The leaves of a global batch, from those of a sample."""
-    return {
-        leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype)
-        for leaf, like in with_weights(leaves).items()
-    }
+    """The leaves of a global batch, from those of a sample. A batch always has weights."""
+    if WEIGHTS not in leaves:
+        leaves = leaves | {WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
+    return {leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype) for leaf, like in leaves.items()}
 
 
 class ShuffledStream:
@@ -149,11 +148,6 @@ class ShuffledStream:
                 f"data.path: gives {'more than ' if more else ''}{self._at} samples in epoch {self._epoch},"
                 f" not {self._size} as before, or as its __len__ says; give the same in each"
             )
-
-
-def with_weights(leaves: Leaves) -> Leaves:
-    """The leaves of a sample in a batch, which has weights."""
-    return leaves if WEIGHTS in leaves else {**leaves, WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
 
 
 def _weighted(rows: Rows, counts: np.ndarray) -> Rows:

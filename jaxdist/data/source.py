@@ -36,11 +36,6 @@ class Source(NamedTuple):
         """What is trained on; of a mixture that of its first part: all are of one kind."""
         return self.parts[0].source.train if self.parts else self.train
 
-    @property
-    def streams(self) -> bool:
-        """Whether a stream is in it."""
-        return any(isinstance(each, Stream) for each in (self.train, *(part.source.train for part in self.parts)))
-
 
 class Part(NamedTuple):
     """A source in a mixture."""

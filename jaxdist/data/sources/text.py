@@ -54,8 +54,8 @@ def text(config: DataConfig) -> Source:
 
 
 def _read(path: Path, *, library: bool) -> dict[str, bytes]:
-    """Contents of a file, or of the non-empty text files in a folder, by relative POSIX path and in its order. No file is
-    skipped for an error."""
+    """Contents of a file, or of the non-empty text files in a folder, by relative POSIX path and sorted by it. No file
+    is skipped for an error."""
     contents: dict[str, bytes] = {}
     if library or path.is_dir():
         for file in text_files(path, library=library):
