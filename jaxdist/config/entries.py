@@ -143,7 +143,7 @@ class Section:
 
 
 def named(cls: type, given: Mapping[str, Any]) -> Entries:
-    """The entries that these values of a section's keys name, where there are such. Other keys have their defaults."""
+    """The entries that the keys of a section name. given: values of keys; others have their defaults."""
     keys = [(each.name, each.metadata["rule"].folder, given.get(each.name, each.default)) for each in fields(cls)]
     return tuple(Entry(*each) for each in keys if each[1])
 
@@ -204,7 +204,7 @@ def bound(cls: Any, section: Any, key: str) -> Any:
 
 
 def owners(entries: Entries, key: str) -> dict[str, Any]:
-    """Entries beside these that have a key of this name, and its default: {"source=parquet": None}."""
+    """The entries in the same folders that have a key of this name, and its default: {"source=parquet": None}."""
     return {
         f"{entry.key}={name}": each.default
         for entry in entries

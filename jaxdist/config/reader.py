@@ -84,7 +84,7 @@ def _section(cls: Any, given: Mapping[str, Any], name: str = "") -> _Section:
 
 
 def _common(cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Of a tree the keys that sections have whatever entries they name, checked."""
+    """The checked values of those keys in a tree that a section has whatever entries it names."""
     out: dict[str, Any] = {}
     for name, key in keys(cls).items():
         if key.nested and isinstance(tree.get(name), dict):
@@ -95,7 +95,7 @@ def _common(cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, where keys of `above` win; sections are merged."""
+    """Two trees as one: sections are merged, and keys of `above` win."""
     sections = {
         name: _merged(below[name], value) for name, value in above.items() if isinstance(value, dict) and name in below
     }

@@ -125,12 +125,12 @@ class MixedLoader(GlobalBatches):
 
 
 def _seed_of(seed: int, part: int) -> int:
-    """Parts with the same text are not read in the same order."""
+    """A seed for one part, so that two parts with the same text are read in different orders."""
     return int(np.random.SeedSequence(seed, spawn_key=(part,)).generate_state(1, np.uint64)[0])
 
 
 def leaves_of(source: Source, *, seq_len: int, global_batch: int) -> Leaves:
-    """What a global batch of `make_loader` is made of."""
+    """Shapes and dtypes of the leaves of a global batch of `make_loader`."""
     first = source.first
     if isinstance(first, np.ndarray):
         return batch_shapes(global_batch, seq_len)
@@ -152,7 +152,7 @@ def make_loader(
 def make_eval_loader(
     source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, batches: int | None
 ) -> GlobalBatches:
-    """The same held-out batches each time, of a source that is no mixture: at most `batches`, None is all."""
+    """The held-out batches of a source that is no mixture, the same each time. batches: at most so many; None: all."""
     if source.held_out is None:
         raise UserError(
             f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or set"

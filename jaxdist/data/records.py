@@ -95,6 +95,7 @@ def _read_all(files: Iterable[Path], read: Reader, *, key: str) -> tuple[list[np
 
 
 def _name(document: np.ndarray) -> bytes:
+    """What is hashed to choose the side of a document: the same whatever integer type its tokens have."""
     return document.tobytes() if document.dtype == np.uint8 else document.astype("<u4").tobytes()
 
 

@@ -110,6 +110,7 @@ class ShuffledStream:
                 return self._stream.take(samples[order[place]], number)
 
     def _run(self, epoch: int, run: int) -> tuple[list[Any], np.ndarray]:
+        """The samples of a run of an epoch, and the order in which they are taken."""
         if (epoch, run) not in self._runs:
             first, most = run * self._stream.buffer, self._stream.buffer
             self._go_to(epoch, first)
@@ -118,12 +119,14 @@ class ShuffledStream:
             self._check_end(short=len(samples) < most)
             state = np.random.SeedSequence((self._seed, epoch, run)).generate_state(ROUNDS, np.uint64)
             self._runs[epoch, run] = samples, permute(np.arange(len(samples)), len(samples), state)
+            # As many runs are kept as the samples of a step may lie in.
             smallest = min(self._stream.buffer, self._size or self._stream.buffer)
             while len(self._runs) > self._across // smallest + 2:
                 self._runs.popitem(last=False)
         return self._runs[epoch, run]
 
     def _go_to(self, epoch: int, first: int) -> None:
+        """Move the stream's iterator to sample `first` of an epoch."""
         if epoch != self._epoch or first < self._at:
             self._epoch, self._at, self._samples = epoch, first, self._stream.start(first)
             if self._size is None:

@@ -141,13 +141,19 @@ def gpt(
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
 ) -> ModelDef:
-    """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
-    fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
-    head do not. config.attention: "auto" is "xla" here, `jaxdist.build` knows what it runs on. sequence_parallel:
-    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence_parallel`).
-    collective_matmul: the blocks' layers send piece by piece while they multiply (`jaxdist.nn.matmul.collective`).
+    """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S].
 
-    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8."""
+    config: its `attention` "auto" is "xla" here; `jaxdist.build` knows what the model runs on.
+    max_length: positions of the learned table.
+    fp8: whether the blocks' linear layers multiply in float8, as precision fp8 needs. Embedding, attention's own
+        products and head do not.
+    sequence_parallel: whether, between layers that are split over `tensor`, each of its devices has its positions
+        (`jaxdist.nn.sequence_parallel`).
+    collective_matmul: whether the blocks' layers send piece by piece while they multiply
+        (`jaxdist.nn.matmul.collective`).
+
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8.
+    """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
 

@@ -40,7 +40,7 @@ def check_one_stage(stages: int, schedule: str = "") -> None:
 
 
 def refuse_stages(setting: str, schedule: str = "", *, allowed: str) -> NoReturn:
-    """Raise the `UserError` for a setting, "parallel.prefetch: 1", that several stages do not have."""
+    """Raise the `UserError` for a setting such as "parallel.prefetch: 1" under a schedule of several stages."""
     raise UserError(f"{setting} is for one stage, {_named(schedule)} has several; allowed: {allowed}")
 
 
@@ -69,8 +69,8 @@ def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, 
 
 
 def check_adafactor(optimizer: str, *, blocks: Sequence[int], chunks: int, layers: int) -> None:
-    """Raise `UserError` where adafactor would reckon with the order, or with empty rows, of stacked blocks. blocks:
-    `parallel.stages`."""
+    """Raise `UserError` where adafactor's statistics would depend on the order of stacked blocks, or on rows of zeros
+    among them. blocks: `parallel.stages`."""
     if optimizer != "adafactor":
         return
     if uneven(blocks):  # empty rows would change its means
