@@ -61,10 +61,10 @@ def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise UserError(f"{path}: the top level is {show(tree)}; allowed: sections, that is {', '.join(keys(cls))}")
-    # Which keys there are depends on the entries that are named, so these are found first: in keys of every entry.
+    # Which keys there are depends on the entries that are named, so these are found first, in keys that do not depend.
     common, usual = dict(all_keys(cls)), _section(cls, {})
-    naming = [tree, *(_override(usual, each) for each in overrides if each.partition("=")[0].strip() in common)]
-    given: dict[str, Any] = functools.reduce(_merged, [_common(cls, layer) for layer in naming])
+    naming = [_override(usual, each) for each in overrides if each.partition("=")[0].strip() in common]
+    given: dict[str, Any] = functools.reduce(_merged, naming, tree)
     top = _section(cls, given)
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
     layers = [_checked(top, top, layer) for layer in (tree, *(_override(top, each) for each in overrides))]
@@ -73,33 +73,23 @@ def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T
 
 
 def _section(cls: Any, given: Mapping[str, Any], name: str = "") -> _Section:
-    """The section `cls` with the keys of the entries that are named in `given`, a tree of its sections."""
-    entries = entries_in(cls, given)
+    """The section `cls` with the keys of the entries that `given` names, a tree of values that are not checked yet."""
+    prefix = f"{name}." if name else ""
+    common = {each: key for each, key in keys(cls).items() if each in given and not key.nested}
+    entries = entries_in(cls, {each: key.check(given[each], prefix + each) for each, key in common.items()})
     made = with_options(cls, entries)
     found = _Section(name, made, entries, keys(made), {})
     for inner, key in found.keys.items():
         if key.nested:
-            found.sections[inner] = _section(key.kind, given.get(inner, {}), found.dotted(inner))
+            inside = given.get(inner)
+            found.sections[inner] = _section(key.kind, inside if isinstance(inside, dict) else {}, prefix + inner)
     return found
-
-
-def _common(cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The checked values of those keys in a tree that a section has whatever entries it names."""
-    out: dict[str, Any] = {}
-    for name, key in keys(cls).items():
-        if key.nested and isinstance(tree.get(name), dict):
-            out[name] = _common(key.kind, tree[name], f"{prefix}{name}.")
-        elif name in tree and not key.nested:
-            out[name] = key.check(tree[name], prefix + name)
-    return out
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Two trees as one: sections are merged, and keys of `above` win."""
-    sections = {
-        name: _merged(below[name], value) for name, value in above.items() if isinstance(value, dict) and name in below
-    }
-    return below | above | sections
+    both = {name for name in below.keys() & above.keys() if isinstance(below[name], dict)}
+    return below | above | {name: _merged(below[name], above[name]) for name in both if isinstance(above[name], dict)}
 
 
 class Dumper(yaml.SafeDumper):
