@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -165,12 +166,11 @@ class GlobalBatches:
                 read[start, stop] = self.host_rows(step, slice(start, stop))
             return read[start, stop][leaf]
 
-        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
-            rows = lambda index: rows_of(leaf, index)  # noqa: E731
-            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
-
         with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-            return {leaf: whole(leaf, each) for leaf, each in self.leaves.items()}
+            return {
+                leaf: jax.make_array_from_callback(like.shape, self.sharding, partial(rows_of, leaf), dtype=like.dtype)
+                for leaf, like in self.leaves.items()
+            }
 
 
 class Loader(GlobalBatches):

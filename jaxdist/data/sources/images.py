@@ -9,7 +9,7 @@ from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples, fit, sample_leaves
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, reading, source_info
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, reading, source_info, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(reads_files=True, ids=False)
@@ -101,8 +101,7 @@ def _split(whole: Samples, fraction: float) -> tuple[Samples, Samples]:
         raise UserError("data.path: holds one sample, and one is held out; give more, or data.val_path")
     keys = np.random.SeedSequence(whole.size).generate_state(ROUNDS, np.uint64)
     order = permute(np.arange(whole.size), whole.size, keys)
-    cut = whole.size - max(1, int(whole.size * fraction))
-    parts = [np.sort(part) for part in (order[:cut], order[cut:])]  # in order as they lie on the disk
+    parts = [np.sort(part) for part in split_tail(order, fraction)]  # in order as they lie on the disk
 
     def side(part: np.ndarray) -> Samples:
         return Samples(part.size, whole.leaves, lambda numbers: whole.read(part[numbers]))
