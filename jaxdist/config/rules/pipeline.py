@@ -48,9 +48,10 @@ def _named(schedule: str) -> str:
     return f"parallel.schedule {schedule}" if schedule else "the parallel.schedule of this step"
 
 
-def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, chunked: bool = False) -> None:
-    """Raise `UserError` unless `schedule` can run these counts. chunked: whether it can take chunks > 1."""
+def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int) -> None:
+    """Raise `UserError` unless `schedule` can run these counts."""
     assert stages >= 1, stages
+    chunked = ScheduleFacts.of(schedule).chunks is not False
     if chunks < 1 or (chunks > 1 and not chunked):
         others = ", ".join(ScheduleFacts.with_fact(chunks=True))
         allowed = "1 and more" if chunked else f"1; or parallel.schedule={others}"
