@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
+from jaxdist.specs import spec_axes
 
 _Item = TypeVar("_Item")
 
@@ -137,9 +138,7 @@ class GlobalBatches:
         sharding: NamedSharding,
         batches: int | None = None,
     ) -> None:
-        axes = sharding.spec[0] if len(sharding.spec) else None
-        axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-        check_rows(global_batch, {axis: sharding.mesh.shape[axis] for axis in axes})
+        check_rows(global_batch, {axis: sharding.mesh.shape[axis] for axis in spec_axes(sharding.spec)})
         self.samples, self.leaves = samples, leaves
         self.global_batch, self.sharding, self.batches = global_batch, sharding, batches
 

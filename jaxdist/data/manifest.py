@@ -70,7 +70,6 @@ def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:
         size += len(piece)
         digest.update(piece)
         yield piece
-    assert entry is not None
     if (size, digest.hexdigest()) != (said["bytes"], said["sha256"]):
         what = f"{size} bytes, not {said['bytes']}" if size != said["bytes"] else "another SHA-256"
         raise UserError(

@@ -42,29 +42,25 @@ def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], rea
     """
     files = record_files(Path(config.path).expanduser(), suffixes, key="data.path")
     documents, unit = _read_all(files, read, key="data.path")
+    held_files, every = files, documents  # every: in the order of the files, from which follows what is held out
     if config.val_path is not None:
         held_files = record_files(Path(config.val_path).expanduser(), suffixes, key="data.val_path")
         held, other = _read_all(held_files, read, key="data.val_path")
         if other != unit:
             raise UserError(f"data.val_path: {config.val_path!r} holds {other}, data.path {unit}; give one kind")
-        sides = [documents, held]
+        sides, every = [documents, held], documents + held
     elif len(documents) > 1:
-        held_files = files
         chosen = held_out_files([_name(each) for each in documents], config.held_out)
         sides = [[each for each, out in zip(documents, chosen, strict=True) if out == side] for side in (False, True)]
-        held = []
     else:
-        held_files, held = files, []
         sides = [[part] for part in split_tail(documents[0], config.held_out)]
-    largest = max(int(each.max()) for side in sides for each in side)
-    lowest = min(int(each.min()) for side in sides for each in side)
+    largest, lowest = max(int(each.max()) for each in every), min(int(each.min()) for each in every)
     if lowest < 0 or largest > MAX_ID:
         raise UserError(
             f"data.path: {config.path!r} holds the id {lowest if lowest < 0 else largest}; allowed: 0 to {MAX_ID}"
         )
     dtype = id_dtype(largest)
-    # The documents in the order of the files. What is held out follows from it.
-    contents = (each.astype(dtype, copy=False) for each in (*documents, *held))
+    contents = (each.astype(dtype, copy=False) for each in every)
     digest = fingerprint((f"{i}", each.nbytes, [each.tobytes()]) for i, each in enumerate(contents))
     return source_of_ids(
         config,
