@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxdist.data.files import read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
-from jaxdist.data.source import hash_fraction, reading, split_tail
+from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.errors import UserError
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
@@ -60,7 +60,7 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
             path = path.expanduser()
         except RuntimeError as error:  # there is no such home
             raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
-        with reading("INPUT", path):
+        with readable("INPUT", path):
             if not path.exists():
                 raise UserError(f"INPUT: {str(path)!r} does not exist; give text or .jsonl files or folders of them")
             folder = path.is_dir()
@@ -73,7 +73,7 @@ def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
     """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
     empty, unless the user named them."""
     for file, named, size in files:
-        with reading("INPUT", file):
+        with readable("INPUT", file):
             if file.suffix == ".jsonl":
                 yield from _lines(file, field)
             else:
@@ -116,7 +116,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
             f"--tokenizer: {str(path)!r} needs the package tokenizers, which is not installed; pip install "
             "'jaxdist[hf]', or use --tokenizer bytes"
         ) from error
-    with reading("--tokenizer", path):
+    with readable("--tokenizer", path):
         content = path.read_bytes()
     try:
         model = Model.from_str(content.decode())

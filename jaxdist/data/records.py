@@ -13,7 +13,7 @@ import numpy as np
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.files import text_files
 from jaxdist.data.manifest import MAX_ID, id_dtype
-from jaxdist.data.source import Source, fingerprint, held_out_files, reading, source_of_ids, split_tail
+from jaxdist.data.source import Source, fingerprint, held_out_files, readable, source_of_ids, split_tail
 from jaxdist.errors import UserError
 
 # file -> its documents: the bytes of a text (uint8), or tokens of any other integer type.
@@ -22,7 +22,7 @@ Reader = Callable[[Path], Iterator[np.ndarray]]
 
 def record_files(path: Path, suffixes: Sequence[str], *, key: str) -> list[Path]:
     """The file, or the files of a folder with one of these suffixes, by relative path, but hidden ones and links."""
-    with reading(key, path):
+    with readable(key, path):
         if path.is_dir():
             found = [file for file in text_files(path) if file.suffix in suffixes]
         elif path.is_file():
@@ -78,7 +78,7 @@ def _read_all(files: Iterable[Path], read: Reader, *, key: str) -> tuple[list[np
     """All documents that are not empty, and whether they are "bytes" or "tokens"."""
     documents, kinds = [], set()
     for file in files:
-        with reading(key, file):
+        with readable(key, file):
             for each in read(file):
                 if each.ndim == 1 and each.size:
                     documents.append(each)

@@ -59,7 +59,7 @@ def missing(package: str, extra: str, *, source: str) -> UserError:
 
 
 @contextlib.contextmanager
-def reading(key: str, path: Path) -> Iterator[None]:
+def readable(key: str, path: Path) -> Iterator[None]:
     """Inside, an `OSError` becomes the `UserError` for a file or folder that cannot be read.
 
     key: what the message is about. path: is named if the error itself names none.

@@ -9,7 +9,7 @@ from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples, fit, sample_leaves
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, reading, source_info, split_tail
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_info, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(reads_files=True, ids=False)
@@ -51,7 +51,7 @@ def images(config: DataConfig) -> Source:
 
 def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
     """The arrays, by name, in order of their names."""
-    with reading(key, path):
+    with readable(key, path):
         try:
             if path.is_dir():
                 found = {each.stem: np.load(each, mmap_mode="r", allow_pickle=False) for each in path.glob("[!.]*.npy")}

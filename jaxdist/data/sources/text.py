@@ -8,7 +8,7 @@ import numpy as np
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.files import read_text, text_files
-from jaxdist.data.source import Source, fingerprint, held_out_files, reading, source_of_ids, split_tail
+from jaxdist.data.source import Source, fingerprint, held_out_files, readable, source_of_ids, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(
@@ -33,7 +33,7 @@ def text(config: DataConfig) -> Source:
     """
     library = config.path == "stdlib"
     root = Path(sysconfig.get_paths()["stdlib"] if library else config.path).expanduser()
-    with reading("data.path", root):
+    with readable("data.path", root):
         contents = _read(root, library=library)
     names = list(contents)
     if not names:
@@ -59,7 +59,7 @@ def _read(path: Path, *, library: bool) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     if library or path.is_dir():
         for file in text_files(path, library=library):
-            with reading("data.path", file):
+            with readable("data.path", file):
                 contents[file.relative_to(path).as_posix()] = read_text(file)
         return {name: content for name, content in contents.items() if content}
     if not path.exists():

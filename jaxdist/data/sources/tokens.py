@@ -8,7 +8,7 @@ import numpy as np
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.manifest import MAX_ID, ManifestEntry, checked_pieces, document_starts, entry_of
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, reading, source_of_ids, split_starts, split_tail
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_of_ids, split_starts, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(
@@ -34,7 +34,7 @@ def tokens(config: DataConfig) -> Source:
     Raises `UserError`: missing, unreadable, empty, damaged, not a whole number of ids, ids above 2**31 - 1 or shorter
     than a window; a `data.token_dtype` that the manifest contradicts; no document starts.
     """
-    with reading("data.path", Path(config.path)):
+    with readable("data.path", Path(config.path)):
         train_file, val_file = _files(config)
         first = _open(train_file, config.token_dtype, _USUAL_DTYPE, key="data.path")
         whole = {"train": first}
