@@ -19,13 +19,16 @@ _END = object()
 
 
 def iterable(config: DataConfig) -> Source:
-    """Samples of the object at `data.path`, a dotted path: one with `__iter__`, a class of such, called without
-    arguments, or a function that returns an iterator. docs/data.md says what it gives and what it may have beside.
+    """The samples of the object at `data.path`, a dotted path.
 
-    A sample is a dict of arrays, of the same names, shapes and types each time; or `data.seq_len` + 1 ids, of which
-    the object has `vocab` many. Integers under `inputs` in a dict, and `targets` beside them, are ids too. Held out
-    are those of the object at `data.val_path`, which are kept in memory; without it, none. Raises `UserError`: not
-    found, not iterable, not from the start each time, no samples, other samples.
+    The object has `__iter__`; or it is a class of such objects, called without arguments, or a function that returns an
+    iterator. docs/data.md says what else it may have. A sample is one of:
+    - a dict of arrays, with the same names, shapes and types each time. Integers under `inputs`, and `targets` beside
+      them, are token ids.
+    - `data.seq_len` + 1 token ids. The attribute `vocab` of the object says how many ids there are.
+
+    The samples of the object at `data.val_path` are held out, and kept in memory; without it, none are. Raises
+    `UserError`: not found, not iterable, not from the start each time, no samples, other samples.
     """
     train, vocab, first = _stream(config, config.path, key="data.path")
     held_out = None
