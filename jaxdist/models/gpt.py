@@ -4,7 +4,6 @@ Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from jaxdist.nn import (
     whole_sequence,
     whole_vocab,
 )
+from jaxdist.nn.linear import MatmulOptions
 from jaxdist.precision.policy import accumulation_dtype
 
 FACTS = ModelFacts(ids_only=True, kernels=True)
@@ -89,47 +89,33 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool, collective_matmul: bool) -> Block:
+def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
-    linear: dict[str, Any] = {
-        "bias": bool(config.bias),
-        "out_scale": (2 * config.layers) ** -0.5,
-        "fp8": fp8,
-        "sequence": sequence,
-        "collective_matmul": collective_matmul,
-    }
+    bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     attention = Attention(
         rngs,
         config.width,
         config.heads,
         config.kv_heads,
+        bias=bias,
         rope_theta=config.rope_theta if config.positions == "rope" else None,
         dropout=config.dropout,
+        out_scale=out_scale,
         kernel=config.attention.replace("auto", "xla"),
-        **linear,
+        **matmul,
     )
-    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, **linear)
-    norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=linear["bias"]) for _ in range(2))
-    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=sequence)
+    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, **matmul)
+    norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
+    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=matmul["sequence"])
 
 
 class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_length: int,
-        rngs: nnx.Rngs,
-        *,
-        fp8: bool = False,
-        sequence: bool = False,
-        collective_matmul: bool = False,
-    ) -> None:
-        self.embed = Embed(config, max_length, rngs, sequence=sequence)
-        block = functools.partial(_block, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul)
-        self.blocks = nnx.List([block(config, rngs) for _ in range(config.layers)])
-        self.head = Head(config, rngs, sequence=sequence)
+    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions) -> None:
+        self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
+        self.blocks = nnx.List([_block(config, rngs, matmul) for _ in range(config.layers)])
+        self.head = Head(config, rngs, sequence=matmul["sequence"])
 
 
 def gpt(
@@ -156,12 +142,9 @@ def gpt(
     """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
-
-    def build(rngs: nnx.Rngs) -> GPT:
-        return GPT(full, max_length, rngs, fp8=fp8, sequence=sequence_parallel, collective_matmul=collective_matmul)
-
+    matmul: MatmulOptions = {"fp8": fp8, "sequence": sequence_parallel, "collective_matmul": collective_matmul}
     return model_def(
-        build,
+        lambda rngs: GPT(full, max_length, rngs, matmul),
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
