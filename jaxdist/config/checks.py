@@ -133,8 +133,7 @@ def _check_stages(config: Config, stages: int) -> None:
     if layers is not None and (not parallel.stages or config.mesh.pipe != -1):
         check_stages(parallel.stages, layers=layers, stages=stages, chunks=chunks)
     check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers or 0)
-    chunked = facts.chunks is not False
-    check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks, chunked=chunked)
+    check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks)
     if facts.halves:
         check_pairs(parallel.microbatches)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from jaxdist import registry
@@ -131,12 +131,7 @@ class Section:
         if Section not in cls.__bases__:
             return object.__new__(cls)
         given |= dict(zip((each.name for each in fields(cls)), values, strict=False))  # type: ignore[arg-type]
-        return object.__new__(with_options(cls, cls.entries(given)))
-
-    @classmethod
-    def entries(cls, given: Mapping[str, Any]) -> Entries:
-        """The entries that these values name."""
-        return named(cls, given)
+        return object.__new__(with_options(cls, entries_in(cls, given)))
 
     def replace(self, **changes: Any) -> Self:
         """The section with other values of these keys."""
@@ -148,16 +143,20 @@ class Section:
 
 
 def named(cls: type, given: Mapping[str, Any]) -> Entries:
-    """The entries that these values of a section's keys name, where there are such. Other keys have their defaults."""
+    """The entries that the keys of a section name. given: values of keys; others have their defaults."""
     keys = [(each.name, each.metadata["rule"].folder, given.get(each.name, each.default)) for each in fields(cls)]
     return tuple(Entry(*each) for each in keys if each[1])
 
 
+def entries_in(cls: Any, given: Mapping[str, Any]) -> Entries:
+    """The entries that a section names: `named`, unless it finds them in a way of its own, as `data` does."""
+    return cls.named_entries(given) if hasattr(cls, "named_entries") else named(cls, given)
+
+
 def entries_of(config: Any) -> Entries:
     """All entries that a configuration names."""
-    own = type(config).entries(vars(config)) if isinstance(config, Section) else named(type(config), vars(config))
     inner = (entries_of(each) for each in vars(config).values() if is_dataclass(each))
-    return tuple(entry for entries in (own, *inner) for entry in entries)
+    return sum(inner, entries_in(type(config), vars(config)))
 
 
 def options_of(folder: str, name: str) -> tuple[type, ...]:
@@ -205,7 +204,7 @@ def bound(cls: Any, section: Any, key: str) -> Any:
 
 
 def owners(entries: Entries, key: str) -> dict[str, Any]:
-    """Entries beside these that have a key of this name, and its default: {"source=parquet": None}."""
+    """The entries in the same folders that have a key of this name, and its default: {"source=parquet": None}."""
     return {
         f"{entry.key}={name}": each.default
         for entry in entries
@@ -214,27 +213,3 @@ def owners(entries: Entries, key: str) -> dict[str, Any]:
         for each in fields(options)
         if each.name == key
     }
-
-
-def shaped(cls: type, given: Mapping[str, Any], prefix: str = "") -> tuple[type, dict[str, Entries]]:
-    """The dataclass of a configuration with the keys of all entries that are named in `given`, a tree of sections.
-    Beside it these entries, by section ("parallel.grad_sync")."""
-    entries = cls.entries(given) if issubclass(cls, Section) else named(cls, given)
-    made, found = with_options(cls, entries), {prefix.rstrip("."): entries}
-    inner: list[tuple[str, type]] = []
-    for each in fields(made):
-        usual = each.default_factory
-        if isinstance(usual, type) and is_dataclass(usual):
-            kind, more = shaped(usual, given.get(each.name, {}), f"{prefix}{each.name}.")
-            found |= more
-            if kind is not usual:
-                inner.append((each.name, kind))
-    return _with_sections(made, tuple(inner)), found
-
-
-@functools.cache
-def _with_sections(cls: type, sections: tuple[tuple[str, type], ...]) -> type:
-    """`cls` with other dataclasses as some of its sections."""
-    known = {each.name: each.metadata for each in fields(cls)}
-    new = [(name, kind, field(default_factory=kind, metadata=known[name])) for name, kind in sections]
-    return make_dataclass(cls.__name__, new, bases=(cls,), frozen=True) if new else cls

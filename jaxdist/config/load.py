@@ -1,10 +1,13 @@
 """From a YAML file and command-line overrides to a checked configuration, and back to YAML. Imports no jax."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from jaxdist.config.checks import check_config
-from jaxdist.config.reader import dump_yaml, read_config
+from jaxdist.config.reader import Dumper, read_config
 from jaxdist.config.schema import Config
 
 
@@ -20,4 +23,4 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration."""
-    return dump_yaml(config)
+    return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)

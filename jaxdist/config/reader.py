@@ -7,15 +7,13 @@ deep nesting and duplicate keys are refused before anything is built from them.
 import functools
 import re
 import stat
-import typing
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, make_dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import yaml
 
-from jaxdist.config.entries import Entries, owners, shaped
+from jaxdist.config.entries import Entries, entries_in, owners, with_options
 from jaxdist.config.rules.fields import Key, all_keys, keys, nearest, show
 from jaxdist.errors import UserError
 
@@ -34,92 +32,95 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
+class _Section(NamedTuple):
+    """A section of a configuration, with the keys of the entries that it names.
+
+    name: dotted, such as "parallel.grad_sync"; "" is the whole configuration.
+    made: the dataclass that has all of these keys.
+    """
+
+    name: str
+    made: type
+    entries: Entries
+    keys: dict[str, Key]
+    sections: dict[str, "_Section"]
+
+    def dotted(self, key: str) -> str:
+        """The whole name of one of its keys."""
+        return f"{self.name}.{key}" if self.name else key
+
+    def everywhere(self) -> Iterator[str]:
+        """The whole names of all keys in it and in its sections, in order."""
+        for name in self.keys:
+            yield from self.sections[name].everywhere() if name in self.sections else [self.dotted(name)]
+
+
 def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T:
     """A `cls` from the YAML file at `path` with each `section.key=value` on top, in order. Errors: `UserError`."""
     text = _read_text(Path(path))
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise UserError(f"{path}: the top level is {show(tree)}; allowed: sections, that is {', '.join(keys(cls))}")
-    shape = _shape(cls, [tree, *(_override(cls, each) for each in overrides if _key_of(each) in dict(all_keys(cls)))])
-    layers = [tree, *(_override(shape, each) for each in overrides)]
+    # Which keys there are depends on the entries that are named, so these are found first, in keys that do not depend.
+    common, usual = dict(all_keys(cls)), _section(cls, {})
+    naming = [_override(usual, each) for each in overrides if each.partition("=")[0].strip() in common]
+    given: dict[str, Any] = functools.reduce(_merged, naming, tree)
+    top = _section(cls, given)
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
-    layers = [_checked(shape, shape, layer) for layer in layers]
-    made: Any = _build(shape, functools.reduce(_merged, layers))
-    return cls(**{each.name: getattr(made, each.name) for each in fields(cls)})  # type: ignore[arg-type]
+    layers = [_checked(top, top, layer) for layer in (tree, *(_override(top, each) for each in overrides))]
+    made: _T = _build(top, functools.reduce(_merged, layers))
+    return made
 
 
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].strip()
-
-
-def _shape(cls: type, layers: list[dict[str, Any]]) -> type:
-    """The dataclass `cls` with the keys of all entries that these layers name."""
-    given: dict[str, Any] = functools.reduce(_merged, [_common(cls, layer) for layer in layers])
-    made, entries = shaped(cls, given)
-    return make_dataclass(cls.__name__, [], bases=(made,), frozen=True, namespace={"entries": entries})
-
-
-def _common(cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Of a tree the keys that sections have whatever entries they name, checked."""
-    out: dict[str, Any] = {}
-    for name, key in keys(cls).items():
-        if key.nested and isinstance(tree.get(name), dict):
-            out[name] = _common(key.kind, tree[name], f"{prefix}{name}.")
-        elif name in tree and not key.nested:
-            out[name] = key.check(tree[name], prefix + name)
-    return out
+def _section(cls: Any, given: Mapping[str, Any], name: str = "") -> _Section:
+    """The section `cls` with the keys of the entries that `given` names, a tree of values that are not checked yet."""
+    prefix = f"{name}." if name else ""
+    common = {each: key for each, key in keys(cls).items() if each in given and not key.nested}
+    entries = entries_in(cls, {each: key.check(given[each], prefix + each) for each, key in common.items()})
+    made = with_options(cls, entries)
+    found = _Section(name, made, entries, keys(made), {})
+    for inner, key in found.keys.items():
+        if key.nested:
+            inside = given.get(inner)
+            found.sections[inner] = _section(key.kind, inside if isinstance(inside, dict) else {}, prefix + inner)
+    return found
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, where keys of `above` win; sections are merged."""
-    sections = {
-        name: _merged(below[name], value) for name, value in above.items() if isinstance(value, dict) and name in below
-    }
-    return below | above | sections
+    """Two trees as one: sections are merged, and keys of `above` win."""
+    both = {name for name in below.keys() & above.keys() if isinstance(below[name], dict)}
+    return below | above | {name: _merged(below[name], above[name]) for name in both if isinstance(above[name], dict)}
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Quotes each text that `parse_yaml` would take for something else, and writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def dump_yaml(config: Any) -> str:
-    """A dataclass of this kind as YAML text that `read_config` turns into an equal one."""
-    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def _checked(top: _Section, section: _Section, tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree of a section with values in their keys' types and shorthands written out. Keys not given stay away.
 
-
-def _checked(top: type, cls: type, tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The checked tree with values in their keys' types and shorthands written out. Keys not given stay away.
-
-    `cls` is the section that `tree` holds, `prefix` its dotted name with a dot, `top` the whole (for hints).
+    top: the whole configuration, for hints.
     """
-    known = keys(cls)
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        dotted = prefix + name
-        if name not in known and _without_effect(_entries(top, prefix.rstrip(".")), name, value):
+        if name not in section.keys and _without_effect(section.entries, name, value):
             continue
-        key = known.get(name) or _unknown(top, cls, dotted, value)
-        if key.nested and isinstance(value, str) and key.shorthand is not None:
+        key = section.keys.get(name) or _unknown(top, section, name, value)
+        if not key.nested:
+            out[name] = key.check(value, section.dotted(name))
+            continue
+        if isinstance(value, str) and key.shorthand is not None:
             value = {key.shorthand: value}
-        if key.nested and not isinstance(value, dict):
-            raise UserError(_not_a_section(dotted, key, value))
-        if key.nested:
-            out[name] = _checked(top, key.kind, value, dotted + ".")
-        else:
-            out[name] = key.check(value, dotted)
+        if not isinstance(value, dict):
+            raise UserError(_not_a_section(section.sections[name], key.shorthand, value))
+        out[name] = _checked(top, section.sections[name], value)
     return out
-
-
-def _entries(top: Any, section: str) -> Entries:
-    """The entries that a section names."""
-    found: Entries = top.entries.get(section, ())
-    return found
 
 
 def _without_effect(entries: Entries, name: str, value: Any) -> bool:
@@ -132,60 +133,48 @@ def _bare(name: str) -> str:
     return show(name).strip("'\"") or "''"
 
 
-def _build(cls: type[_T], tree: dict[str, Any]) -> _T:
-    nested = {name: key.kind for name, key in keys(cls).items() if key.nested}
-
-    def built(name: str, value: Any) -> Any:
-        if name in nested:
-            return _build(nested[name], value)
-        return tuple(value) if isinstance(value, list) else value
-
-    return cls(**{name: built(name, value) for name, value in tree.items()})
+def _build(section: _Section, tree: dict[str, Any]) -> Any:
+    """The dataclass of a section, from its checked tree."""
+    return section.made(**tree | {name: _build(each, tree.get(name, {})) for name, each in section.sections.items()})
 
 
-def _not_a_section(dotted: str, key: Key, value: Any) -> str:
-    known = keys(key.kind)
-    example = key.shorthand or next(iter(known))
+def _not_a_section(section: _Section, shorthand: str | None, value: Any) -> str:
+    example = shorthand or next(iter(section.keys))
     given = "nothing (null)" if value is None else show(value)
-    text = f"{dotted}: {given} is given where a section belongs; allowed: settings such as {dotted}.{example}"
-    text += f"={show(known[example].default)}; keys of {dotted}: {', '.join(known)}"
+    text = f"{section.name}: {given} is given where a section belongs; allowed: settings such as {section.name}."
+    text += f"{example}={show(section.keys[example].default)}; keys of {section.name}: {', '.join(section.keys)}"
     if isinstance(value, str) and re.match(r"\w+:", value):
         text += "; in YAML a space follows the colon"
     return text + ("; remove a section that sets nothing" if value is None else "")
 
 
-def _unknown(top: type, cls: type, dotted: str, value: Any) -> typing.NoReturn:
-    """Raise the `UserError` for a key that does not exist; `cls` is the section that should hold it."""
-    prefix = dotted.rpartition(".")[0] if cls is not top else ""
-    name = dotted[len(prefix) :].lstrip(".") if prefix else dotted
-    known = keys(cls)
-    everywhere = {name: key for name, key in all_keys(top) if not key.nested}
-    if name in everywhere:
+def _unknown(top: _Section, section: _Section, name: str, value: Any) -> NoReturn:
+    """Raise the `UserError` for a key that the section does not have."""
+    near = _near_keys(top, section, name)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    if not section.name and name in top.everywhere():
         hint = f"; write it as a section: {name.replace('.', ': {', 1)}: ...}}"
-    else:
-        near = _near_keys(name, prefix, known, everywhere)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    what, of = ("key", f"keys of {prefix}") if prefix else ("section", "sections")
-    entries = _entries(top, prefix)
-    of += f" ({', '.join(f'{entry.key}={entry.name}' for entry in entries)})" if entries else ""
-    if belongs := owners(entries, name):
-        hint = "".join(f"; it is a key of {prefix}.{entry}" for entry in belongs)
+    if belongs := owners(section.entries, name):
+        hint = "".join(f"; it is a key of {section.name}.{entry}" for entry in belongs)
+    what, of = ("key", f"keys of {section.name}") if section.name else ("section", "sections")
+    if section.entries:
+        of += f" ({', '.join(f'{entry.key}={entry.name}' for entry in section.entries)})"
     given = "a section" if isinstance(value, dict) else f"value {show(value)}"
-    raise UserError(f"{_bare(dotted)}: unknown {what} ({given}){hint}; {of}: {', '.join(known)}")
+    raise UserError(f"{_bare(section.dotted(name))}: unknown {what} ({given}){hint}; {of}: {', '.join(section.keys)}")
 
 
-def _near_keys(name: str, prefix: str, known: Iterable[str], everywhere: Iterable[str]) -> list[str]:
+def _near_keys(top: _Section, section: _Section, name: str) -> list[str]:
     """Dotted names that an unknown key was probably meant to be: a name from another section counts if it is exact."""
-    beside = nearest(name, known, cutoff=0.7)
-    if beside is None:
-        leaves = {each.rpartition(".")[2] for each in everywhere}
-        same = nearest(name, leaves, cutoff=0.95)
-        if same is not None:
-            return [each for each in everywhere if each.endswith("." + same)]
-        beside = nearest(name, known)
-        if beside is None and not prefix and (leaf := nearest(name, leaves, cutoff=0.7)):
-            return [each for each in everywhere if each.endswith("." + leaf)]
-    return [f"{prefix}.{beside}" if prefix else beside] if beside else []
+    everywhere = list(top.everywhere())
+    leaves = {each.rpartition(".")[2] for each in everywhere}
+    beside = nearest(name, section.keys, cutoff=0.7)
+    other = None if beside else nearest(name, leaves, cutoff=0.95)
+    if not beside and not other:
+        beside = nearest(name, section.keys)
+        other = nearest(name, leaves, cutoff=0.7) if not beside and not section.name else None
+    if other:
+        return [each for each in everywhere if each.endswith("." + other)]
+    return [section.dotted(beside)] if beside else []
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -313,7 +302,7 @@ def _missing(path: Path) -> str:
     return f"--config {path}: no such file (seen from {Path.cwd()}); allowed: an existing YAML file{hint}"
 
 
-def _override(cls: type, text: str) -> dict[str, Any]:
+def _override(top: _Section, text: str) -> dict[str, Any]:
     """`section.key=value` as a tree. A key for text takes the value as it stands unless it begins with a quote."""
     bad = _CONTROL.search(text)
     if bad is not None:
@@ -321,25 +310,20 @@ def _override(cls: type, text: str) -> dict[str, Any]:
     if len(text) > MAX_BYTES:
         raise UserError(f"override {show(text)}: {len(text)} characters; allowed: at most {MAX_BYTES}")
     dotted, equals, raw = text.partition("=")
-    parts = dotted.strip().split(".")
+    *sections, last = parts = dotted.strip().split(".")
     if not equals or not all(parts):
         raise UserError(f"override {show(text)}: allowed: section.key=value, such as train.steps=100")
-    key = _find(cls, parts, raw)
+    section = top
+    for part in sections:
+        if part in section.keys and part not in section.sections:
+            owner = section.dotted(part)
+            raise UserError(f"{dotted.strip()}: unknown key (value {show(raw)}); {owner} is one value, not a section")
+        section = section.sections.get(part) or _unknown(top, section, part, raw)
+    key = section.keys.get(last) or _unknown(top, section, last, raw)
     value = _override_value(key, raw, dotted.strip())
     for part in reversed(parts):
         value = {part: value}
     return value
-
-
-def _find(cls: type, parts: list[str], raw: str) -> Key:
-    section_cls = cls
-    for place, part in enumerate(parts):
-        key = keys(section_cls).get(part) or _unknown(cls, section_cls, ".".join(parts[: place + 1]), raw)
-        if place + 1 < len(parts) and not key.nested:
-            owner = ".".join(parts[: place + 1])
-            raise UserError(f"{'.'.join(parts)}: unknown key (value {show(raw)}); {owner} is one value, not a section")
-        section_cls = key.kind
-    return key
 
 
 def _override_value(key: Key, raw: str, dotted: str) -> Any:

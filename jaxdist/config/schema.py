@@ -24,7 +24,7 @@ class ModelConfig(Section):
 
     name: str = setting("gpt", "the model", folder="jaxdist.models")
 
-    # What is asked of every model. These stand for keys that a model does not have.
+    # jaxdist reads these of every model. The values here are those of a model without such keys.
     layers = vocab = loss_chunk = _NONE
     scan_blocks = 1
 
@@ -81,7 +81,7 @@ class DataConfig(Section):
         def __init__(self, source: str = "text", path: str = "stdlib", **keys: Any) -> None: ...
 
     @classmethod
-    def entries(cls, given: Mapping[str, Any]) -> Entries:
+    def named_entries(cls, given: Mapping[str, Any]) -> Entries:
         """The source, or those of a mixture."""
         (entry,) = named(DataConfig, given)
         parts = parse_mixture(given.get("mixture", ()))
@@ -94,7 +94,7 @@ class DataConfig(Section):
 
     def _only(self, given: Mapping[str, Any]) -> "DataConfig":
         """The section with these values, and without keys of entries that it does not name any more."""
-        keys = [each.name for each in fields(with_options(DataConfig, DataConfig.entries(given)))]
+        keys = [each.name for each in fields(with_options(DataConfig, DataConfig.named_entries(given)))]
         return DataConfig(**{key: getattr(self, key) for key in keys} | {**given})
 
 
@@ -114,7 +114,7 @@ class MeshConfig:
 class ParallelConfig:
     """How parameters, gradients and microbatches are spread."""
 
-    strategy: str = setting("ddp", "where parameters and gradients rest", folder="jaxdist.parallel.strategies")
+    strategy: str = setting("ddp", "how parameters and gradients are stored", folder="jaxdist.parallel.strategies")
     schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     chunks: int = setting(1, "interleaved: parts of a stage's blocks, from as many places of the model", at_least=1)
@@ -146,7 +146,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What rests in host memory instead of on the devices."""
+    """What is kept in host memory instead of on the devices."""
 
     optimizer: bool = setting(False, "the optimizer state, which is fetched for each update and put back")
     activations: bool = setting(False, "inputs of blocks until the backward pass: the same as memory.remat=offload")
@@ -154,7 +154,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is computed again instead of kept, and what rests in host memory: docs/memory.md."""
+    """What is computed again instead of kept, and what is kept in host memory: docs/memory.md."""
 
     remat: str | tuple[str, ...] = setting(
         "none",
@@ -162,7 +162,7 @@ class MemoryConfig:
         choices=MODES,
         listed=NAMES,
     )
-    offload: OffloadConfig = section(OffloadConfig, "what rests in host memory")
+    offload: OffloadConfig = section(OffloadConfig, "what is kept in host memory")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The text files of a folder."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 # Installed packages, test suites and files written by the build differ between machines with the same Python.
@@ -18,8 +17,8 @@ def read_text(file: Path) -> bytes:
         return b"" if b"\0" in head else head + stream.read()
 
 
-def text_files(root: Path, *, library: bool = False) -> Iterator[Path]:
-    """The regular files under `root`, in no order, but hidden ones and links.
+def text_files(root: Path, *, library: bool = False) -> list[Path]:
+    """The regular files under `root`, in the order of their relative paths, but hidden ones and links.
 
     library: the Python files of the standard library instead. Raises `OSError` for a folder that cannot be listed.
     """
@@ -32,9 +31,11 @@ def text_files(root: Path, *, library: bool = False) -> Iterator[Path]:
     def stop(error: OSError) -> None:
         raise error  # os.walk would leave out a folder it cannot list
 
+    found = []
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [name for name in subfolders if wanted(name)]  # the ones os.walk goes into, if not links
         for name in files:
             file = Path(folder, name)
             if wanted(name) and (name.endswith(".py") or not library) and not file.is_symlink() and file.is_file():
-                yield file
+                found.append(file)
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())

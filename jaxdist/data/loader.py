@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
+from jaxdist.specs import spec_axes
 
 _Item = TypeVar("_Item")
 
@@ -116,29 +118,29 @@ def targets_across(starts: np.ndarray, first: np.ndarray, seq_len: int) -> tuple
     return rows, starts[low[rows] + within] - first[rows] - 1
 
 
-def check_batch_split(global_batch: int, sharding: NamedSharding) -> None:
-    """Raise `UserError` unless the devices divide the batch."""
-    axes = sharding.spec[0] if len(sharding.spec) else None
-    axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    check_rows(global_batch, {axis: sharding.mesh.shape[axis] for axis in axes})
-
-
 class GlobalBatches:
-    """A loader of global batches. A subclass says what sample k is.
+    """A loader of global batches of numbered samples: batch s has the samples s * B to s * B + B - 1.
 
+    - samples: numbers of samples (int64 [n]) -> their rows on the host, leaves [n, ...].
     - leaves: shapes and dtypes of a global batch.
-    - sharding: of every leaf.
+    - sharding: of every leaf; it splits dim 0 (`NamedSharding(mesh, P(BATCH_AXES))`).
     - batches: the number of batches; None: endless.
+
+    Raises `UserError` unless the devices divide the batch.
     """
 
-    leaves: dict[str, jax.ShapeDtypeStruct]
-    global_batch: int
-    sharding: NamedSharding
-    batches: int | None = None
-
-    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows of samples `k` (int64), on the host."""
-        raise AssertionError("a subclass defines it")
+    def __init__(
+        self,
+        samples: Callable[[np.ndarray], dict[str, np.ndarray]],
+        leaves: dict[str, jax.ShapeDtypeStruct],
+        *,
+        global_batch: int,
+        sharding: NamedSharding,
+        batches: int | None = None,
+    ) -> None:
+        check_rows(global_batch, {axis: sharding.mesh.shape[axis] for axis in spec_axes(sharding.spec)})
+        self.samples, self.leaves = samples, leaves
+        self.global_batch, self.sharding, self.batches = global_batch, sharding, batches
 
     def host_rows(self, step: int, rows: slice) -> dict[str, np.ndarray]:
         """Rows `rows` of the global batch of a step, on the host: any slice of [0, B) with step 1.
@@ -163,18 +165,16 @@ class GlobalBatches:
                 read[start, stop] = self.host_rows(step, slice(start, stop))
             return read[start, stop][leaf]
 
-        def whole(leaf: str, each: jax.ShapeDtypeStruct) -> jax.Array:
-            rows = lambda index: rows_of(leaf, index)  # noqa: E731
-            return jax.make_array_from_callback(each.shape, self.sharding, rows, dtype=each.dtype)
-
         with jax.transfer_guard_host_to_device("allow"):  # the guard takes this for a transfer by accident
-            return {leaf: whole(leaf, each) for leaf, each in self.leaves.items()}
+            return {
+                leaf: jax.make_array_from_callback(like.shape, self.sharding, partial(rows_of, leaf), dtype=like.dtype)
+                for leaf, like in self.leaves.items()
+            }
 
 
 class Loader(GlobalBatches):
     """Global batches of a 1-D token array, memory-mapped or not. A process reads only the rows of its own devices.
 
-    - sharding: splits dim 0 of every leaf (`NamedSharding(mesh, P(BATCH_AXES))`).
     - shuffle: endless shuffled epochs from `seed` (`ShuffledWindows`); otherwise a fixed set for evaluation
       (`SpreadWindows`) of at most `batches` batches. None: the whole text.
     - documents: the positions (increasing) at which documents start. A target that is the first token of a document has
@@ -200,24 +200,21 @@ class Loader(GlobalBatches):
                 f"data.seq_len={seq_len}: a window is {seq_len + 1} tokens, the text has {tokens.size}; use a shorter "
                 "window or a longer text"
             )
-        check_batch_split(global_batch, sharding)
         if shuffle and batches is not None:
             raise UserError(f"batches={batches} is for shuffle=False: shuffled batches have no end")
-        self.seq_len = seq_len
-        self.global_batch = global_batch
-        self.leaves = batch_shapes(global_batch, seq_len)
-        self.sharding = sharding
-        self.documents = documents
+        self.seq_len, self.documents = seq_len, documents
         self.windows: ShuffledWindows | SpreadWindows
         if shuffle:
             self.windows = ShuffledWindows(tokens.size, seq_len=seq_len, seed=seed)
         else:
             self.windows = SpreadWindows(tokens.size, seq_len=seq_len, global_batch=global_batch, batches=batches)
-            self.batches = self.windows.batches
+            batches = self.windows.batches
+        leaves = batch_shapes(global_batch, seq_len)
+        super().__init__(self._rows, leaves, global_batch=global_batch, sharding=sharding, batches=batches)
         # Overlapping views of seq_len + 1 ids, one per position; indexing with starts copies only those rows from disk.
         self._views = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len + 1)
 
-    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+    def _rows(self, k: np.ndarray) -> dict[str, np.ndarray]:
         """inputs and targets int32 [n, S]; weights float32 [n, S], 1 where a target counts."""
         starts, counts = self.windows.starts(k)
         ids = self._views[starts]

@@ -18,6 +18,7 @@ from jaxdist.errors import UserError
 MANIFEST = "manifest.json"
 FORMAT = 1
 ID_DTYPES = ("uint8", "uint16", "uint32")
+MAX_ID = 2**31 - 1  # batches are int32
 
 
 class ManifestEntry(NamedTuple):
@@ -30,9 +31,9 @@ class ManifestEntry(NamedTuple):
     files: dict[str, Any]  # of all files: {"bytes": size, "sha256": hex}
 
 
-def index_of(file: Path) -> Path:
-    """The path of the index of a file of ids."""
-    return file.with_suffix(".index")
+def id_dtype(largest: int) -> np.dtype:
+    """The smallest type that holds ids up to `largest`."""
+    return next(np.dtype(name) for name in ID_DTYPES if largest <= np.iinfo(name).max)
 
 
 def entry_of(file: Path) -> ManifestEntry | None:
@@ -69,7 +70,6 @@ def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:
         size += len(piece)
         digest.update(piece)
         yield piece
-    assert entry is not None
     if (size, digest.hexdigest()) != (said["bytes"], said["sha256"]):
         what = f"{size} bytes, not {said['bytes']}" if size != said["bytes"] else "another SHA-256"
         raise UserError(
@@ -83,7 +83,7 @@ def document_starts(file: Path, size: int, entry: ManifestEntry | None) -> np.nd
 
     Raises `UserError` for an index that is damaged, or that the manifest names and is not there.
     """
-    path = index_of(file)
+    path = file.with_suffix(".index")
     if not path.exists() and (entry is None or path.name not in entry.files):
         return None
     if not path.exists():

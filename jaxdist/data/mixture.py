@@ -7,6 +7,7 @@ samples: random draws would stray by the square root of its size.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -15,7 +16,7 @@ from jaxdist import registry
 from jaxdist.config.rules.fields import SMALLEST_SHARE, parse_mixture
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import GlobalBatches, Loader, batch_shapes
-from jaxdist.data.samples import Leaves, SampleLoader, Samples, batch_leaves, shuffled, spread
+from jaxdist.data.samples import Leaves, Samples, batch_leaves, shuffled, spread
 from jaxdist.data.source import Part, Source, fingerprint, kind_of
 from jaxdist.errors import UserError
 
@@ -95,16 +96,16 @@ class MixedLoader(GlobalBatches):
     def __init__(
         self, parts: Sequence[Part], *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
     ) -> None:
-        self.global_batch, self.sharding = global_batch, sharding
         self._order = block_order([part.samples for part in parts])
         self._counts = np.array([part.samples for part in parts])
         self._rank = np.empty(BLOCK, np.int64)  # of a sample among those of its source in the block
         for i, part in enumerate(parts):
             self._rank[self._order == i] = np.arange(part.samples)
+        batches: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding}
         self._loaders = [
-            _loader_of(part.source, seq_len, global_batch, sharding, _seed_of(seed, i)) for i, part in enumerate(parts)
+            make_loader(part.source, seq_len=seq_len, seed=_seed_of(seed, i), **batches) for i, part in enumerate(parts)
         ]
-        self.leaves = self._loaders[0].leaves
+        super().__init__(self._mixed, self._loaders[0].leaves, **batches)
 
     def choose(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each sample `k`, and which of the part's own samples it is, both from 0."""
@@ -112,7 +113,7 @@ class MixedLoader(GlobalBatches):
         part = self._order[place]
         return part, block * self._counts[part] + self._rank[place]
 
-    def samples(self, k: np.ndarray) -> dict[str, np.ndarray]:
+    def _mixed(self, k: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of samples `k` (int64), each from its part."""
         part, own = self.choose(k)
         made = [(part == i, loader.samples(own[part == i])) for i, loader in enumerate(self._loaders)]
@@ -124,59 +125,41 @@ class MixedLoader(GlobalBatches):
 
 
 def _seed_of(seed: int, part: int) -> int:
-    """Parts with the same text are not read in the same order."""
+    """A seed for one part, so that two parts with the same text are read in different orders."""
     return int(np.random.SeedSequence(seed, spawn_key=(part,)).generate_state(1, np.uint64)[0])
 
 
-def make_loader(
-    source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
-) -> Loader | MixedLoader | SampleLoader:
-    """The training batches of a source, or of a mixture."""
-    if source.parts:
-        return MixedLoader(source.parts, seq_len=seq_len, global_batch=global_batch, sharding=sharding, seed=seed)
-    return _loader_of(source, seq_len, global_batch, sharding, seed)
-
-
 def leaves_of(source: Source, *, seq_len: int, global_batch: int) -> Leaves:
-    """What a global batch of `make_loader` is made of."""
+    """Shapes and dtypes of the leaves of a global batch of `make_loader`."""
     first = source.first
     if isinstance(first, np.ndarray):
         return batch_shapes(global_batch, seq_len)
     return batch_leaves(first.leaves, global_batch)
 
 
+def make_loader(
+    source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
+) -> GlobalBatches:
+    """The training batches of a source, or of a mixture."""
+    batches: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding, "seed": seed}
+    if source.parts:
+        return MixedLoader(source.parts, seq_len=seq_len, **batches)
+    if not isinstance(source.train, np.ndarray):
+        return shuffled(source.train, **batches)
+    return Loader(source.train, seq_len=seq_len, documents=source.documents and source.documents[0], **batches)
+
+
 def make_eval_loader(
     source: Source, *, seq_len: int, global_batch: int, sharding: NamedSharding, batches: int | None
-) -> Loader | SampleLoader:
-    """The same held-out batches each time, of a source that is no mixture: at most `batches`, None is all."""
+) -> GlobalBatches:
+    """The held-out batches of a source that is no mixture, the same each time. batches: at most so many; None: all."""
     if source.held_out is None:
         raise UserError(
             f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or set"
             " train.eval_every=0"
         )
+    fixed: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding, "batches": batches}
     if isinstance(source.held_out, Samples):
-        return spread(source.held_out, global_batch=global_batch, sharding=sharding, batches=batches)
-    return Loader(
-        source.held_out,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        sharding=sharding,
-        shuffle=False,
-        batches=batches,
-        documents=source.documents and source.documents[1],
-    )
-
-
-def _loader_of(
-    source: Source, seq_len: int, global_batch: int, sharding: NamedSharding, seed: int
-) -> Loader | SampleLoader:
-    if not isinstance(source.train, np.ndarray):
-        return shuffled(source.train, global_batch=global_batch, sharding=sharding, seed=seed)
-    return Loader(
-        source.train,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        sharding=sharding,
-        seed=seed,
-        documents=source.documents and source.documents[0],
-    )
+        return spread(source.held_out, **fixed)
+    documents = source.documents and source.documents[1]
+    return Loader(source.held_out, seq_len=seq_len, shuffle=False, documents=documents, **fixed)

@@ -10,14 +10,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxdist.data.files import read_text, text_files
-from jaxdist.data.manifest import FORMAT, ID_DTYPES, MANIFEST
-from jaxdist.data.source import hash_fraction, read_error, split_tail
+from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
+from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.errors import UserError
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
@@ -57,15 +58,14 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
         path = Path(name)
         try:
             path = path.expanduser()
+        except RuntimeError as error:  # there is no such home
+            raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
+        with readable("INPUT", path):
             if not path.exists():
                 raise UserError(f"INPUT: {str(path)!r} does not exist; give text or .jsonl files or folders of them")
             folder = path.is_dir()
-            inside = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix()) if folder else [path]
+            inside = text_files(path) if folder else [path]
             found += [Input(file, not folder, file.stat().st_size) for file in inside]
-        except OSError as error:
-            raise read_error("INPUT", path, error) from error
-        except RuntimeError as error:  # there is no such home
-            raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
     return found
 
 
@@ -73,13 +73,11 @@ def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
     """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
     empty, unless the user named them."""
     for file, named, size in files:
-        try:
+        with readable("INPUT", file):
             if file.suffix == ".jsonl":
                 yield from _lines(file, field)
             else:
                 yield Document(file.read_bytes() if named else read_text(file), str(file), size)
-        except OSError as error:
-            raise read_error("INPUT", file, error) from error
 
 
 def _lines(file: Path, field: str) -> Iterator[Document]:
@@ -118,10 +116,8 @@ def file_tokenizer(path: Path) -> Tokenizer:
             f"--tokenizer: {str(path)!r} needs the package tokenizers, which is not installed; pip install "
             "'jaxdist[hf]', or use --tokenizer bytes"
         ) from error
-    try:
+    with readable("--tokenizer", path):
         content = path.read_bytes()
-    except OSError as error:
-        raise read_error("--tokenizer", path, error) from error
     try:
         model = Model.from_str(content.decode())
     except Exception as error:  # the package raises nothing more exact
@@ -148,45 +144,36 @@ def file_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(path.name, 1 + max(model.get_vocab().values()), hashlib.sha256(content).hexdigest(), encode)
 
 
-class _File:
-    """A file under way, with its size and its hash."""
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.stream = stack.enter_context(path.open("wb"))
-        self.size, self.digest = 0, hashlib.sha256()
-
-    def add(self, values: np.ndarray) -> None:
-        piece = values.tobytes()
-        self.stream.write(piece)
-        self.digest.update(piece)
-        self.size += len(piece)
-
-    def finish(self) -> dict[str, Any]:
-        """Write to the disk itself. Returns the file's entry in the manifest."""
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
-
-
 class _Side:
-    """The ids and document starts of one side, train or val."""
+    """The ids and document starts of one side, train or val, while they are written."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, stack: ExitStack) -> None:
         self.name, self.dtype = name, dtype
-        self.ids, self.index = (_File(folder / f"{name}.{kind}", stack) for kind in ("bin", "index"))
+        paths = [folder / f"{name}.{kind}" for kind in ("bin", "index")]
+        self.ids, self.index = (stack.enter_context(path.open("w+b")) for path in paths)
         self.tokens = self.documents = 0
 
     def add(self, ids: np.ndarray) -> None:
         if ids.size:
             assert int(ids.max()) <= np.iinfo(self.dtype).max
-            self.index.add(np.array([self.tokens], "<u8"))
-            self.ids.add(ids.astype(self.dtype))
+            self.index.write(np.array([self.tokens], "<u8").tobytes())
+            self.ids.write(ids.astype(self.dtype).tobytes())
             self.tokens += ids.size
             self.documents += 1
 
     def finish(self) -> dict[str, Any]:
+        """The entries of both files in the manifest."""
         counts = {"tokens": self.tokens, "documents": self.documents}
-        return {f"{self.name}.bin": counts | self.ids.finish(), f"{self.name}.index": self.index.finish()}
+        return {f"{self.name}.bin": counts | _finished(self.ids), f"{self.name}.index": _finished(self.index)}
+
+
+def _finished(stream: BufferedRandom) -> dict[str, Any]:
+    """Write a file to the disk itself. Returns its size and hash."""
+    stream.flush()
+    os.fsync(stream.fileno())
+    size = stream.tell()
+    stream.seek(0)
+    return {"bytes": size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 class Preparation(NamedTuple):
@@ -284,7 +271,7 @@ def _write_both(folder: Path, work: Preparation) -> dict[str, Any]:
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return next(np.dtype(name) for name in ID_DTYPES if tokenizer.vocab - 1 <= np.iinfo(name).max).newbyteorder("<")
+    return id_dtype(tokenizer.vocab - 1).newbyteorder("<")
 
 
 def _write(folder: Path, work: Preparation, limit: float | None) -> tuple[dict[str, Any], float, float]:

@@ -11,39 +11,27 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config.schema import DataConfig
-from jaxdist.data.manifest import ID_DTYPES
-from jaxdist.data.source import Source, fingerprint, held_out_files, read_error, require_windows, split_tail
+from jaxdist.data.files import text_files
+from jaxdist.data.manifest import MAX_ID, id_dtype
+from jaxdist.data.source import Source, fingerprint, held_out_files, readable, source_of_ids, split_tail
 from jaxdist.errors import UserError
 
-_MAX_ID = 2**31 - 1  # batches are int32
 # file -> its documents: the bytes of a text (uint8), or tokens of any other integer type.
 Reader = Callable[[Path], Iterator[np.ndarray]]
 
 
 def record_files(path: Path, suffixes: Sequence[str], *, key: str) -> list[Path]:
     """The file, or the files of a folder with one of these suffixes, by relative path, but hidden ones and links."""
-    try:
-        if not path.is_dir():
-            if not path.is_file():
-                raise UserError(f"{key}: {str(path)!r} does not exist; give a {suffixes[0]} file, or a folder of such")
+    with readable(key, path):
+        if path.is_dir():
+            found = [file for file in text_files(path) if file.suffix in suffixes]
+        elif path.is_file():
             return [path]
-        found = [
-            file
-            for file in path.rglob("*")
-            if file.suffix in suffixes
-            and file.is_file()
-            and not file.is_symlink()
-            and not _hidden(file.relative_to(path))
-        ]
-    except OSError as error:
-        raise read_error(key, path, error) from error
+        else:
+            raise UserError(f"{key}: {str(path)!r} does not exist; give a {suffixes[0]} file, or a folder of such")
     if not found:
         raise UserError(f"{key}: {str(path)!r} holds no {suffixes[0]} files; give such a file, or a folder of them")
-    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    return found
 
 
 def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], read: Reader) -> Source:
@@ -54,58 +42,47 @@ def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], rea
     """
     files = record_files(Path(config.path).expanduser(), suffixes, key="data.path")
     documents, unit = _read_all(files, read, key="data.path")
+    held_files, every = files, documents  # every: in the order of the files, from which follows what is held out
     if config.val_path is not None:
         held_files = record_files(Path(config.val_path).expanduser(), suffixes, key="data.val_path")
         held, other = _read_all(held_files, read, key="data.val_path")
         if other != unit:
             raise UserError(f"data.val_path: {config.val_path!r} holds {other}, data.path {unit}; give one kind")
-        sides = [documents, held]
+        sides, every = [documents, held], documents + held
     elif len(documents) > 1:
-        held_files = files
         chosen = held_out_files([_name(each) for each in documents], config.held_out)
         sides = [[each for each, out in zip(documents, chosen, strict=True) if out == side] for side in (False, True)]
-        held = []
     else:
-        held_files, held = files, []
         sides = [[part] for part in split_tail(documents[0], config.held_out)]
-    largest = max(int(each.max()) for side in sides for each in side)
-    lowest = min(int(each.min()) for side in sides for each in side)
-    if lowest < 0 or largest > _MAX_ID:
+    largest, lowest = max(int(each.max()) for each in every), min(int(each.min()) for each in every)
+    if lowest < 0 or largest > MAX_ID:
         raise UserError(
-            f"data.path: {config.path!r} holds the id {lowest if lowest < 0 else largest}; allowed: 0 to {_MAX_ID}"
+            f"data.path: {config.path!r} holds the id {lowest if lowest < 0 else largest}; allowed: 0 to {MAX_ID}"
         )
-    dtype = next(np.dtype(each) for each in ID_DTYPES if largest <= np.iinfo(each).max)
-    # The documents in the order of the files. What is held out follows from it.
-    contents = (each.astype(dtype, copy=False) for each in (*documents, *held))
+    dtype = id_dtype(largest)
+    contents = (each.astype(dtype, copy=False) for each in every)
     digest = fingerprint((f"{i}", each.nbytes, [each.tobytes()]) for i, each in enumerate(contents))
-    train, held_out = (_joined(side, dtype) for side in sides)
-    info = {
-        "name": name,
-        "path": config.path,
-        "unit": unit,
-        "train": train.size,
-        "held_out": held_out.size,
-        "files": len(files),
-        "held_out_files": len(held_files),
-        "sha256": digest,
-    }
-    vocab = 256 if unit == "bytes" else largest + 1
-    source = Source(train, held_out, vocab, info, (_starts(sides[0]), _starts(sides[1])))
-    require_windows(source, seq_len=config.seq_len)
-    return source
+    return source_of_ids(
+        config,
+        name,
+        unit,
+        [_joined(side, dtype) for side in sides],
+        vocab=256 if unit == "bytes" else largest + 1,
+        files=(len(files), len(held_files)),
+        sha256=digest,
+        documents=(_starts(sides[0]), _starts(sides[1])),
+    )
 
 
 def _read_all(files: Iterable[Path], read: Reader, *, key: str) -> tuple[list[np.ndarray], str]:
     """All documents that are not empty, and whether they are "bytes" or "tokens"."""
     documents, kinds = [], set()
     for file in files:
-        try:
+        with readable(key, file):
             for each in read(file):
                 if each.ndim == 1 and each.size:
                     documents.append(each)
                     kinds.add("bytes" if each.dtype == np.uint8 else "tokens")
-        except OSError as error:
-            raise read_error(key, file, error) from error
         if len(kinds) > 1:
             raise UserError(f"{key}: {str(file)!r} holds tokens, or texts, unlike the files before it; give one kind")
     if not documents:
@@ -114,6 +91,7 @@ def _read_all(files: Iterable[Path], read: Reader, *, key: str) -> tuple[list[np
 
 
 def _name(document: np.ndarray) -> bytes:
+    """What is hashed to choose the side of a document: the same whatever integer type its tokens have."""
     return document.tobytes() if document.dtype == np.uint8 else document.astype("<u4").tobytes()
 
 

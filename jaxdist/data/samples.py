@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.data.loader import ROUNDS, GlobalBatches, ShuffledWindows, SpreadWindows, check_batch_split, permute
+from jaxdist.data.loader import ROUNDS, GlobalBatches, ShuffledWindows, SpreadWindows, permute
 from jaxdist.errors import UserError
 
 WEIGHTS = "weights"  # a leaf that is added to batches without one: float32 [B], 1 where a sample counts
@@ -72,11 +72,10 @@ def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
 
 
 def batch_leaves(leaves: Leaves, global_batch: int) -> Leaves:
-    """The leaves of a global batch, from those of a sample."""
-    return {
-        leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype)
-        for leaf, like in with_weights(leaves).items()
-    }
+    """The leaves of a global batch, from those of a sample. A batch always has weights."""
+    if WEIGHTS not in leaves:
+        leaves = leaves | {WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
+    return {leaf: jax.ShapeDtypeStruct((global_batch, *like.shape), like.dtype) for leaf, like in leaves.items()}
 
 
 class ShuffledStream:
@@ -111,6 +110,7 @@ class ShuffledStream:
                 return self._stream.take(samples[order[place]], number)
 
     def _run(self, epoch: int, run: int) -> tuple[list[Any], np.ndarray]:
+        """The samples of a run of an epoch, and the order in which they are taken."""
         if (epoch, run) not in self._runs:
             first, most = run * self._stream.buffer, self._stream.buffer
             self._go_to(epoch, first)
@@ -119,12 +119,14 @@ class ShuffledStream:
             self._check_end(short=len(samples) < most)
             state = np.random.SeedSequence((self._seed, epoch, run)).generate_state(ROUNDS, np.uint64)
             self._runs[epoch, run] = samples, permute(np.arange(len(samples)), len(samples), state)
+            # As many runs are kept as the samples of a step may lie in.
             smallest = min(self._stream.buffer, self._size or self._stream.buffer)
             while len(self._runs) > self._across // smallest + 2:
                 self._runs.popitem(last=False)
         return self._runs[epoch, run]
 
     def _go_to(self, epoch: int, first: int) -> None:
+        """Move the stream's iterator to sample `first` of an epoch."""
         if epoch != self._epoch or first < self._at:
             self._epoch, self._at, self._samples = epoch, first, self._stream.start(first)
             if self._size is None:
@@ -151,37 +153,6 @@ class ShuffledStream:
             )
 
 
-class SampleLoader(GlobalBatches):
-    """Global batches of samples, like `jaxdist.data.Loader` for windows.
-
-    - pick: numbers of samples (int64 [n]) -> leaves [n, ...], with weights.
-    - leaves: of one sample.
-    - batches: the number of batches; None: endless.
-    """
-
-    def __init__(
-        self,
-        pick: Callable[[np.ndarray], Rows],
-        leaves: Leaves,
-        *,
-        global_batch: int,
-        sharding: NamedSharding,
-        batches: int | None = None,
-    ) -> None:
-        check_batch_split(global_batch, sharding)
-        self.global_batch, self.sharding, self.batches, self._pick = global_batch, sharding, batches, pick
-        self.leaves = batch_leaves(leaves, global_batch)
-
-    def samples(self, k: np.ndarray) -> Rows:
-        """The leaves [n, ...] of samples `k` (int64), with weights."""
-        return self._pick(k)
-
-
-def with_weights(leaves: Leaves) -> Leaves:
-    """The leaves of a sample in a batch, which has weights."""
-    return leaves if WEIGHTS in leaves else {**leaves, WEIGHTS: jax.ShapeDtypeStruct((), np.float32)}
-
-
 def _weighted(rows: Rows, counts: np.ndarray) -> Rows:
     if WEIGHTS not in rows:
         return {**rows, WEIGHTS: counts.astype(np.float32)}
@@ -189,30 +160,31 @@ def _weighted(rows: Rows, counts: np.ndarray) -> Rows:
     return {**rows, WEIGHTS: own * counts.reshape(-1, *[1] * (own.ndim - 1)).astype(own.dtype)}
 
 
-def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSharding, seed: int) -> SampleLoader:
+def shuffled(samples: Samples | Stream, *, global_batch: int, sharding: NamedSharding, seed: int) -> GlobalBatches:
     """Endless epochs from `seed`, each sample once an epoch."""
-    options: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding}
     if isinstance(samples, Stream):
         stream = ShuffledStream(samples, seed=seed, across=global_batch)
         pick = lambda k: _weighted(stream.read(k), np.ones(k.shape, bool))  # noqa: E731
-        return SampleLoader(pick, samples.leaves, **options)
-    return _of_windows(samples, ShuffledWindows(samples.size + 1, seq_len=1, seed=seed), options)
+    else:
+        pick = _picked(samples, ShuffledWindows(samples.size + 1, seq_len=1, seed=seed))
+    leaves = batch_leaves(samples.leaves, global_batch)
+    return GlobalBatches(pick, leaves, global_batch=global_batch, sharding=sharding)
 
 
-def spread(samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None) -> SampleLoader:
+def spread(samples: Samples, *, global_batch: int, sharding: NamedSharding, batches: int | None) -> GlobalBatches:
     """A fixed set for evaluation of at most `batches` batches, evenly spread; None: all samples. Rows that are left
     over have weight 0."""
     windows = SpreadWindows(samples.size + 1, seq_len=1, global_batch=global_batch, batches=batches)
-    options = {"global_batch": global_batch, "sharding": sharding, "batches": windows.batches}
-    return _of_windows(samples, windows, options)
+    pick, leaves = _picked(samples, windows), batch_leaves(samples.leaves, global_batch)
+    return GlobalBatches(pick, leaves, global_batch=global_batch, sharding=sharding, batches=windows.batches)
 
 
-def _of_windows(samples: Samples, windows: ShuffledWindows | SpreadWindows, options: dict[str, Any]) -> SampleLoader:
-    """A loader that shuffles or spreads samples as if each were a window of one id."""
+def _picked(samples: Samples, windows: ShuffledWindows | SpreadWindows) -> Callable[[np.ndarray], Rows]:
+    """Samples in the order of windows, as if each were a window of one id."""
     assert windows.count == samples.size
 
     def pick(k: np.ndarray) -> Rows:
         numbers, counts = windows.starts(k)
         return _weighted(samples.read(numbers), counts)
 
-    return SampleLoader(pick, samples.leaves, **options)
+    return pick

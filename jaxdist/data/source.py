@@ -1,12 +1,14 @@
 """What a source gives, and what sources share: the split in two, the fingerprint, the size check."""
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.config.schema import DataConfig
 from jaxdist.data.samples import Samples, Stream
 from jaxdist.errors import UserError
 
@@ -34,11 +36,6 @@ class Source(NamedTuple):
         """What is trained on; of a mixture that of its first part: all are of one kind."""
         return self.parts[0].source.train if self.parts else self.train
 
-    @property
-    def streams(self) -> bool:
-        """Whether a stream is in it."""
-        return any(isinstance(each, Stream) for each in (self.train, *(part.source.train for part in self.parts)))
-
 
 class Part(NamedTuple):
     """A source in a mixture."""
@@ -61,10 +58,19 @@ def missing(package: str, extra: str, *, source: str) -> UserError:
     return UserError(f"{what}; pip install 'jaxdist[{extra}]'")
 
 
-def read_error(key: str, path: Path, error: OSError) -> UserError:
-    """What the user sees when a file or folder cannot be read; `path` is named if the error itself names none."""
-    named = str(error.filename or path)
-    return UserError(f"{key}: cannot read {named!r}: {error.strerror}; check the file and its permissions")
+@contextlib.contextmanager
+def readable(key: str, path: Path) -> Iterator[None]:
+    """Inside, an `OSError` becomes the `UserError` for a file or folder that cannot be read.
+
+    key: what the message is about. path: is named if the error itself names none.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = str(error.filename or path)
+        raise UserError(
+            f"{key}: cannot read {named!r}: {error.strerror}; check the file and its permissions"
+        ) from error
 
 
 def hash_fraction(name: str | bytes) -> float:
@@ -123,16 +129,44 @@ def file_pieces(file: Path) -> Iterable[bytes]:
             yield piece
 
 
-def require_windows(source: Source, *, seq_len: int) -> None:
-    """Raise `UserError` unless both sides hold at least one window of seq_len inputs and their targets."""
-    need = seq_len + 1
-    assert isinstance(source.train, np.ndarray) and isinstance(source.held_out, np.ndarray)
-    for side, key, more in (
-        (source.train, "training", "a smaller data.held_out"),
-        (source.held_out, "held-out", "a larger data.held_out"),
-    ):
+def source_info(
+    config: DataConfig, name: str, unit: str, *, sizes: tuple[int | None, int], files: tuple[int, int], sha256: str
+) -> dict[str, Any]:
+    """`Source.info`. sizes, files: of what is trained on, and of what is held out."""
+    return {
+        "name": name,
+        "path": config.path,
+        "unit": unit,
+        "train": sizes[0],
+        "held_out": sizes[1],
+        "files": files[0],
+        "held_out_files": files[1],
+        "sha256": sha256,
+    }
+
+
+def source_of_ids(
+    config: DataConfig,
+    name: str,
+    unit: str,
+    sides: Sequence[np.ndarray],
+    *,
+    vocab: int,
+    files: tuple[int, int],
+    sha256: str,
+    documents: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Source:
+    """The source of these ids, sides: training and held-out. The others are `Source`'s and those of `source_info`.
+
+    Raises `UserError` unless both sides hold at least one window of seq_len inputs and their targets.
+    """
+    train, held_out = sides
+    need = config.seq_len + 1
+    for side, kind, more in ((train, "training", "a smaller"), (held_out, "held-out", "a larger")):
         if side.size < need:
             raise UserError(
-                f"data.path: {source.info['path']!r} gives {side.size} {key} {source.info['unit']}, less than one "
-                f"window of data.seq_len + 1 = {need}; use a longer text, a shorter data.seq_len or {more}"
+                f"data.path: {config.path!r} gives {side.size} {kind} {unit}, less than one window of"
+                f" data.seq_len + 1 = {need}; use a longer text, a shorter data.seq_len or {more} data.held_out"
             )
+    info = source_info(config, name, unit, sizes=(train.size, held_out.size), files=files, sha256=sha256)
+    return Source(train, held_out, vocab, info, documents)

@@ -4,7 +4,6 @@ Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from jaxdist.nn import (
     whole_sequence,
     whole_vocab,
 )
+from jaxdist.nn.linear import MatmulOptions
 from jaxdist.precision.policy import accumulation_dtype
 
 FACTS = ModelFacts(ids_only=True, kernels=True)
@@ -89,56 +89,33 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool, sequence: bool, collective_matmul: bool) -> Block:
-    bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
+def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
-    rope_theta = config.rope_theta if config.positions == "rope" else None
+    bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     attention = Attention(
         rngs,
         config.width,
         config.heads,
         config.kv_heads,
         bias=bias,
-        rope_theta=rope_theta,
+        rope_theta=config.rope_theta if config.positions == "rope" else None,
         dropout=config.dropout,
         out_scale=out_scale,
-        fp8=fp8,
         kernel=config.attention.replace("auto", "xla"),
-        sequence=sequence,
-        collective_matmul=collective_matmul,
+        **matmul,
     )
-    mlp = MLP(
-        rngs,
-        config.width,
-        config.mlp_width,
-        kind=config.mlp,
-        bias=bias,
-        out_scale=out_scale,
-        fp8=fp8,
-        sequence=sequence,
-        collective_matmul=collective_matmul,
-    )
+    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, **matmul)
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
-    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=sequence)
+    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=matmul["sequence"])
 
 
 class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_length: int,
-        rngs: nnx.Rngs,
-        *,
-        fp8: bool = False,
-        sequence: bool = False,
-        collective_matmul: bool = False,
-    ) -> None:
-        self.embed = Embed(config, max_length, rngs, sequence=sequence)
-        block = functools.partial(_block, fp8=fp8, sequence=sequence, collective_matmul=collective_matmul)
-        self.blocks = nnx.List([block(config, rngs) for _ in range(config.layers)])
-        self.head = Head(config, rngs, sequence=sequence)
+    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions) -> None:
+        self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
+        self.blocks = nnx.List([_block(config, rngs, matmul) for _ in range(config.layers)])
+        self.head = Head(config, rngs, sequence=matmul["sequence"])
 
 
 def gpt(
@@ -150,21 +127,24 @@ def gpt(
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
 ) -> ModelDef:
-    """The `ModelDef` of a GPT. max_length: positions of the learned table. Batches: inputs, targets, weights [B, S].
-    fp8: linear layers of the blocks multiply in float8, as precision fp8 needs; embedding, attention's own products and
-    head do not. config.attention: "auto" is "xla" here, `jaxdist.build` knows what it runs on. sequence_parallel:
-    between layers that are split over `tensor`, each of its devices has its positions (`jaxdist.nn.sequence_parallel`).
-    collective_matmul: the blocks' layers send piece by piece while they multiply (`jaxdist.nn.matmul.collective`).
+    """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S].
 
-    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8."""
+    config: its `attention` "auto" is "xla" here; `jaxdist.build` knows what the model runs on.
+    max_length: positions of the learned table.
+    fp8: whether the blocks' linear layers multiply in float8, as precision fp8 needs. Embedding, attention's own
+        products and head do not.
+    sequence_parallel: whether, between layers that are split over `tensor`, each of its devices has its positions
+        (`jaxdist.nn.sequence_parallel`).
+    collective_matmul: whether the blocks' layers send piece by piece while they multiply
+        (`jaxdist.nn.matmul.collective`).
+
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8.
+    """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
-
-    def build(rngs: nnx.Rngs) -> GPT:
-        return GPT(full, max_length, rngs, fp8=fp8, sequence=sequence_parallel, collective_matmul=collective_matmul)
-
+    matmul: MatmulOptions = {"fp8": fp8, "sequence": sequence_parallel, "collective_matmul": collective_matmul}
     return model_def(
-        build,
+        lambda rngs: GPT(full, max_length, rngs, matmul),
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,

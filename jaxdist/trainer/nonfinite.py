@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import deque
 
-from jaxdist.data import Loader, MixedLoader, SampleLoader
+from jaxdist.data import GlobalBatches
 from jaxdist.errors import UserError
 from jaxdist.precision.loss_scale import released
 from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis
@@ -51,7 +51,7 @@ def skip_line(step: int, loss: float, norm: float, scale: float | None) -> str:
     return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
 
 
-def look_into(run: TrainingRun, error: NonFinite, loader: Loader | MixedLoader | SampleLoader) -> Finding | None:
+def look_into(run: TrainingRun, error: NonFinite, loader: GlobalBatches) -> Finding | None:
     """Run the failing step again and say on the console where it went wrong. Consumes the run's state."""
     if not error.guarded:
         return None

@@ -18,7 +18,7 @@ import jax
 
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
-from jaxdist.data import Loader, MixedLoader, SampleLoader, make_loader, prefetch
+from jaxdist.data import GlobalBatches, make_loader, prefetch
 from jaxdist.errors import UserError
 from jaxdist.observe.environment import versions
 from jaxdist.processes import anywhere, from_first
@@ -89,9 +89,7 @@ def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     raise NonFinite(step, text, guarded=False)
 
 
-def steps(
-    run: TrainingRun, loader: Loader | MixedLoader | SampleLoader, spikes: Spikes, stop: StopSignal
-) -> tuple[int, bool]:
+def steps(run: TrainingRun, loader: GlobalBatches, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
     """`loop`, up to the first step that the run cannot take: raises `NonFinite`."""
     plan, progress, crumbs = run.plan, run.progress, run.watch.crumbs
     config, last = plan.config, plan.config.train.steps

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from jaxdist.config.rules.pipeline import divisors, near
+from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 from jaxdist.errors import UserError
 
 
@@ -15,11 +15,10 @@ def check_rows(batch: int, parts: Mapping[str, int]) -> None:
     count = math.prod(parts.values())
     if batch % count == 0:
         return
-    batches = [n for n in (batch - batch % count, batch - batch % count + count) if n]
     text = (
         f"data.global_batch: {batch} does not divide by {count}"
         f" ({' x '.join(f'{name} {size}' for name, size in parts.items())});"
-        f" nearest batch sizes that work: {near(batches, batch)}"
+        f" nearest batch sizes that work: {near(multiples_around(batch, count), batch)}"
     )
     if microbatches := parts.get("microbatches"):
         ranks = count // microbatches

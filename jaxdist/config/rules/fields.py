@@ -161,14 +161,12 @@ def keys(cls: type) -> dict[str, Key]:
     hints = typing.get_type_hints(cls)
     found = {}
     for each in fields(cls):
-        kinds = [hints[each.name]]
-        if isinstance(kinds[0], types.UnionType):
-            kinds = [kind for kind in typing.get_args(kinds[0]) if kind is not type(None)]
-        optional = type(None) in typing.get_args(hints[each.name])
+        hint = hints[each.name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kind = next(one for one in kinds if one is not types.NoneType)  # of several the first is what `Key` says
         default = None if each.default is MISSING else each.default
-        found[each.name] = Key(
-            each.name, kinds[0], optional, each.metadata["rule"], each.metadata.get("shorthand"), default
-        )
+        rule, shorthand = each.metadata["rule"], each.metadata.get("shorthand")
+        found[each.name] = Key(each.name, kind, types.NoneType in kinds, rule, shorthand, default)
     return found
 
 

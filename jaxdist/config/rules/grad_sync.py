@@ -67,7 +67,10 @@ def check_pairs(microbatches: int) -> None:
 
 
 def check_ordered(algorithm: str, wire_dtype: str | None, *, reduce_dtype: str) -> None:
-    """Raise `UserError` for sums that `deterministic` does not have. reduce_dtype: in which gradients are summed."""
+    """Raise `UserError` for a way to sum that does not go with `deterministic`.
+
+    reduce_dtype: the type in which gradients are summed.
+    """
     if algorithm not in ("native", "ordered") or wire_dtype is not None:
         raise UserError(
             f"{GRAD_SYNC}.deterministic: true sums by algorithm ordered, without a wire_dtype; leave out"
@@ -82,7 +85,7 @@ def check_ordered(algorithm: str, wire_dtype: str | None, *, reduce_dtype: str) 
 
 
 def check_shards(virtual_shards: int, sizes: Mapping[str, int], *, microbatches: int, schedule: str) -> None:
-    """Raise `UserError` for a layout that `deterministic` does not have. sizes: of the mesh axes."""
+    """Raise `UserError` for a layout that does not go with `deterministic`. sizes: of the mesh axes."""
     if not ScheduleFacts.of(schedule).deterministic:
         raise UserError(
             f"parallel.schedule: {schedule!r} is not for {GRAD_SYNC}.deterministic; allowed:"
@@ -106,7 +109,10 @@ def check_shards(virtual_shards: int, sizes: Mapping[str, int], *, microbatches:
 
 
 def refuse_optimizer(what: str) -> NoReturn:
-    """Raise the `UserError` for an optimizer that does not suit `deterministic`. what: it does with parameters."""
+    """Raise the `UserError` for an optimizer that does not go with `deterministic`.
+
+    what: it does over whole parameters, "'muon' sums".
+    """
     raise UserError(
         f"optimizer.name: {what} over whole parameters, whose order or rounding depends on the layout; allowed with"
         f" {GRAD_SYNC}.deterministic: {', '.join(ORDERED_OPTIMIZERS)}; or, in Python, optimizers that work"

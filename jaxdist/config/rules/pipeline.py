@@ -24,6 +24,12 @@ def near(numbers: Sequence[int], wish: int, *, most: int = 6) -> str:
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wish))[:most]))) or "none"
 
 
+def multiples_around(number: int, of: int) -> list[int]:
+    """The positive multiples of `of` that are next to a number which is none."""
+    below = number - number % of
+    return [n for n in (below, below + of) if n]
+
+
 def check_one_stage(stages: int, schedule: str = "") -> None:
     """Raise `UserError` for several stages under a schedule that has one."""
     if stages > 1:
@@ -34,7 +40,7 @@ def check_one_stage(stages: int, schedule: str = "") -> None:
 
 
 def refuse_stages(setting: str, schedule: str = "", *, allowed: str) -> NoReturn:
-    """Raise the `UserError` for a setting, "parallel.prefetch: 1", that several stages do not have."""
+    """Raise the `UserError` for a setting such as "parallel.prefetch: 1" under a schedule of several stages."""
     raise UserError(f"{setting} is for one stage, {_named(schedule)} has several; allowed: {allowed}")
 
 
@@ -42,9 +48,10 @@ def _named(schedule: str) -> str:
     return f"parallel.schedule {schedule}" if schedule else "the parallel.schedule of this step"
 
 
-def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, chunked: bool = False) -> None:
-    """Raise `UserError` unless `schedule` can run these counts. chunked: whether it can take chunks > 1."""
+def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int) -> None:
+    """Raise `UserError` unless `schedule` can run these counts."""
     assert stages >= 1, stages
+    chunked = ScheduleFacts.of(schedule).chunks is not False
     if chunks < 1 or (chunks > 1 and not chunked):
         others = ", ".join(ScheduleFacts.with_fact(chunks=True))
         allowed = "1 and more" if chunked else f"1; or parallel.schedule={others}"
@@ -55,17 +62,16 @@ def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int, 
             f" {stages} stages wait, {4 * stages} say"
         )
     if chunks > 1 and microbatches % stages:
-        below = microbatches - microbatches % stages
         raise UserError(
             f"parallel.microbatches: {microbatches} is no multiple of mesh.pipe {stages}, as parallel.schedule"
             f" {schedule} with parallel.chunks {chunks} needs; nearest that work:"
-            f" {near([n for n in (below, below + stages) if n], microbatches)}; or parallel.chunks=1"
+            f" {near(multiples_around(microbatches, stages), microbatches)}; or parallel.chunks=1"
         )
 
 
 def check_adafactor(optimizer: str, *, blocks: Sequence[int], chunks: int, layers: int) -> None:
-    """Raise `UserError` where adafactor would reckon with the order, or with empty rows, of stacked blocks. blocks:
-    `parallel.stages`."""
+    """Raise `UserError` where adafactor's statistics would depend on the order of stacked blocks, or on rows of zeros
+    among them. blocks: `parallel.stages`."""
     if optimizer != "adafactor":
         return
     if uneven(blocks):  # empty rows would change its means

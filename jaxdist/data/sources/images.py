@@ -9,7 +9,7 @@ from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples, fit, sample_leaves
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_info, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(reads_files=True, ids=False)
@@ -40,42 +40,34 @@ def images(config: DataConfig) -> Source:
     else:
         train, held_out = _split(whole, config.held_out)
     both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
-    info = {
-        "name": "images",
-        "path": config.path,
-        "unit": "samples",
-        "train": train.size,
-        "held_out": held_out.size,
-        "files": len(arrays),
-        "held_out_files": len(held_arrays or arrays),
-        "sha256": fingerprint(
-            (f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
-            for side, found in both.items()
-            for name, array in found.items()
-        ),
-    }
-    return Source(train, held_out, 0, info)
+    digest = fingerprint(
+        (f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
+        for side, found in both.items()
+        for name, array in found.items()
+    )
+    sizes, files = (train.size, held_out.size), (len(arrays), len(held_arrays or arrays))
+    return Source(train, held_out, 0, source_info(config, "images", "samples", sizes=sizes, files=files, sha256=digest))
 
 
 def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
     """The arrays, by name, in order of their names."""
-    try:
-        if path.is_dir():
-            found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in path.glob("[!.]*.npy")}
-        elif path.suffix == ".npz" and path.is_file():
-            with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-        else:
-            raise UserError(f"{key}: {str(path)!r} is no .npz file and no folder; give one with {', '.join(REQUIRED)}")
-    except OSError as error:
-        raise read_error(key, path, error) from error
-    except UserError:
-        raise
-    except Exception as error:  # zipfile.BadZipFile, ValueError for Python objects, EOFError ...
-        raise UserError(
-            f"{key}: {str(path)!r} holds something else than arrays of numbers ({error}); write it again"
-            " with numpy.savez or numpy.save"
-        ) from error
+    with readable(key, path):
+        try:
+            if path.is_dir():
+                found = {each.stem: np.load(each, mmap_mode="r", allow_pickle=False) for each in path.glob("[!.]*.npy")}
+            elif path.suffix == ".npz" and path.is_file():
+                with np.load(path, allow_pickle=False) as file:
+                    found = {name: file[name] for name in file.files}
+            else:
+                names = ", ".join(REQUIRED)
+                raise UserError(f"{key}: {str(path)!r} is no .npz file and no folder; give one with {names}")
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # zipfile.BadZipFile, ValueError for Python objects, EOFError ...
+            raise UserError(
+                f"{key}: {str(path)!r} holds something else than arrays of numbers ({error}); write it again"
+                " with numpy.savez or numpy.save"
+            ) from error
     if others := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
         raise UserError(
             f"{key}: {str(path)!r} holds {others[0]!r}, which is no array; write it again with numpy.savez"
@@ -109,8 +101,7 @@ def _split(whole: Samples, fraction: float) -> tuple[Samples, Samples]:
         raise UserError("data.path: holds one sample, and one is held out; give more, or data.val_path")
     keys = np.random.SeedSequence(whole.size).generate_state(ROUNDS, np.uint64)
     order = permute(np.arange(whole.size), whole.size, keys)
-    cut = whole.size - max(1, int(whole.size * fraction))
-    parts = [np.sort(part) for part in (order[:cut], order[cut:])]  # in order as they lie on the disk
+    parts = [np.sort(part) for part in split_tail(order, fraction)]  # in order as they lie on the disk
 
     def side(part: np.ndarray) -> Samples:
         return Samples(part.size, whole.leaves, lambda numbers: whole.read(part[numbers]))

@@ -10,7 +10,7 @@ from jaxdist import registry
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.samples import Samples, Stream, fit, sample_leaves
-from jaxdist.data.source import Source, fingerprint
+from jaxdist.data.source import Source, fingerprint, source_info
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(ids=None)
@@ -19,13 +19,16 @@ _END = object()
 
 
 def iterable(config: DataConfig) -> Source:
-    """Samples of the object at `data.path`, a dotted path: one with `__iter__`, a class of such, called without
-    arguments, or a function that returns an iterator. docs/data.md says what it gives and what it may have beside.
+    """The samples of the object at `data.path`, a dotted path.
 
-    A sample is a dict of arrays, of the same names, shapes and types each time; or `data.seq_len` + 1 ids, of which
-    the object has `vocab` many. Integers under `inputs` in a dict, and `targets` beside them, are ids too. Held out
-    are those of the object at `data.val_path`, which are kept in memory; without it, none. Raises `UserError`: not
-    found, not iterable, not from the start each time, no samples, other samples.
+    The object has `__iter__`; or it is a class of such objects, called without arguments, or a function that returns an
+    iterator. docs/data.md says what else it may have. A sample is one of:
+    - a dict of arrays, with the same names, shapes and types each time. Integers under `inputs`, and `targets` beside
+      them, are token ids.
+    - `data.seq_len` + 1 token ids. The attribute `vocab` of the object says how many ids there are.
+
+    The samples of the object at `data.val_path` are held out, and kept in memory; without it, none are. Raises
+    `UserError`: not found, not iterable, not from the start each time, no samples, other samples.
     """
     train, vocab, first = _stream(config, config.path, key="data.path")
     held_out = None
@@ -42,16 +45,9 @@ def iterable(config: DataConfig) -> Source:
     versions = [getattr(each, "version", None) for each in found]
     said = [(f"version {i}", 0, [repr(version).encode()]) for i, version in enumerate(versions)]
     begins = ((leaf, array.nbytes, [array.tobytes()]) for leaf, array in sorted(first.items()))
-    info = {
-        "name": "iterable",
-        "path": config.path,
-        "unit": "samples",
-        "train": train.size,
-        "held_out": 0 if held_out is None else held_out.size,
-        "files": 0,
-        "held_out_files": 0,
-        "sha256": fingerprint([*said, ("size", 0, [repr(train.size).encode()]), *begins]),
-    }
+    digest = fingerprint([*said, ("size", 0, [repr(train.size).encode()]), *begins])
+    sizes = (train.size, 0 if held_out is None else held_out.size)
+    info = source_info(config, "iterable", "samples", sizes=sizes, files=(0, 0), sha256=digest)
     return Source(train, held_out, vocab, info)
 
 

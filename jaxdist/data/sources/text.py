@@ -8,7 +8,7 @@ import numpy as np
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.files import read_text, text_files
-from jaxdist.data.source import Source, fingerprint, held_out_files, read_error, require_windows, split_tail
+from jaxdist.data.source import Source, fingerprint, held_out_files, readable, source_of_ids, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(
@@ -33,45 +33,35 @@ def text(config: DataConfig) -> Source:
     """
     library = config.path == "stdlib"
     root = Path(sysconfig.get_paths()["stdlib"] if library else config.path).expanduser()
-    try:
-        contents = _read_folder(root, library=True) if library else _read(root)
-    except OSError as error:
-        raise read_error("data.path", root, error) from error
-    names = sorted(contents)
+    with readable("data.path", root):
+        contents = _read(root, library=library)
+    names = list(contents)
     if not names:
         raise UserError(
             f"data.path: no text in {str(root)!r}: every file in it is empty, hidden, binary or a symbolic link, "
             "or there is none; give a file, a folder of text files, or stdlib"
         )
     if len(names) == 1:
-        train, held_out = split_tail(np.frombuffer(contents[names[0]], np.uint8), config.held_out)
-        files, held_files = 1, 1
+        sides = split_tail(np.frombuffer(contents[names[0]], np.uint8), config.held_out)
+        files = (1, 1)
     else:
-        chosen = held_out_files(names, config.held_out)
-        sides = [
-            b"".join(contents[n] for n, c in zip(names, chosen, strict=True) if c == side) for side in (False, True)
-        ]
-        train, held_out = (np.frombuffer(side, np.uint8) for side in sides)
-        files, held_files = chosen.count(False), chosen.count(True)
-    info = {
-        "name": "text",
-        "path": config.path,
-        "unit": "bytes",
-        "train": int(train.size),
-        "held_out": int(held_out.size),
-        "files": files,
-        "held_out_files": held_files,
-        "sha256": fingerprint((name, len(contents[name]), [contents[name]]) for name in names),
-    }
-    source = Source(train, held_out, 256, info)
-    require_windows(source, seq_len=config.seq_len)
-    return source
+        held = dict(zip(names, held_out_files(names, config.held_out), strict=True))
+        both = (b"".join(contents[name] for name in names if held[name] is side) for side in (False, True))
+        train, held_out = (np.frombuffer(side, np.uint8) for side in both)
+        sides, files = (train, held_out), (len(names) - sum(held.values()), sum(held.values()))
+    digest = fingerprint((name, len(contents[name]), [contents[name]]) for name in names)
+    return source_of_ids(config, "text", "bytes", sides, vocab=256, files=files, sha256=digest)
 
 
-def _read(path: Path) -> dict[str, bytes]:
-    """Contents of a file or of the text files in a folder, by relative path."""
-    if path.is_dir():
-        return _read_folder(path, library=False)
+def _read(path: Path, *, library: bool) -> dict[str, bytes]:
+    """Contents of a file, or of the non-empty text files in a folder, by relative POSIX path and sorted by it. No file
+    is skipped for an error."""
+    contents: dict[str, bytes] = {}
+    if library or path.is_dir():
+        for file in text_files(path, library=library):
+            with readable("data.path", file):
+                contents[file.relative_to(path).as_posix()] = read_text(file)
+        return {name: content for name, content in contents.items() if content}
     if not path.exists():
         raise UserError(f"data.path: {str(path)!r} does not exist; give a file, a folder of text files, or stdlib")
     if not path.is_file():
@@ -80,16 +70,3 @@ def _read(path: Path) -> dict[str, bytes]:
     if not content:
         raise UserError(f"data.path: {str(path)!r} is empty; give a file with text in it")
     return {path.name: content}
-
-
-def _read_folder(root: Path, *, library: bool) -> dict[str, bytes]:
-    """Contents of the non-empty text files under `root`, by relative POSIX path. No file is skipped for an error."""
-    contents: dict[str, bytes] = {}
-    for file in text_files(root, library=library):
-        try:
-            content = read_text(file)
-        except OSError as error:
-            raise read_error("data.path", file, error) from error
-        if content:
-            contents[file.relative_to(root).as_posix()] = content
-    return contents

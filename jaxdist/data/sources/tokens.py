@@ -1,6 +1,5 @@
 """Token ids in flat binary files as nanoGPT writes them: no header, uint8, uint16 or uint32, little-endian."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,8 +7,8 @@ import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
-from jaxdist.data.manifest import ManifestEntry, checked_pieces, document_starts, entry_of
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, read_error, require_windows, split_starts, split_tail
+from jaxdist.data.manifest import MAX_ID, ManifestEntry, checked_pieces, document_starts, entry_of
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_of_ids, split_starts, split_tail
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(
@@ -18,7 +17,6 @@ FACTS = SourceFacts(
     val_path="an existing file of token ids, or null",
 )
 
-_MAX_ID = 2**31 - 1  # batches are int32
 _USUAL_DTYPE = "uint16"  # what nanoGPT writes
 
 
@@ -36,7 +34,7 @@ def tokens(config: DataConfig) -> Source:
     Raises `UserError`: missing, unreadable, empty, damaged, not a whole number of ids, ids above 2**31 - 1 or shorter
     than a window; a `data.token_dtype` that the manifest contradicts; no document starts.
     """
-    try:
+    with readable("data.path", Path(config.path)):
         train_file, val_file = _files(config)
         first = _open(train_file, config.token_dtype, _USUAL_DTYPE, key="data.path")
         whole = {"train": first}
@@ -48,31 +46,29 @@ def tokens(config: DataConfig) -> Source:
                 f"data.val_path: {str(val_file)!r} holds {last.ids.dtype.name} ids, {str(train_file)!r} "
                 f"{first.ids.dtype.name}; use files of one type"
             )
-        digest = fingerprint((role, file.ids.nbytes, file.pieces()) for role, file in whole.items())
+        digest = fingerprint(
+            (role, file.ids.nbytes, checked_pieces(file.path, file.entry)) for role, file in whole.items()
+        )
+        sides = split_tail(first.ids, config.held_out) if val_file is None else (first.ids, last.ids)
         documents = None
-        if config.packing == "documents" and val_file is None:
-            documents = split_starts(_starts(first), split_tail(first.ids, config.held_out)[0].size)
-        elif config.packing == "documents":
-            documents = _starts(first), _starts(last)
-        if documents is not None:  # weights depend on them
+        if config.packing == "documents":
+            if val_file is None:
+                documents = split_starts(_starts(first), sides[0].size)
+            else:
+                documents = _starts(first), _starts(last)
+            # They are a part of the fingerprint, since weights depend on them.
             starts = ((f"documents {i}", each.nbytes, [each.tobytes()]) for i, each in enumerate(documents))
             digest = fingerprint([("ids", len(digest), [digest.encode()]), *starts])
-    except OSError as error:
-        raise read_error("data.path", Path(config.path), error) from error
-    train, held_out = (first.ids, last.ids) if val_file is not None else split_tail(first.ids, config.held_out)
-    info = {
-        "name": "tokens",
-        "path": config.path,
-        "unit": "bytes" if first.entry is not None and first.entry.tokenizer == "bytes" else "tokens",
-        "train": int(train.size),
-        "held_out": int(held_out.size),
-        "files": 1,
-        "held_out_files": 1,
-        "sha256": digest,
-    }
-    source = Source(train, held_out, max(file.vocab() for file in whole.values()), info, documents)
-    require_windows(source, seq_len=config.seq_len)
-    return source
+    return source_of_ids(
+        config,
+        "tokens",
+        "bytes" if first.entry is not None and first.entry.tokenizer == "bytes" else "tokens",
+        sides,
+        vocab=max(file.vocab() for file in whole.values()),
+        files=(1, 1),
+        sha256=digest,
+        documents=documents,
+    )
 
 
 class _File(NamedTuple):
@@ -82,24 +78,21 @@ class _File(NamedTuple):
     ids: np.ndarray
     entry: ManifestEntry | None
 
-    def pieces(self) -> Iterable[bytes]:
-        return checked_pieces(self.path, self.entry)
-
     def vocab(self) -> int:
         """1 + the largest id there may be."""
         if self.entry is not None:
             return self.entry.vocab
         largest = _largest(self.ids)
-        if largest > _MAX_ID:
+        if largest > MAX_ID:
             raise UserError(
-                f"data.path: {str(self.path)!r} holds the id {largest}, above the limit {_MAX_ID}; data.token_dtype is "
+                f"data.path: {str(self.path)!r} holds the id {largest}, above the limit {MAX_ID}; data.token_dtype is "
                 f"{self.ids.dtype.name}: is that what the file was written as?"
             )
         return largest + 1
 
 
 def _open(file: Path, wanted: str | None, usual: str, *, key: str) -> _File:
-    """The ids of a file, of the type that the manifest says, or else `wanted`, or else `usual`."""
+    """The ids of a file, mapped read-only, of the type that the manifest says, or else `wanted`, or else `usual`."""
     if not file.is_file():
         raise UserError(f"{key}: {str(file)!r} is not a regular file; give a file of token ids")
     entry = entry_of(file)
@@ -108,8 +101,16 @@ def _open(file: Path, wanted: str | None, usual: str, *, key: str) -> _File:
             f"data.token_dtype: {wanted!r}, but {str(entry.manifest)!r} says that the ids are {entry.dtype}; allowed: "
             f"null, {entry.dtype}"
         )
-    said = entry.dtype if entry is not None else wanted or usual
-    return _File(file, _map(file, np.dtype(said).newbyteorder("<"), key=key), entry)
+    dtype = np.dtype(entry.dtype if entry is not None else wanted or usual).newbyteorder("<")
+    size = file.stat().st_size
+    if size == 0:
+        raise UserError(f"{key}: {str(file)!r} is empty; give a file with token ids in it")
+    if size % dtype.itemsize:
+        raise UserError(
+            f"{key}: {str(file)!r} has {size} bytes, not a multiple of {dtype.itemsize}, one {dtype.name} id "
+            "(data.token_dtype); the file is cut off or of another type"
+        )
+    return _File(file, np.memmap(file, dtype=dtype, mode="r"), entry)
 
 
 def _starts(file: _File) -> np.ndarray:
@@ -141,19 +142,6 @@ def _files(config: DataConfig) -> tuple[Path, Path | None]:
     if val.samefile(train):
         raise UserError(f"data.val_path: {str(val)!r} is the training file; give another, or null for its end")
     return train, val
-
-
-def _map(file: Path, dtype: np.dtype, *, key: str) -> np.ndarray:
-    """The ids of a file, mapped read-only."""
-    size = file.stat().st_size
-    if size == 0:
-        raise UserError(f"{key}: {str(file)!r} is empty; give a file with token ids in it")
-    if size % dtype.itemsize:
-        raise UserError(
-            f"{key}: {str(file)!r} has {size} bytes, not a multiple of {dtype.itemsize}, one {dtype.name} id "
-            "(data.token_dtype); the file is cut off or of another type"
-        )
-    return np.memmap(file, dtype=dtype, mode="r")
 
 
 def _largest(ids: np.ndarray) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jaxdist.config.rules.fields import setting
-from jaxdist.config.rules.pipeline import divisors, near
+from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.errors import UserError
 
@@ -116,7 +116,7 @@ def _check_tensor(model: Any, tensor: int) -> None:
             if "heads" in key:
                 works = [n for n in divisors(model.width if key == "heads" else model.heads) if n % tensor == 0]
             else:
-                works = [n for n in (value - value % tensor, value - value % tensor + tensor) if n]
+                works = multiples_around(value, tensor)
             raise UserError(
                 f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
                 f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}"
@@ -126,7 +126,7 @@ def _check_tensor(model: Any, tensor: int) -> None:
 def _check_sequence(config: Config, tensor: int) -> None:
     length = config.data.seq_len
     if config.parallel.sequence_parallel and length % tensor:
-        works = [n for n in (length - length % tensor, length - length % tensor + tensor) if n]
+        works = multiples_around(length, tensor)
         raise UserError(
             f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
             f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"

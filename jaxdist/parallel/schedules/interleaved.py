@@ -21,7 +21,7 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
     chunks: v. The first stage keeps the most: min(M v, (v + 1) S - 1) times the residuals of one chunk. Raises
     `UserError` for M < 1 or v < 1, and for v > 1 unless S divides M.
     """
-    check_counts("interleaved", stages=stages, microbatches=microbatches, chunks=chunks, chunked=True)
+    check_counts("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
     total, around = microbatches * chunks, stages * chunks
     tick_T1, stage_S = np.arange(total + around + stages - 2)[:, None], np.arange(stages)
 
