@@ -175,14 +175,14 @@ class OneBlock(NamedTuple):
         """work() -> (x, rest) if row i holds a block; otherwise (passing, zeros). passing: an array like x."""
         if self.choose is None:
             return work()
-        shapes = jax.eval_shape(work)[1]
+        holds_block, shapes = rows.layers[i] > 0, jax.eval_shape(work)[1]
         zeros = to_varying(zeros_varying_like(jax.eval_shape(pack, shapes)), ("pipe",))
 
         def packed() -> tuple[PyTree, list[jax.Array]]:
             x, rest = work()
             return typed_like((x, pack(rest)), (passing, zeros))
 
-        x, arrays = self.choose(rows.layers[i] > 0, packed, lambda: (passing, zeros))
+        x, arrays = self.choose(holds_block, packed, lambda: (passing, zeros))
         return x, unpack(arrays, shapes)
 
 
