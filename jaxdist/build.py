@@ -1,11 +1,10 @@
-"""From a configuration to what trains: model, optimizer, layout of the state, step. Nothing is allocated."""
+"""The parts of a run, made from a configuration: model, optimizer, layout of the state, step. Allocates nothing."""
 
 import fnmatch
 import importlib.util
 import inspect
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,8 +58,11 @@ class Parts(NamedTuple):
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
-    """The compute capability of the mesh's devices, "" if they are no NVIDIA GPUs. A mesh without devices stands for
-    GPUs of the oldest kind that matters, where jax's CUDA plugin is there to trace for them."""
+    """The compute capability of the mesh's devices; "" if they are no NVIDIA GPUs.
+
+    A mesh without devices stands for the oldest GPUs on which cuDNN's attention runs. Without jax's CUDA plugin, which
+    tracing for them needs, the answer is "".
+    """
     if isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
         return str(getattr(device, "compute_capability", "")) if device.platform == "gpu" else ""
@@ -74,8 +76,10 @@ def prefetches_on(config: Config, mesh: AnyMesh) -> bool:
 
 
 def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[str, str | None]:
-    """The kernel of attention, xla or cudnn, and why not cudnn. Raises `UserError` where `model.attention` is cudnn and
-    it cannot be. A model of somebody else's gets what is asked for."""
+    """(the kernel of attention, xla or cudnn; the reason why it is not cudnn, or None).
+
+    A model of somebody else's gets the kernel that is asked for. Raises `UserError` for cudnn where it cannot run.
+    """
     model = config.model
     if not ModelFacts.of(model.name).kernels:
         return getattr(model, "attention", "xla"), None
@@ -99,40 +103,36 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
 def make_model(
     config: Config, precision: Precision, *, stages: int, training: bool, attention: str = "xla"
 ) -> ModelDef:
-    """The model of this configuration, for that many pipeline stages; for evaluation and sampling, without dropout.
-    attention: the kernel, of `attention_of`."""
+    """The model of this configuration, arranged for that many pipeline stages.
+
+    training: whether it is for training. For evaluation and sampling it has no dropout, and splits no sequences.
+    attention: the kernel, from `attention_of`.
+    """
     chosen = {"attention": attention} if training else {"attention": attention, "dropout": 0.0}
     options = config.model.replace(**{key: value for key, value in chosen.items() if hasattr(config.model, key)})
     build = registry.load("jaxdist.models", config.model.name, key="model.name")
-    known = _keywords(build)
-    fp8 = {"fp8": True} if precision.fp8 else {}  # a model of somebody else's need not know of it
-    if fp8 and not {"fp8", "keywords"} & known:
-        raise UserError(
-            f"precision.policy: 'fp8' needs a model that can be built with fp8=True, and model.name"
-            f" {config.model.name!r} takes no such option; allowed: a policy without float8, such as"
-            " bf16"
-        )
-    asked = {key: True for key in ("sequence_parallel", "collective_matmul") if getattr(config.parallel, key)}
-    split = asked if training else {}
-    for key in split:
-        if not {key, "keywords"} & known:
+    asked = {"fp8": ("precision.policy: 'fp8'", "a policy without float8, such as bf16")} if precision.fp8 else {}
+    for key in ("sequence_parallel", "collective_matmul"):
+        if training and getattr(config.parallel, key):
+            asked[key] = (f"parallel.{key}: true", "false")
+    known = inspect.signature(build).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for key, (setting, allowed) in asked.items():
+        if not takes_any and key not in known:  # a model of somebody else's need not know of it
             raise UserError(
-                f"parallel.{key}: true needs a model that can be built with {key}=True, and model.name"
-                f" {config.model.name!r} takes no such option; allowed: false"
+                f"{setting} needs a model that can be built with {key}=True, and model.name"
+                f" {config.model.name!r} takes no such option; allowed: {allowed}"
             )
-    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **fp8, **split)
+    given = dict.fromkeys(asked, True)
+    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **given)
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
 
-def _keywords(build: Callable[..., Any]) -> set[str]:
-    """Names of its parameters; "keywords" for **keywords, whatever they are called there."""
-    found = inspect.signature(build).parameters.values()
-    return {"keywords" if each.kind is each.VAR_KEYWORD else each.name for each in found}
-
-
 def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
-    """The options of a step: the keys of `parallel` that are fields of `StepOptions`, and those of other sections.
-    The strategy and the schedule come with options of their own."""
+    """The options of a step, from the keys of `parallel` with the same names and from other sections.
+
+    Strategy and schedule are functions here if they have options of their own (`bound`).
+    """
     parallel = config.parallel
     shared = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(StepOptions)}
     precision = precision_of(config.precision)
@@ -151,12 +151,12 @@ def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
 
 
 def skips_steps(config: Config, precision: Precision) -> bool:
-    """Whether a step that is not finite is left out, and training goes on."""
+    """Whether training goes on after a step that is not finite, without that step."""
     return config.train.on_nonfinite == "skip" or precision.scale_rule is not None
 
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
-    """The parts of a run on this mesh, which may be one without devices."""
+    """The parts of a run on this mesh, which may be without devices."""
     options, parallel = step_options(config, mesh), config.parallel
     attention = attention_of(config, options.precision, mesh)
     stages = mesh.shape["pipe"]

@@ -49,11 +49,11 @@ def state_target(
         raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they rest")
     placed = apply_rules(placed, rules) if rules else placed
     check_divisible(shapes, placed, mesh)
-    resting = map_specs(lambda spec: without_idle(spec, mesh), placed)
+    stored = map_specs(lambda spec: without_idle(spec, mesh), placed)
     residual = residual_target(
-        leave_out(shapes, options.freeze), leave_out(resting, options.freeze), mesh, options.grad_sync
+        leave_out(shapes, options.freeze), leave_out(stored, options.freeze), mesh, options.grad_sync
     )
-    target = abstract_state(shapes, resting, optimizer, mesh, residual)
+    target = abstract_state(shapes, stored, optimizer, mesh, residual)
     return on_host(target) if options.offload and has_host_memory(mesh) else target
 
 
@@ -77,8 +77,5 @@ def init_state(
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules)
     optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
-    if isinstance(source, ModelDef):
-        return allocate(source.init, key, optimizer, target)
-    if callable(source):
-        return allocate(source, key, optimizer, target)
-    return place_params(source, optimizer, target)
+    make = source.init if isinstance(source, ModelDef) else source
+    return allocate(make, key, optimizer, target) if callable(make) else place_params(make, optimizer, target)

@@ -187,13 +187,9 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 def ordered_norm(tree: PyTree) -> jax.Array:
     """The global norm with the same bits in every layout (`ordered_sum`)."""
-
-    def squared(x: jax.Array) -> jax.Array:
-        return rounded(x * x)
-
-    leaves = jax.tree.leaves(tree)
-    wide = max((accumulation_dtype(leaf.dtype) for leaf in leaves), key=lambda dtype: dtype.itemsize)
-    return jnp.sqrt(functools.reduce(jnp.add, [ordered_sum(squared(leaf.astype(wide))) for leaf in leaves]))
+    wide = max((accumulation_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)), key=lambda dtype: dtype.itemsize)
+    leaves = [leaf.astype(wide) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(functools.reduce(jnp.add, [ordered_sum(rounded(leaf * leaf)) for leaf in leaves]))
 
 
 def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
@@ -209,12 +205,7 @@ def clip_by_ordered_norm(max_norm: float) -> optax.GradientTransformation:
 
 def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer with `products_rounded`, outside of loops and conditions (`check_order` refuses those)."""
-    apart = products_rounded(optimizer.update)
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        return apart(updates, state, params)
-
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformation(optimizer.init, products_rounded(optimizer.update))
 
 
 def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:

@@ -33,8 +33,8 @@ def place() -> Place:
 class JobStore:
     """Keys and values that all processes of a job share. JAX's coordinator keeps them, on process 0.
 
-    Every store has a folder of its own, for a job may train more than once: the n-th store of a name is the same one on
-    all processes, which therefore make them in the same order.
+    A job may train more than once, so every store has a folder of its own. The n-th store of a name is the same one on
+    all processes: each process must make its stores in the same order.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -80,7 +80,7 @@ def from_first(text: str) -> str:
 
 
 def anywhere(happened: bool) -> bool:
-    """Whether it is so on any process. Every process must call it."""
+    """Whether `happened` is true on any process. Every process must call it."""
     if jax.process_count() == 1:
         return happened
     return bool(np.asarray(multihost_utils.process_allgather(np.array(happened))).any())

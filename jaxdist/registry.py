@@ -1,5 +1,5 @@
-"""A folder is a registry: `jaxdist/parallel/strategies/zero3.py` defines the strategy called `zero3`, and nothing else
-does. An entry of somebody else's is named by a dotted path.
+"""Registries, which are folders: `jaxdist/parallel/strategies/zero3.py` defines the strategy called `zero3`, and is its
+only registration. An entry of somebody else's is named by a dotted path.
 
 Beside itself, an entry may have facts and options, which a configuration reads before jax is started:
 - facts: `FACTS = ScheduleFacts(one_stage=True)` at the top level of the entry's file, with plain values;
@@ -56,7 +56,9 @@ def check(package: str, name: str, *, key: str) -> None:
 
 def load(package: str, name: Any, *, key: str) -> Any:
     """The entry called `name`: the attribute of the same name in the file of that name, or a dotted path's attribute.
-    What is no name is an entry already, such as one that has got its options."""
+
+    name: may be an entry itself, such as one with its options bound; it is returned as it is.
+    """
     if not isinstance(name, str):
         return name
     check(package, name, key=key)
@@ -69,8 +71,8 @@ def load(package: str, name: Any, *, key: str) -> Any:
 
 @functools.cache
 def facts(package: str, name: Any) -> dict[str, Any]:
-    """The facts of an entry, {} where it has none. An entry of the folder is read for them, and not imported."""
-    if not isinstance(name, str):  # a function, or one that has got its options
+    """The facts of an entry; {} if it has none. An entry of the folder is parsed, not imported: it may import jax."""
+    if not isinstance(name, str):  # a function, or a `functools.partial` of one
         name = f"{getattr(name, 'func', name).__module__}."
     if "." in name:
         found = getattr(importlib.import_module(name.rpartition(".")[0]), "FACTS", None)
@@ -84,8 +86,10 @@ def facts(package: str, name: Any) -> dict[str, Any]:
 
 
 def options(package: str, name: str) -> ModuleType | None:
-    """The module with the options of an entry, or None. Of an entry of the folder it is imported without its parents,
-    which may import jax."""
+    """The module with the options of an entry, or None.
+
+    For an entry of the folder it is imported without its parent packages, which may import jax.
+    """
     if "." in name:
         check(package, name, key=package)
         return importlib.import_module(name.rpartition(".")[0])

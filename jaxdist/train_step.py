@@ -59,30 +59,25 @@ class TrainStep:
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
             self._under_way.popleft().block_until_ready()
-        run = self.jitted(state)
-        try:
-            state, metrics = run(state, batch)
-        except ValueError as error:  # nothing has run; a check of every leaf before each step takes 0.1 to 0.2 ms
-            self._refuse_other(state, error)
-            raise
+        state, metrics = self._call(self.jitted(state), state, batch)
         if self._on_cpu:
             self._under_way.append(metrics["loss"])
         return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The `jax.stages.Lowered` of the step, to compile ahead of time. Takes arrays or ShapeDtypeStructs."""
-        try:
-            return self.jitted(state).lower(state, batch)
-        except ValueError as error:
-            self._refuse_other(state, error)
-            raise
+        return self._call(self.jitted(state).lower, state, batch)
 
-    def _refuse_other(self, state: TrainState, error: ValueError) -> None:
-        """Raise `UserError` if the error comes from a state with another layout."""
-        if not isinstance(error, UserError) and _layout_of(state) != self._layout:
-            raise UserError(
-                "state: laid out differently from the one this step was compiled for; make another step"
-            ) from error
+    def _call(self, function: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
+        """function(state, batch). Raises `UserError` if it fails because the state has another layout."""
+        try:
+            return function(state, batch)
+        except ValueError as error:  # nothing has run; a check of every leaf before each step takes 0.1 to 0.2 ms
+            if not isinstance(error, UserError) and _layout_of(state) != self._layout:
+                raise UserError(
+                    "state: laid out differently from the one this step was compiled for; make another step"
+                ) from error
+            raise
 
 
 def _layout_of(state: TrainState) -> tuple[Any, list[Any]]:

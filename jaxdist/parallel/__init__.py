@@ -1,2 +1,1 @@
-"""Strategies (how parameters rest, meet the computation and come back) and schedules (in which order microbatches
-run)."""
+"""The parallel train step: strategies store, gather and reduce parameters; schedules run microbatches in an order."""

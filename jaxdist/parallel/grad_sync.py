@@ -1,4 +1,4 @@
-"""How gradients are summed over devices: by which algorithm, in what order, in what format."""
+"""Sums of gradients over devices: their algorithm, order and format."""
 
 import math
 from typing import Any
@@ -41,15 +41,15 @@ from jaxdist.specs import (
 
 
 def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
-    """Raise `UserError` for what does not go together."""
+    """Raise `UserError` for settings that exclude each other, or an unknown algorithm."""
     check_section(sync, GRAD_SYNC)
-    get_algorithm(sync.chosen)  # a module without it is an error now, not when a group first needs it
+    get_algorithm(sync.chosen)
     sync.check(reduce_dtype=jnp.dtype(reduce_dtype).name)
 
 
 def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: Any, microbatches: int) -> tuple[Any, int]:
-    """(schedule, microbatches) that a step runs. A deterministic one runs virtual shard by virtual shard, summed
-    pairwise, whatever number of microbatches is asked for."""
+    """(schedule, microbatches) of a step. A deterministic step always runs one microbatch for each virtual shard, and
+    sums their gradients pairwise. Raises `UserError` for a mesh that it cannot run on."""
     if not sync.deterministic:
         return schedule, microbatches
     check_shards(sync.virtual_shards, mesh.shape, microbatches=microbatches, schedule=schedule)
@@ -57,9 +57,10 @@ def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: Any, microbatches: in
 
 
 def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync) -> tuple[PyTree, PyTree]:
-    """Shapes and specs of what each device's int8 encodings lost, a leaf a parameter; () where nothing is carried.
+    """(shapes, specs) of the residual: the errors of each device's int8 encodings, a leaf for each parameter.
 
-    A leading dim has an entry for each copy of the parameter. One without copies has nothing to sum: a zero, [1].
+    ((), ()) for other formats. The leading dim of a leaf has an entry for each copy of the parameter. A parameter
+    without copies is not summed; its leaf is a zero, [1].
     """
     if sync.wire_dtype != "int8":
         return (), ()
@@ -79,7 +80,7 @@ def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync
 def check_update(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, residual: PyTree, *, sync: GradSync
 ) -> None:
-    """Raise `UserError` when state or optimizer do not suit this way of summing."""
+    """Raise `UserError` for a state of another optimizer or `GradSync`, or an optimizer that `sync` excludes."""
     with jax.numpy_dtype_promotion("standard"):
         wanted: Any = jax.tree.structure(jax.eval_shape(optimizer.init, params))
     if wanted != jax.tree.structure(opt_state):
@@ -94,7 +95,7 @@ def check_update(
 
 
 def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
-    """Loss and weight, [2], summed over all devices that see other samples, typed invariant."""
+    """Loss and weight, [2], summed over all devices with samples of their own; typed invariant."""
     totals = to_varying(totals, BATCH_LIKE)
     with jax.named_scope("loss_and_weight"):
         if not sync.deterministic:
@@ -104,7 +105,7 @@ def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
 
 
 def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) -> PyTree:
-    """Means from sums, in `dtype`; zeros where nothing was weighed. deterministic: see `rounded`."""
+    """sums / weight, in `dtype`; zeros if the weight is 0. deterministic: whether products are `rounded`."""
     inverse = jnp.where(weight != 0, 1 / weight, jnp.zeros_like(weight))
 
     def scaled(leaf: jax.Array) -> jax.Array:
@@ -115,12 +116,12 @@ def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) 
     return jax.tree.map(scaled, sums)
 
 
-def reduce_late(grads: PyTree, specs: PyTree, *, sync: GradSync, reduce_dtype: Any) -> PyTree:
-    """Whole gradients of parameters that rest as shards over fsdp -> the gradients of the shards."""
+def reduce_late(grads: PyTree, specs: PyTree, axis: str, *, sync: GradSync, reduce_dtype: Any) -> PyTree:
+    """Gradients of shards over `axis`, from gradients of the whole parameters: a reduce-scatter of each leaf."""
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
-        dim = dim_of(spec, "fsdp")
-        return leaf if dim is None else reduce_scatter(leaf.astype(reduce_dtype), "fsdp", dim=dim, **sync.reduction)
+        dim = dim_of(spec, axis)
+        return leaf if dim is None else reduce_scatter(leaf.astype(reduce_dtype), axis, dim=dim, **sync.reduction)
 
     return map_named(one, specs, grads)
 
@@ -130,9 +131,9 @@ def finish(
 ) -> tuple[PyTree, PyTree]:
     """Sum each leaf over the batch-like axes that its spec does not name, in buckets, in the reduce dtype.
 
-    Hybrid sharding, parameters kept whole, and tied embeddings across pipeline stages need no code of their own: what
-    is missing is always the sum over the axes over which the leaf is a copy. Buckets are filled unit by unit as the
-    backward pass reaches them: head, blocks, embedding. Returns (sums, new residual).
+    Hybrid sharding, parameters that stay whole, and tied embeddings across pipeline stages need no code of their own:
+    in each case the sum over the axes along which the leaf is a copy is still to be done. Buckets are filled in the
+    order of the backward pass: head, blocks, embedding. Returns (sums, new residual).
     """
     leaves, treedef = jax.tree.flatten(grads)
     lost = jax.tree.leaves(residual)
@@ -143,18 +144,16 @@ def finish(
     for axes in sorted(set(axes_of) - {()}):
         members = [i for i in backwards if axes_of[i] == axes]
 
-        def total(flat: jax.Array, axes: tuple[str, ...] = axes) -> tuple[jax.Array]:
+        def total(flat: jax.Array, *before: jax.Array, axes: tuple[str, ...] = axes) -> Any:
+            if before:
+                return all_reduce_with_feedback(flat, before[0], axes, algorithm=sync.chosen)
             return (all_reduce(flat, axes, **sync.reduction),)
-
-        def total_and_lost(flat: jax.Array, before: jax.Array, axes: tuple[str, ...] = axes) -> Any:
-            return all_reduce_with_feedback(flat, before, axes, algorithm=sync.chosen)
 
         columns = [[to_varying(leaves[i].astype(reduce_dtype), axes) for i in members]]
         if sync.wire_dtype == "int8":
             columns.append([lost[i][0] for i in members])
-        function = total if len(columns) == 1 else total_and_lost
         with jax.named_scope("gradients"):
-            reduced = in_buckets(function, *columns, limit=int(sync.bucket_mb * 2**20))
+            reduced = in_buckets(total, *columns, limit=int(sync.bucket_mb * 2**20))
         for position, i in enumerate(members):
             leaves[i] = reduced[0][position]
             if sync.wire_dtype == "int8":

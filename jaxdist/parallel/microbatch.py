@@ -1,4 +1,4 @@
-"""Microbatches: parts of a batch, the sizes that can be cut into them, and the dropout keys of rows."""
+"""Microbatches: the rules for the size of a batch, its cut into microbatches, and the dropout keys of its rows."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions) -> Non
 
 
 def check_global(batch: PyTree) -> None:
-    """Raise `UserError` if one of several processes passes arrays of its own, whose rows would be lost silently."""
+    """Raise `UserError` if one of several processes passes local arrays: most of their rows would be lost silently."""
     if jax.process_count() > 1 and any(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(batch)):
         raise UserError(
             "batch: holds arrays of one process; make global ones with "
@@ -36,7 +36,7 @@ def check_global(batch: PyTree) -> None:
 
 
 def split_microbatches(batch: PyTree, count: int) -> PyTree:
-    """Leaves [b, ...] -> [count, b / count, ...]."""
+    """The batch with its leaves [b, ...] as [count, b / count, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
 
 

@@ -1,4 +1,4 @@
-"""The options of a train step: one object, resolved once, that strategies, programs and the step read."""
+"""The options of a train step: one object, resolved once, which strategies, programs and the step read."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ class StepOptions:
 
     @property
     def sync(self) -> GradSync:
-        """`grad_sync`."""
+        """`grad_sync`, under the name that `StrategyOptions` had for it."""
         return self.grad_sync
 
     def on(self, mesh: AnyMesh) -> "StepOptions":
@@ -83,12 +83,12 @@ class StepOptions:
 
     @property
     def finish(self) -> Any:
-        """The sums that are left at the end of a step, as `Strategy.reduce` wants them."""
+        """A `Strategy.reduce`: the sums that are left at the end of a step, see `grad_sync.finish`."""
         return functools.partial(finish, sync=self.grad_sync, reduce_dtype=self.precision.reduce)
 
     def finish_whole(self, grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
-        """`finish` for whole gradients of sharded parameters: they are reduce-scattered first."""
-        shards = reduce_late(grads, specs, sync=self.grad_sync, reduce_dtype=self.precision.reduce)
+        """`finish` for strategies with whole gradients of sharded parameters, which it reduce-scatters first."""
+        shards = reduce_late(grads, specs, "fsdp", sync=self.grad_sync, reduce_dtype=self.precision.reduce)
         return self.finish(shards, residual, specs)
 
 

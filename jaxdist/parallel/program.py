@@ -3,7 +3,9 @@
 diff, captured: the differentiated parameters, and those read without gradients; see `jaxdist.parallel.schedule`.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,7 +21,7 @@ from jaxdist.nn import ModelDef
 from jaxdist.parallel.blocks.branch import by_condition, by_mask, typed_like
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, ScannedBlocks, blocks_per_round, differentiable
 from jaxdist.parallel.blocks.prefetch import PrefetchedBlocks
-from jaxdist.parallel.blocks.prefetch_embed_head import EmbedAndHead, only_read
+from jaxdist.parallel.blocks.prefetch_embed_head import embed_ahead, only_read, slice_head
 from jaxdist.parallel.blocks.remat import BLOCK_INPUT, after, rematerialise
 from jaxdist.parallel.blocks.sqrt_remat import SegmentedBlocks
 from jaxdist.parallel.options import StepOptions
@@ -78,12 +80,18 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
     _check(model, options)
     isolated, conditions = options.grad_sync.deterministic, options.pipeline_cond
     units = Units(model, strategy, unit_specs(specs), specs[STACKED], isolated, conditions)
-    one = OneBlock(
-        units.gather_block, units.run_block, (by_condition if conditions else by_mask) if model.stages else None
-    )
-    runner = _runner(one, options.remat, unroll=model.scan_blocks)
-    gathers = units.gathers_again(STACKED)
-    run_blocks = _run_blocks(one, options.remat, gathers=gathers, unroll=model.scan_blocks)
+    choose = by_condition if conditions else by_mask
+    one = OneBlock(units.gather_block, units.run_block, choose if model.stages else None)
+    runner: ScannedBlocks | SegmentedBlocks
+    if options.remat == "sqrt":
+        runner = SegmentedBlocks(one)
+        run_blocks = differentiable(runner)
+    else:
+        unroll = model.scan_blocks
+        # A pipeline keeps the residuals of several microbatches: no parameters among them, and no constants.
+        kept = rematerialise(one.block, options.remat, gathers=True, in_scan=unroll == 1, constants=False)
+        runner = ScannedBlocks(one._replace(block=kept), unroll)
+        run_blocks = _scan_blocks(one, options.remat, gathers=units.gathers_again(STACKED), unroll=unroll)
 
     def embed(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
         with jax.named_scope("embed"):
@@ -112,7 +120,7 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
         return on_first_stage(lambda h: head(diff, captured, h, batch), h)
 
     if options.prefetch:
-        loss = _prefetched_loss(EmbedAndHead(units, embed, head), options)
+        loss = _prefetched_loss(units, embed, head, options)
     stages = Stages(embed, head, runner, units.head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if options.prefetch or options.remat == "offload" else stages)
 
@@ -127,17 +135,15 @@ def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch:
     if units.model.tied:
         diff, captured = after(h, (diff["embed"], captured["embed"]))
 
-        def gather_table(wanted: PyTree | None = None) -> PyTree:
-            return units.gather("embed", diff, captured, wanted)
-
-        drops = units.strategy.drops
-        table = only_read(gather_table, units.model.head, params, h, batch) if drops else gather_table()
+        gather = functools.partial(units.gather, "embed", diff, captured)
+        table = only_read(gather, units.model.head, params, h, batch) if units.strategy.drops else gather()
     return units.run_head(params, table, h, batch)
 
 
-def _prefetched_loss(ends: EmbedAndHead, options: StepOptions) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _prefetched_loss(
+    units: Units, embed: Callable[..., Any], head: Callable[..., Any], options: StepOptions
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The loss of a model whose blocks are gathered ahead: see `PrefetchedBlocks`."""
-    units = ends.units
     reduce_block, sums = units.strategy.reduce_block, None
     if reduce_block is not None:
         # The runner sums a block's gradients itself: after their reduction, beside another block.
@@ -149,8 +155,8 @@ def _prefetched_loss(ends: EmbedAndHead, options: StepOptions) -> Callable[..., 
 
     def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         _check_axes(units)
-        h = ends.embedded(diff["embed"], captured["embed"], batch)
-        slices, sliced, head = ends.slices(diff, captured, h, batch)
+        h = embed_ahead(units, embed, diff["embed"], captured["embed"], batch)
+        slices, sliced, loss_after = slice_head(units, head, diff, captured, h, batch)
         rows = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=())
         runner = PrefetchedBlocks(
             OneBlock(gather, in_loop),
@@ -161,19 +167,17 @@ def _prefetched_loss(ends: EmbedAndHead, options: StepOptions) -> Callable[..., 
             sums,
         )
         h, whole = differentiable(runner)(rows, (h, sliced), batch["keys"])
-        return head(whole, h)
+        return loss_after(whole, h)
 
     return loss
 
 
-def _run_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> Callable[..., jax.Array]:
-    """The function (rows, h, dropout keys) -> h of one stage. gathers: see `rematerialise`; unroll: `ScannedBlocks`.
+def _scan_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> Callable[..., jax.Array]:
+    """The function (rows, h, dropout keys) -> h of one stage. gathers: see `rematerialise`. unroll: `ScannedBlocks`.
 
     JAX differentiates the scan over blocks itself. It keeps a copy of what a block reads of its parameters, unless
     these are gathered again; the runners of a pipeline, whose blocks wait longer for their backward pass, keep none.
     """
-    if remat == "sqrt":
-        return differentiable(SegmentedBlocks(one))
 
     def block(diff: PyTree, captured: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
         h = checkpoint_name(h, BLOCK_INPUT) if remat == "offload" else h
@@ -185,22 +189,14 @@ def _run_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> C
     def run_blocks(rows: BlockRows, h: jax.Array, keys: PyTree) -> jax.Array:
         def body(h: jax.Array, own: PyTree) -> tuple[jax.Array, None]:
             diff, captured, layer = own
-            work = lambda: run(diff, captured, h, layer, keys)  # noqa: E731
             if one.choose is None:
-                return work(), None
-            return one.choose(layer > 0, lambda: typed_like(work(), h), lambda: h), None
+                return run(diff, captured, h, layer, keys), None
+            work = lambda: typed_like(run(diff, captured, h, layer, keys), h)  # noqa: E731
+            return one.choose(layer > 0, work, lambda: h), None
 
         return lax.scan(body, h, tuple(rows), unroll=blocks_per_round(unroll, len(rows.layers)))[0]
 
     return run_blocks
-
-
-def _runner(one: OneBlock, remat: Remat, *, unroll: int) -> ScannedBlocks | SegmentedBlocks:
-    """The runner of the blocks of a pipeline's stage. unroll: see `ScannedBlocks`."""
-    if remat == "sqrt":
-        return SegmentedBlocks(one)
-    kept = rematerialise(one.block, remat, gathers=True, in_scan=unroll == 1, constants=False)
-    return ScannedBlocks(one._replace(block=kept), unroll)
 
 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:

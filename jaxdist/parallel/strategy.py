@@ -62,11 +62,6 @@ def regathers(strategy: Strategy, specs: PyTree) -> bool:
     return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
 
 
-def place_whole(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """Specs of parameters that are whole on every device of `data` and `fsdp`: those of the layers."""
-    return specs
-
-
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
     """Specs with `fsdp` on one dim of every parameter that is large enough and divisible; the others stay whole."""
     split = functools.partial(split_over, axis="fsdp", mesh=mesh, min_bytes=min_shard_bytes)
@@ -79,7 +74,7 @@ def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_byt
 
 
 def capture_nothing(tree: PyTree) -> PyTree:
-    """The captured tree of a strategy that captures nothing: an empty tuple for every leaf."""
+    """The captured tree of a strategy without one: an empty tuple for every leaf."""
     return jax.tree.map(lambda _: (), tree)
 
 
@@ -98,7 +93,7 @@ class Frozen(NamedTuple):
 
 
 def value_of(leaf: jax.Array | Frozen) -> jax.Array:
-    """The value of a leaf of diff, without its gradient, which `connect` adds."""
+    """The value of a leaf of diff, cut off from its gradient. `connect` gives it one again."""
     return leaf.value if isinstance(leaf, Frozen) else lax.stop_gradient(leaf)
 
 
@@ -118,27 +113,17 @@ def _connect(value: jax.Array, leaf: jax.Array, dim: int | None, options: Strate
     return value
 
 
-def _connect_forward(
-    value: jax.Array, leaf: jax.Array, dim: int | None, options: StrategyOptions
-) -> tuple[jax.Array, None]:
-    return value, None
-
-
-def _check_conditions(options: StrategyOptions) -> None:
-    # A ppermute waits for all devices of the mesh: in a condition that not all stages take, for ever.
-    if options.pipeline_cond and options.sync.algorithm != "native" and active_axes("pipe"):
-        refuse_in_conditions(options.sync.algorithm)
-
-
 def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
     grad = grad.astype(options.precision.reduce)
     if dim is not None:
-        _check_conditions(options)
-        grad = reduce_scatter(grad, "fsdp", dim=dim, **options.sync.reduction)
+        # A ppermute waits for all devices of the mesh: in a condition that not all stages take, for ever.
+        if options.pipeline_cond and options.grad_sync.algorithm != "native" and active_axes("pipe"):
+            refuse_in_conditions(options.grad_sync.algorithm)
+        grad = reduce_scatter(grad, "fsdp", dim=dim, **options.grad_sync.reduction)
     return None, grad.astype(options.precision.param)
 
 
-_connect.defvjp(_connect_forward, _connect_backward)
+_connect.defvjp(lambda value, *_: (value, None), _connect_backward)
 
 
 def cast_leaf(leaf: jax.Array | Frozen, options: StrategyOptions) -> jax.Array:

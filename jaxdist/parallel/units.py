@@ -1,4 +1,4 @@
-"""The units of a model (embedding, a block, head) with their parameters gathered as the strategy says."""
+"""The units of a model (embedding, one block, head): each runs with parameters that the strategy gathers for it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Units(NamedTuple):
         return self.isolated or regathers(self.strategy, self.specs[name])
 
     def gather(self, name: str, diff: PyTree, captured: PyTree, wanted: PyTree | None = None) -> PyTree:
-        """The parameters of a unit, ready for use. wanted: for each leaf whether it is; None for all."""
+        """The parameters of a unit, ready for use. wanted: which of its leaves to gather; None for all."""
         with jax.named_scope(name):
             if wanted is not None:
                 return self.strategy.gather(only(wanted, diff), only(wanted, captured), only(wanted, self.specs[name]))

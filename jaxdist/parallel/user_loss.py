@@ -25,7 +25,7 @@ from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import PyTree, spec_leaves
+from jaxdist.specs import PyTree
 
 UserLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -63,8 +63,6 @@ def user_program(
             f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} "
             "to 1, or build the model from jaxdist.nn layers"
         )
-    named = [spec for spec in spec_leaves(specs) if "tensor" in spec]
-    assert not named, "parameters of a user loss are split over fsdp only"
 
     def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         result: Any = loss_fn(params, batch, keys)
@@ -76,7 +74,7 @@ def user_program(
 
     def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         params = strategy.gather(diff, captured, specs)
-        # The gradient too: a custom_vjp may hide a collective in its backward.
+        # Its gradient is searched, which contains the loss: a custom_vjp may hide a collective in its backward pass.
         total_of = lambda params: run(params, batch["batch"], batch["keys"])[0]  # noqa: E731
         refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
         return run(params, batch["batch"], batch["keys"])

@@ -132,7 +132,7 @@ class _Autocast:
         name, floats = equation.primitive.name, [x for x in operands if _is_float(x)]
         if name == "mul" and equation.invars[0] is equation.invars[1]:  # a square, written as most people write it
             return self._in_fp32(equation, operands)
-        if all(self._weak(x) for x in floats or operands):
+        if all(self._weak(x) for x in floats or operands):  # then the result is weak, too
             results = self._in_traced(equation, operands)
             self._constants |= {id(result): result for result in results}
             return results
@@ -143,7 +143,8 @@ class _Autocast:
 
     def _widest(self, floats: Sequence[Any]) -> Any:
         dtypes = {_dtype(x) for x in floats if not self._weak(x)}
-        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)  # float16 and bfloat16 too
+        # Of two half types neither holds all values of the other: float16 and bfloat16 meet in fp32, too.
+        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
     def _weak(self, x: Any) -> bool:
         """Whether x has no type of its own: a constant that the half type can hold, or computed from such."""

@@ -1,9 +1,9 @@
-"""The guard of a training state: a step whose loss or gradients are not finite changes nothing; and the loss scale.
+"""The loss scale, and the guard of a training state: a step whose loss or gradients are not finite changes nothing.
 
-Half precision loses small gradients. The loss is multiplied by a scale before differentiation and gradients are divided
-by it afterwards; a scale that is too large overflows, the step is skipped, and the scale shrinks. The rule is that of
-`torch.amp.GradScaler` (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). What is finite is judged on sums over
-all devices, so that all of them do the same.
+Half precision loses small gradients. So the loss is multiplied by a scale before differentiation, and gradients are
+divided by it afterwards. If the scale is too large, gradients overflow; the step is then skipped, and the scale
+shrinks. The rule is that of `torch.amp.GradScaler` (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). The test
+for finite numbers reads sums over all devices, so that all devices decide alike.
 """
 
 import functools
@@ -18,9 +18,13 @@ from jaxdist.specs import PyTree
 
 
 class Guard(NamedTuple):
-    """Four numbers of a `TrainState`. scale: fp32, of the loss; 0 before the first step of a run that scales it, and
-    always in one that does not. good_steps: int32, in a row since the scale last moved. skipped: int32, steps that
-    changed nothing. in_a_row: int32, how many of them the last steps were."""
+    """Four numbers of a `TrainState`.
+
+    scale: of the loss, fp32. It is 0 before the first step, and stays 0 in a run without a loss scale.
+    good_steps: finite steps in a row since the scale last changed, int32.
+    skipped: all steps that changed nothing, int32.
+    in_a_row: the skipped steps since the last one that was not, int32.
+    """
 
     scale: Any
     good_steps: Any
@@ -29,18 +33,18 @@ class Guard(NamedTuple):
 
 
 def fresh_guard() -> Guard:
-    """That of a new state."""
+    """The guard of a new state."""
     none = jnp.zeros((), jnp.int32)
     return Guard(jnp.zeros((), jnp.float32), none, none, none)
 
 
 def scale_of(guard: Guard, rule: LossScale | None) -> jax.Array | float:
-    """What the loss of the next step is multiplied by; 1.0, not an array, without a rule."""
+    """The factor of the next step's loss. Without a rule it is the float 1.0, not an array."""
     return 1.0 if rule is None else jnp.where(guard.scale > 0, guard.scale, jnp.float32(rule.init_scale))
 
 
 def times(tree: PyTree, factor: jax.Array | float) -> PyTree:
-    """The tree, multiplied; as it is where `scale_of` gave no array."""
+    """The tree times a factor from `scale_of`."""
     if isinstance(factor, float):
         assert factor == 1, factor
         return tree
@@ -48,12 +52,12 @@ def times(tree: PyTree, factor: jax.Array | float) -> PyTree:
 
 
 def is_finite(*values: jax.Array) -> jax.Array:
-    """Whether all of these numbers are; of whole gradients or losses: bool []."""
+    """Whether all of these numbers are finite: bool []. They must be sums over all devices."""
     return functools.reduce(jnp.logical_and, map(jnp.isfinite, values))
 
 
 def tree_is_finite(tree: PyTree) -> jax.Array:
-    """Whether all numbers in a tree of arrays are. For use under `jit`."""
+    """Whether all numbers in a tree of arrays are finite. For use under `jit`; arrays may be in host memory."""
     device = jax.memory.Space.Device
 
     def one(leaf: jax.Array) -> jax.Array:
@@ -70,7 +74,7 @@ def is_halted(guard: Guard, max_skips: int) -> jax.Array:
 
 
 def released(guard: Any) -> Any:
-    """The guard of a state that goes on, whatever stopped it: how many steps in a row failed is forgotten. (): none."""
+    """The guard of a state that goes on after a halt: without skipped steps in a row. (), no guard, stays ()."""
     return guard and guard._replace(in_a_row=jax.device_put(np.int32(0), guard.in_a_row.sharding))
 
 
@@ -87,11 +91,11 @@ def next_guard(guard: Guard, finite: jax.Array, rule: LossScale | None) -> Guard
 
 
 def guard_metrics(guard: Guard, rule: LossScale | None) -> dict[str, jax.Array]:
-    """What a step says of it: "skipped" so far, "skipped_in_a_row", and "loss_scale" of the next step."""
+    """Metrics of the guard: "skipped", "skipped_in_a_row", and with a rule "loss_scale", that of the next step."""
     counts = {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
     return counts if rule is None else counts | {"loss_scale": guard.scale}
 
 
 def choose(yes: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """One of two trees of arrays, as if by copying it: not one bit of the other gets in."""
+    """`new` if `yes`, else `old`: trees of arrays. No bit of the other one, such as a nan, gets in."""
     return jax.tree.map(lambda a, b: jnp.where(yes, a, b), new, old)

@@ -1,4 +1,4 @@
-"""Precision policies: which dtype parameters rest in, matrices multiply in, and gradients are summed in."""
+"""Precision policies: the dtypes of stored parameters, of matrix products, and of sums of gradients."""
 
 import re
 from collections.abc import Iterable
@@ -15,13 +15,14 @@ from jaxdist.errors import UserError
 class Precision(NamedTuple):
     """Dtypes of one training run.
 
-    param: parameters and optimizer state at rest (the master copy). compute: what layers receive and multiply in;
-    layers take their dtype from their arrays. reduce: gradients while they are summed over microbatches and devices.
-    keep_fp32: patterns ("*norm*") of the paths of parameters that layers receive in at least fp32. per_op: parameters
-    are not cast as a whole, each operation casts its operands (`jaxdist.precision.autocast`), matrix products to
-    `compute`.
-    loss_scale: what the loss is multiplied by before it is differentiated, "dynamic", a `LossScale`, or a number.
-    fp8: linear layers multiply in float8 (`jaxdist.nn.matmul.float8`); the model must be built for it.
+    param: of stored parameters (the master copy) and of the optimizer state.
+    compute: of parameters as layers receive them, and of matrix products. Layers take their dtype from their arrays.
+    reduce: of gradients while they are summed over microbatches and devices.
+    keep_fp32: patterns ("*norm*") of paths. Layers receive these parameters in at least fp32.
+    per_op: whether each operation casts its operands (`jaxdist.precision.autocast`), matrix products to `compute`;
+        parameters are then not cast as a whole.
+    loss_scale: the factor of the loss before differentiation: a number, "dynamic", or a `LossScale`.
+    fp8: whether linear layers multiply in float8 (`jaxdist.nn.matmul.float8`). The model must be built for it.
     """
 
     param: Any
@@ -39,7 +40,7 @@ class Precision(NamedTuple):
 
     @property
     def scale_rule(self) -> LossScale | None:
-        """How the loss is scaled; None: not at all."""
+        """The rule of the loss scale; None if the loss is not scaled."""
         if isinstance(self.loss_scale, LossScale):
             return None if self.loss_scale.mode == "none" else self.loss_scale
         if self.loss_scale == "dynamic":
@@ -65,7 +66,7 @@ def make_precision(policy: str, reduce_dtype: str | None = None, **settings: Any
 
 
 def precision_of(config: PrecisionConfig) -> Precision:
-    """The precision that a section of a configuration stands for. Raises `UserError`, as `make_precision` does."""
+    """The precision of a section of a configuration. Raises `UserError`, as `make_precision` does."""
     types, loss_scale = config.resolved()
     return _enabled(config.policy, types)._replace(loss_scale=loss_scale)
 
@@ -92,7 +93,7 @@ def has_float8(device: Any) -> bool:
 
 
 def check_float8(precision: Precision, devices: Iterable[Any]) -> None:
-    """Raise `UserError` where the policy multiplies in float8 and a device cannot."""
+    """Raise `UserError` if the policy multiplies in float8, and one of the devices cannot."""
     lacking = next((device for device in devices if not has_float8(device)), None) if precision.fp8 else None
     if lacking is not None:
         capability = getattr(lacking, "compute_capability", None)

@@ -1,13 +1,13 @@
 """Work that only some stages do, or only some rows of stacked blocks: run in a condition, or run by all and masked."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
+from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.specs import PyTree
 
 # (predicate, function () -> tree if true, function () -> tree if false) -> tree. Both functions below are one:
@@ -30,48 +30,21 @@ def by_mask(predicate: jax.Array | bool, yes: Callable[[], PyTree], no: Callable
     return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(), no())
 
 
-class Packing(NamedTuple):
-    """A way to carry residuals through loops and conditions: as a list of arrays, with random keys as plain integers.
+def pack(saved: PyTree) -> list[jax.Array]:
+    """Residuals as a list of arrays, with random keys as plain integers, to go through loops and conditions.
 
-    Residuals contain functions, which compare unequal after each trace, so that no carry can have their tree structure.
-
-    treedef: of the residuals.
-    keys: for each leaf, whether it is a random key.
+    The tree structure of residuals contains functions. These compare unequal after each trace, and JAX would refuse a
+    carry whose structure changes.
     """
-
-    treedef: Any
-    keys: list[bool]
-
-    def pack(self, saved: PyTree) -> list[jax.Array]:
-        """The arrays of these residuals."""
-        leaves = zip(jax.tree.leaves(saved), self.keys, strict=True)
-        return [jax.random.key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
-
-    def unpack(self, arrays: list[jax.Array]) -> PyTree:
-        """The inverse of `pack`."""
-        leaves = zip(arrays, self.keys, strict=True)
-        return jax.tree.unflatten(
-            self.treedef, [jax.random.wrap_key_data(leaf) if is_key else leaf for leaf, is_key in leaves]
-        )
+    return [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(saved)]
 
 
-def packing_of(saved: PyTree) -> Packing:
-    """The packing for residuals like these. Leaves may be ShapeDtypeStructs."""
-    leaves, treedef = jax.tree.flatten(saved)
-    return Packing(treedef, [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves])
+def unpack(arrays: list[jax.Array], like: PyTree) -> PyTree:
+    """The inverse of `pack`. like: residuals of this structure; their leaves may be ShapeDtypeStructs."""
+    leaves, treedef = jax.tree.flatten(like)
+    pairs = zip(arrays, leaves, strict=True)
+    return jax.tree.unflatten(treedef, [jax.random.wrap_key_data(x) if _is_key(leaf) else x for x, leaf in pairs])
 
 
-def work_or_pass(
-    choose: Choose, predicate: jax.Array, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree
-) -> tuple[PyTree, PyTree]:
-    """work() -> (x, rest) if the predicate is true; otherwise (passing, zeros). passing: an array like x."""
-    shapes = jax.eval_shape(work)[1]
-    packing = packing_of(shapes)
-    zeros = to_varying(zeros_varying_like(jax.eval_shape(packing.pack, shapes)), ("pipe",))
-
-    def packed() -> tuple[PyTree, list[jax.Array]]:
-        x, rest = work()
-        return typed_like((x, packing.pack(rest)), (passing, zeros))
-
-    x, arrays = choose(predicate, packed, lambda: (passing, zeros))
-    return x, packing.unpack(arrays)
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))

@@ -1,6 +1,6 @@
 """One block of a model, forward and backward, and the loop over a stack of blocks.
 
-Differentiating that loop (`program._run_blocks`, one stage) keeps a second copy of the parameters that each block
+Differentiating that loop (`program._scan_blocks`, one stage) keeps a second copy of the parameters that each block
 reads, besides activations. Here a block keeps its residuals without its parameters; the backward pass casts or gathers
 these again.
 
@@ -15,6 +15,7 @@ become one differentiable function by `differentiable`:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -22,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from optax import MaskedNode
 
-from jaxdist.parallel.blocks.branch import Choose, work_or_pass
+from jaxdist.collectives import to_varying, zeros_varying_like
+from jaxdist.parallel.blocks.branch import Choose, pack, typed_like, unpack
 from jaxdist.parallel.blocks.split_backward import SplitBackward, split_backward
 from jaxdist.specs import PyTree
 
@@ -49,42 +51,43 @@ class BlockRows(NamedTuple):
     layers: jax.Array
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockResiduals:
     """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block.
 
-    They are recognised by identity. The caller hands in those that are `wanted`, gathered again.
+    The caller of the pullback hands in the parameters that are `wanted`, gathered again.
+
+    kept: the other residuals.
+    places: for each residual its place among the parameters; None for one in `kept`.
+    pullback, unit: the tree structures of the whole pullback, and of the block's parameters.
     """
 
-    def __init__(self, pull: Callable[..., Any], unit: PyTree) -> None:
-        leaves, self._treedef = jax.tree.flatten(pull)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(unit))}
-        self._places = tuple(places.get(id(leaf)) for leaf in leaves)
-        self._leaves = [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
-        self._unit: Any = jax.tree.structure(unit)
+    kept: list[jax.Array]
+    places: tuple[int | None, ...] = field(metadata={"static": True})
+    pullback: Any = field(metadata={"static": True})
+    unit: Any = field(metadata={"static": True})
 
     @property
     def wanted(self) -> PyTree:
         """For each parameter, whether the backward pass reads it. It reads no bias, for example."""
-        count = self._unit.num_leaves
-        return jax.tree.unflatten(self._unit, [place in self._places for place in range(count)])
+        return jax.tree.unflatten(self.unit, [place in self.places for place in range(self.unit.num_leaves)])
 
     def __call__(self, unit: PyTree, grad: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients of trained parameters, gradient of the block's input). unit: the wanted parameters."""
-        wanted = [place for place, read in enumerate(jax.tree.leaves(self.wanted)) if read]
-        given, rest = dict(zip(wanted, jax.tree.leaves(unit), strict=True)), iter(self._leaves)
-        leaves = [next(rest) if place is None else given[place] for place in self._places]
-        return jax.tree.unflatten(self._treedef, leaves)(grad)
+        read = sorted({place for place in self.places if place is not None})
+        given, kept = dict(zip(read, jax.tree.leaves(unit), strict=True)), iter(self.kept)
+        leaves = [next(kept) if place is None else given[place] for place in self.places]
+        return jax.tree.unflatten(self.pullback, leaves)(grad)
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self._leaves, (self._treedef, self._places, self._unit)
 
-    @classmethod
-    def tree_unflatten(cls, aux: Any, leaves: Any) -> "BlockResiduals":
-        self = object.__new__(cls)
-        self._treedef, self._places, self._unit = aux
-        self._leaves = list(leaves)
-        return self
+def without_parameters(pull: Callable[..., Any], unit: PyTree) -> BlockResiduals:
+    """The pullback of a block with these parameters, which are recognised by identity among its residuals."""
+    leaves, pullback = jax.tree.flatten(pull)
+    parameters, treedef = jax.tree.flatten(unit)
+    place_of = {id(leaf): place for place, leaf in enumerate(parameters)}
+    kept = [leaf for leaf in leaves if id(leaf) not in place_of]
+    return BlockResiduals(kept, tuple(place_of.get(id(leaf)) for leaf in leaves), pullback, treedef)
 
 
 def trained_leaves(unit: PyTree, diff: PyTree) -> list[jax.Array]:
@@ -150,7 +153,7 @@ class OneBlock(NamedTuple):
             return self.block(_with_trained(unit, rows.diff, trained), h, layer, keys)
 
         h, pull = jax.vjp(call, trained_leaves(unit, rows.diff), h)
-        return h, BlockResiduals(pull, unit)
+        return h, without_parameters(pull, unit)
 
     def gather_again(self, rows: BlockRows, i: jax.Array | int, wanted: PyTree) -> PyTree:
         """The parameters of row i that its backward pass reads."""
@@ -169,15 +172,22 @@ class OneBlock(NamedTuple):
     def in_row(
         self, rows: BlockRows, i: jax.Array | int, work: Callable[[], tuple[PyTree, PyTree]], passing: PyTree
     ) -> Any:
-        """work() -> (x, rest) if row i holds a block; otherwise (passing, zeros)."""
-        return work() if self.choose is None else work_or_pass(self.choose, rows.layers[i] > 0, work, passing)
+        """work() -> (x, rest) if row i holds a block; otherwise (passing, zeros). passing: an array like x."""
+        if self.choose is None:
+            return work()
+        holds_block, shapes = rows.layers[i] > 0, jax.eval_shape(work)[1]
+        zeros = to_varying(zeros_varying_like(jax.eval_shape(pack, shapes)), ("pipe",))
+
+        def packed() -> tuple[PyTree, list[jax.Array]]:
+            x, rest = work()
+            return typed_like((x, pack(rest)), (passing, zeros))
+
+        x, arrays = self.choose(holds_block, packed, lambda: (passing, zeros))
+        return x, unpack(arrays, shapes)
 
 
 class BlockRunner(Protocol):
     """Forward and backward pass over rows of blocks."""
-
-    def through(self, rows: BlockRows, h: Any, keys: PyTree) -> Any:
-        """The output of the last block, without residuals."""
 
     def forward(self, rows: BlockRows, h: Any, keys: PyTree) -> tuple[Any, PyTree]:
         """(output of the last block, residuals for `backward`)."""
@@ -198,7 +208,7 @@ def differentiable(runner: BlockRunner) -> Callable[[BlockRows, Any, PyTree], An
         grads, dh = runner.backward(rows, saved, dh)
         return BlockRows(grads, None, None), dh, None  # type: ignore[arg-type]
 
-    run = jax.custom_vjp(runner.through)
+    run = jax.custom_vjp(lambda rows, h, keys: runner.forward(rows, h, keys)[0])
     run.defvjp(forward, backward)
     return run
 
@@ -212,53 +222,37 @@ class ScannedBlocks(NamedTuple):
     one: OneBlock
     unroll: int = 1
 
-    def through(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> jax.Array:
-        """The output of the last block, without residuals."""
-        numbers, unroll = jnp.arange(len(rows.layers)), blocks_per_round(self.unroll, len(rows.layers))
-        return lax.scan(lambda h, i: (self.one.after(rows, i, h, keys), None), h, numbers, unroll=unroll)[0]
-
     def forward(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, residuals for `backward`)."""
 
-        def step(h: jax.Array, i: jax.Array) -> tuple[jax.Array, PyTree]:
-            def work() -> tuple[jax.Array, PyTree]:
-                unit, reduce = self.one.fetch(rows, i)
-                out, kept = self.one.run(unit, rows, i, h, keys)
-                return out, (kept, reduce)
+        def work(h: jax.Array, i: jax.Array, _: None) -> tuple[jax.Array, PyTree]:
+            unit, reduce = self.one.fetch(rows, i)
+            out, kept = self.one.run(unit, rows, i, h, keys)
+            return out, (kept, reduce)
 
-            return self.one.in_row(rows, i, work, h)
-
-        return lax.scan(step, h, jnp.arange(len(rows.layers)), unroll=blocks_per_round(self.unroll, len(rows.layers)))
+        return self._scan(work, rows, h, unroll=blocks_per_round(self.unroll, len(rows.layers)))
 
     def backward(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of h)."""
 
-        def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
-            i, (kept, reduce) = own
-
-            def work() -> tuple[jax.Array, PyTree]:
-                grads, before = kept(self.one.gather_again(rows, i, kept.wanted), dh)
-                return before, reduce(grads)[0]
-
-            return self.one.in_row(rows, i, work, dh)
+        def work(dh: jax.Array, i: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+            kept, reduce = own
+            grads, before = kept(self.one.gather_again(rows, i, kept.wanted), dh)
+            return before, reduce(grads)[0]
 
         unroll = blocks_per_round(self.unroll, len(rows.layers))
-        dh, grads = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True, unroll=unroll)
+        dh, grads = self._scan(work, rows, dh, saved, reverse=True, unroll=unroll)
         return grads, dh
 
     def backward_input(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """The first half of `backward`: (values for `backward_weights`, gradient of h)."""
 
-        def step(dh: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
-            i, (kept, _) = own
+        def work(dh: jax.Array, i: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
+            kept, _ = own
+            unit = self.one.gather_again(rows, i, kept.wanted)
+            return self._split(kept, rows, dh).input_gradient(unit, dh)
 
-            def work() -> tuple[jax.Array, PyTree]:
-                unit = self.one.gather_again(rows, i, kept.wanted)
-                return self._split(kept, rows, dh).input_gradient(unit, dh)
-
-            return self.one.in_row(rows, i, work, dh)
-
-        dh, crossing = lax.scan(step, dh, (jnp.arange(len(rows.layers)), saved), reverse=True)
+        dh, crossing = self._scan(work, rows, dh, saved, reverse=True)
         return crossing, dh
 
     def backward_weights(self, rows: BlockRows, saved: PyTree, crossing: PyTree, like: PyTree) -> PyTree:
@@ -268,19 +262,27 @@ class ScannedBlocks(NamedTuple):
         like: an array of the shape and type of dh.
         """
 
-        def step(_: None, own: PyTree) -> tuple[None, PyTree]:
-            i, (kept, reduce), crossing = own
+        def work(_: None, i: jax.Array, own: PyTree) -> tuple[None, PyTree]:
+            (kept, reduce), crossing = own
+            split = self._split(kept, rows, like)
+            reads, (wanted, treedef) = iter(split.reads), jax.tree.flatten(kept.wanted)
+            chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
+            unit = self.one.gather_again(rows, i, chosen)
+            return None, reduce(split.weight_gradients(jax.tree.leaves(unit), crossing))[0]
 
-            def work() -> tuple[None, PyTree]:
-                split = self._split(kept, rows, like)
-                reads, (wanted, treedef) = iter(split.reads), jax.tree.flatten(kept.wanted)
-                chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
-                unit = self.one.gather_again(rows, i, chosen)
-                return None, reduce(split.weight_gradients(jax.tree.leaves(unit), crossing))[0]
+        return self._scan(work, rows, None, (saved, crossing))[1]
 
-            return self.one.in_row(rows, i, work, None)
+    def _scan(self, work: Callable[..., Any], rows: BlockRows, x: PyTree, own: PyTree = None, **how: Any) -> Any:
+        """(x after all blocks, the other results of `work`, stacked): a `lax.scan` over the numbers of rows.
 
-        return lax.scan(step, None, (jnp.arange(len(rows.layers)), saved, crossing))[1]
+        work: (x, i, row i of `own`) -> (x, other results). It is skipped for a row without a block.
+        how: `reverse` and `unroll` of the scan.
+        """
+
+        def step(x: PyTree, each: PyTree) -> tuple[PyTree, PyTree]:
+            return self.one.in_row(rows, each[0], lambda: work(x, *each), x)
+
+        return lax.scan(step, x, (jnp.arange(len(rows.layers)), own), **how)
 
     def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> SplitBackward:
         unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))

@@ -182,10 +182,6 @@ class PrefetchedBlocks(NamedTuple):
     reduce_dtype: Any
     sums: Callable[[PyTree], PyTree] | None = None
 
-    def through(self, rows: BlockRows, h: tuple[jax.Array, PyTree], keys: PyTree) -> tuple[jax.Array, PyTree]:
-        """(output of the last block, the head)."""
-        return self.forward(rows, h, keys)[0]
-
     def forward(
         self, rows: BlockRows, h: tuple[jax.Array, PyTree], keys: PyTree
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:

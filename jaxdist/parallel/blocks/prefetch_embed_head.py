@@ -168,58 +168,59 @@ def embed_columns(
     return all_to_all(h, "fsdp", split_dim=0, concat_dim=h.ndim - 1)
 
 
-class EmbedAndHead(NamedTuple):
-    """Embedding and head around prefetched blocks.
+def embed_ahead(
+    units: Units, embed: Callable[..., jax.Array], diff: PyTree, captured: PyTree, batch: PyTree
+) -> jax.Array:
+    """h of this device's samples, by columns where the embedding can.
 
-    embed: (diff of the embedding, captured of it, batch) -> h, for an embedding that cannot work by columns.
+    embed: (diff, captured, batch) -> h, for one that cannot.
+    diff, captured: of the embedding.
+    """
+    specs = units.specs["embed"]
+    columns = without_fsdp(specs)
+
+    def usable() -> PyTree:
+        with jax.named_scope("embed"):
+            return units.strategy.gather(diff, captured, columns)
+
+    apart = units.model.columns and regathers(units.strategy, specs)
+    if not apart or not by_columns(specs, jax.eval_shape(usable)):
+        return embed(diff, captured, batch)
+    run = functools.partial(units.run, "embed", units.model.embed)
+    return embed_columns(run, specs, usable(), batch, batch["keys"])
+
+
+def slice_head(
+    units: Units, head: Callable[..., Any], diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree
+) -> tuple[HeadSlices, PyTree, Callable[[PyTree, jax.Array], Any]]:
+    """(the head's slices, their diff, function (gathered slices, h) -> (loss sum, weight sum)).
+
     head: (diff, captured, h, batch) -> (loss sum, weight sum), for a head without slices.
     """
+    names, rounds = units.head_units, units.model.layers
+    specs, own, rest = ({name: tree[name] for name in names} for tree in (units.specs, diff, captured))
+    if not regathers(units.strategy, specs):
+        return HeadSlices(lambda tree: tree, {}, rounds), {}, lambda _, h: head(diff, captured, h, batch)
 
-    units: Units
-    embed: Callable[..., jax.Array]
-    head: Callable[..., tuple[jax.Array, jax.Array]]
+    def gather(tree: PyTree, wanted: PyTree) -> PyTree:
+        return {name: units.gather(name, tree[name], rest[name], wanted[name]) for name in names}
 
-    def embedded(self, diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
-        """h of this device's samples. diff, captured: of the embedding."""
-        units, specs = self.units, self.units.specs["embed"]
-        columns = without_fsdp(specs)
+    def loss(usable: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        return units.run_head(usable["head"], usable.get("embed"), h, batch)
 
-        def usable() -> PyTree:
-            with jax.named_scope("embed"):
-                return units.strategy.gather(diff, captured, columns)
+    every = map_specs(lambda _: True, specs)
+    shapes = jax.eval_shape(lambda: gather(own, every))
+    read = first_reads(loss, shapes, h, batch)
+    dims = dims_of_slices(specs, own, read, rounds)
+    cut = jax.tree.map(lambda dim: dim >= 0, dims)
+    apart = jax.tree.map(lambda dim, first: dim < 0 and math.isfinite(first), dims, read)
+    slices = HeadSlices(lambda tree: gather(tree, cut), only(cut, dims), rounds)
 
-        apart = units.model.columns and regathers(units.strategy, specs)
-        if not apart or not by_columns(specs, jax.eval_shape(usable)):
-            return self.embed(diff, captured, batch)
-        embed = functools.partial(units.run, "embed", units.model.embed)
-        return embed_columns(embed, specs, usable(), batch, batch["keys"])
+    def loss_after(whole: PyTree, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def pick(is_cut: bool, needed: bool, shape: Any, whole: Any, part: Any) -> jax.Array:
+            return whole if is_cut else part if needed else zeros_varying_like(shape)
 
-    def slices(self, diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> tuple[HeadSlices, PyTree, Any]:
-        """(the head's slices, their diff, function (gathered slices, h) -> (loss sum, weight sum))."""
-        units, names, rounds = self.units, self.units.head_units, self.units.model.layers
-        specs, own, rest = ({name: tree[name] for name in names} for tree in (units.specs, diff, captured))
-        if not regathers(units.strategy, specs):
-            return HeadSlices(lambda tree: tree, {}, rounds), {}, lambda _, h: self.head(diff, captured, h, batch)
+        usable = jax.tree.map(pick, cut, apart, shapes, whole, gather(own, apart))
+        return loss(usable, h, batch)
 
-        def gather(tree: PyTree, wanted: PyTree) -> PyTree:
-            return {name: units.gather(name, tree[name], rest[name], wanted[name]) for name in names}
-
-        def loss(usable: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-            return units.run_head(usable["head"], usable.get("embed"), h, batch)
-
-        every = map_specs(lambda _: True, specs)
-        shapes = jax.eval_shape(lambda: gather(own, every))
-        read = first_reads(loss, shapes, h, batch)
-        dims = dims_of_slices(specs, own, read, rounds)
-        cut = jax.tree.map(lambda dim: dim >= 0, dims)
-        apart = jax.tree.map(lambda dim, first: dim < 0 and math.isfinite(first), dims, read)
-        slices = HeadSlices(lambda tree: gather(tree, cut), only(cut, dims), rounds)
-
-        def head(whole: PyTree, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def pick(is_cut: bool, needed: bool, shape: Any, whole: Any, part: Any) -> jax.Array:
-                return whole if is_cut else part if needed else zeros_varying_like(shape)
-
-            usable = jax.tree.map(pick, cut, apart, shapes, whole, gather(own, apart))
-            return loss(usable, h, batch)
-
-        return slices, only(cut, own), head
+    return slices, only(cut, own), loss_after

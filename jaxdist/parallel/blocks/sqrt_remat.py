@@ -28,10 +28,6 @@ class SegmentedBlocks(NamedTuple):
 
     one: OneBlock
 
-    def through(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> jax.Array:
-        """The output of the last block."""
-        return self.forward(rows, h, keys)[0]
-
     def forward(self, rows: BlockRows, h: jax.Array, keys: PyTree) -> tuple[jax.Array, PyTree]:
         """(output of the last block, residuals for `backward`)."""
         if "tensor" in varying_axes(h):  # row numbers, which wait for a gradient, would vary over `tensor` like it

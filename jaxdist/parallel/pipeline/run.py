@@ -19,7 +19,7 @@ from jaxdist.collectives import active_axes, rank, to_varying, varying_axes, zer
 from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import refuse_split_backward
 from jaxdist.errors import UserError
-from jaxdist.parallel.blocks.branch import Choose, Packing, by_condition, by_mask, packing_of, typed_like
+from jaxdist.parallel.blocks.branch import Choose, by_condition, by_mask, pack, typed_like, unpack
 from jaxdist.parallel.blocks.layers import BlockRows, ScannedBlocks, at, put
 from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate_slots
 from jaxdist.parallel.schedule import Program, Schedule, Seed, Stages, seeded_loss
@@ -31,29 +31,20 @@ EMBED = "embed"
 FORWARD, BACKWARD, TO_NEXT, TO_BEFORE = "pipeline_forward", "pipeline_backward", "pipeline.next", "pipeline.before"
 
 
-def stages_of_mesh() -> int:
-    """The number of stages, inside the manual region."""
-    return lax.axis_size("pipe")
-
-
-def virtual_stage(chunk: jax.Array | int) -> jax.Array | int:
-    """The number of a chunk of this stage."""
-    return chunk * stages_of_mesh() + rank("pipe")
-
-
 def blocks_of_chunk(
     diff: PyTree, captured: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
 ) -> BlockRows:
     """One chunk of this stage's stacked blocks. counts: as `ModelDef.stages`."""
-    if counts and len(counts) != chunks * stages_of_mesh():
+    stages = lax.axis_size("pipe")
+    if counts and len(counts) != chunks * stages:
         raise UserError(
-            f"mesh.pipe: {stages_of_mesh()} is given, but the model was arranged for"
+            f"mesh.pipe: {stages} is given, but the model was arranged for"
             f" {len(counts) // chunks} stages, with blocks={list(counts)}; give both the same"
         )
     if chunks > 1:
         diff, captured = at(cut_into_chunks((diff, captured), chunks), chunk)
     length = jax.tree.leaves((diff, captured))[0].shape[0]
-    row, number = jnp.arange(length, dtype=jnp.int32), virtual_stage(chunk)
+    row, number = jnp.arange(length, dtype=jnp.int32), chunk * stages + rank("pipe")  # of the virtual stage
     if not counts:
         return BlockRows(diff, captured, 1 + number * len(row) + row)
     before, count = jnp.asarray([np.cumsum(counts) - counts, counts], jnp.int32)[:, number]
@@ -69,7 +60,7 @@ def relay(run: Callable[[jax.Array, jax.Array | int], jax.Array], h: jax.Array, 
     """h after the blocks of all stages, on the first stage: for evaluation. run: (h, chunk) -> h."""
     if not active_axes("pipe") and chunks == 1:
         return run(h, 0)
-    stage, count, h = rank("pipe"), stages_of_mesh(), to_varying(h, ("pipe",))
+    stage, count, h = rank("pipe"), lax.axis_size("pipe"), to_varying(h, ("pipe",))
 
     def turn(h: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         own = lambda: typed_like(run(h, number // count), h)  # noqa: E731
@@ -93,7 +84,7 @@ def send(x: jax.Array, places: int, *, ring: bool, used: int | None = None) -> j
     ring: whether the first and the last stage are neighbours. Otherwise one of them receives zeros.
     used: how many of a loop's sends across a boundary the receiver uses, for the ledger; None for all.
     """
-    count = stages_of_mesh()
+    count = lax.axis_size("pipe")
     if count == 1:
         return x
     with jax.named_scope((TO_NEXT if places > 0 else TO_BEFORE) + ("" if used is None else f".{used}")):
@@ -101,26 +92,21 @@ def send(x: jax.Array, places: int, *, ring: bool, used: int | None = None) -> j
         return lax.ppermute(x, "pipe", [pair for pair in pairs if ring or pair[1] - pair[0] == places])
 
 
-class _Row(NamedTuple):
-    """The work of this stage in a tick: numbers, -1 for none. With a leading dim [T], the work in all ticks."""
-
-    forward: jax.Array  # the microbatch
-    forward_chunk: jax.Array
-    forward_slot: jax.Array
-    backward: jax.Array
-    backward_chunk: jax.Array
-    backward_slot: jax.Array
-    cotangent_slot: jax.Array  # written by backward
-    weights: tuple["_Weights", ...]
-
-
-class _Weights(NamedTuple):
-    """The gradients of parameters (W) that this stage computes in a tick."""
+class _Work(NamedTuple):
+    """One F, B or W of this stage in a tick: numbers, -1 for none. slot: of the residuals."""
 
     microbatch: jax.Array
     chunk: jax.Array
     slot: jax.Array
-    cotangent_slot: jax.Array
+    cotangent_slot: Any  # written by B, read by W; None for F
+
+
+class _Row(NamedTuple):
+    """The work of this stage in a tick. With a leading dim [T] in all arrays, the work in all ticks."""
+
+    forward: _Work
+    backward: _Work
+    weights: tuple[_Work, ...]
 
 
 class _State(NamedTuple):
@@ -174,19 +160,19 @@ def run_ticks(
             allowed="parallel.schedule=accumulate; or a model of jaxdist.nn layers without these two",
         )
     stages = program.stages
-    ticks = table(stages_of_mesh(), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)
+    ticks = table(lax.axis_size("pipe"), jax.tree.leaves(microbatches)[0].shape[0], stages.chunks)
     choose = by_condition if stages.conditions else by_mask
     machine = _Machine(
         ticks, allocate_slots(ticks), stages, diff, captured, microbatches, seed, reduce_dtype, choose, None
     )
-    start, packing = machine.start()
-    machine = machine._replace(packing=packing)
+    start, residuals = machine.start()
+    machine = machine._replace(residuals=residuals)
 
     def tick(state: _State, row: _Row) -> tuple[_State, None]:
         with jax.named_scope(FORWARD):
-            state = machine.forward(state, row)
+            state = machine.forward(state, row.forward)
         with jax.named_scope(BACKWARD):
-            state = machine.backward(state, row)
+            state = machine.backward(state, row.backward)
             for work in row.weights:
                 state = machine.weights(state, work)
         # With chunks, what the last stage sends goes on to the next chunk of the first one.
@@ -210,29 +196,27 @@ class _Machine(NamedTuple):
     seed: Seed
     reduce_dtype: Any
     choose: Choose
-    packing: Any
+    residuals: PyTree  # of one microbatch, as ShapeDtypeStructs
 
     def rows(self) -> _Row:
         """The work of this stage in all ticks."""
-        residuals, cotangents = self.slots.residuals, self.slots.cotangents
+        ticks, residuals, cotangents = self.ticks, self.slots.residuals, self.slots.cotangents
+        stage = rank("pipe")
 
-        def own(*tables_TS: np.ndarray) -> list[jax.Array]:
-            stage = rank("pipe")
-            return [lax.dynamic_index_in_dim(jnp.asarray(table), stage, 1, keepdims=False) for table in tables_TS]
-
-        def pair(table_TS2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return table_TS2[..., 0], table_TS2[..., 1]
+        def own(pair_TS2: np.ndarray, slot_TS: np.ndarray, cotangent_TS: np.ndarray | None = None) -> _Work:
+            tables = _Work(pair_TS2[..., 0], pair_TS2[..., 1], slot_TS, cotangent_TS)  # type: ignore[arg-type]
+            index = lambda table: lax.dynamic_index_in_dim(jnp.asarray(table), stage, 1, keepdims=False)  # noqa: E731
+            return jax.tree.map(index, tables)
 
         weights = tuple(
-            _Weights(*own(*pair(self.ticks.weights[:, :, i]), residuals.weights[..., i], cotangents.weights[..., i]))
-            for i in range(self.ticks.weights.shape[2])
+            own(ticks.weights[:, :, i], residuals.weights[..., i], cotangents.weights[..., i])
+            for i in range(ticks.weights.shape[2])
         )
-        forward, backward = pair(self.ticks.forward), pair(self.ticks.backward)
-        plain = own(*forward, residuals.forward, *backward, residuals.backward, cotangents.backward)
-        return _Row._make([*plain, weights])
+        forward = own(ticks.forward, residuals.forward)
+        return _Row(forward, own(ticks.backward, residuals.backward, cotangents.backward), weights)
 
-    def start(self) -> tuple[_State, Packing]:
-        """(state of zeros, packing of residuals)."""
+    def start(self) -> tuple[_State, PyTree]:
+        """(state of zeros, residuals of one microbatch as ShapeDtypeStructs)."""
 
         def zeros(leaf: Any, *places: int) -> jax.Array:
             return to_varying(jnp.zeros((*places, *leaf.shape), leaf.dtype), {*varying_axes(leaf), "pipe"})
@@ -240,8 +224,7 @@ class _Machine(NamedTuple):
         batch = at(self.microbatches, 0)
         h = zeros(jax.eval_shape(self._embed, self.diff[EMBED], batch))
         _, saved = jax.eval_shape(self._run_blocks, h, batch, jnp.zeros((), jnp.int32))
-        packing = packing_of(saved)
-        kept = [zeros(leaf, self.slots.residuals.size) for leaf in jax.eval_shape(packing.pack, saved)]
+        kept = [zeros(leaf, self.slots.residuals.size) for leaf in jax.eval_shape(pack, saved)]
         crossing: PyTree = ()
         if self.ticks.weights.shape[2]:
             blocks = self._rows(jnp.zeros((), jnp.int32))
@@ -250,51 +233,55 @@ class _Machine(NamedTuple):
         late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
         grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
         totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.captured, h, batch))
-        return _State(h, h, kept, crossing, late, grads, totals), packing
+        return _State(h, h, kept, crossing, late, grads, totals), saved
 
-    def forward(self, state: _State, row: _Row) -> _State:
+    def forward(self, state: _State, work: _Work) -> _State:
         """The state after F: `h` is sent to the next stage."""
-        first = (rank("pipe") == 0) & (row.forward_chunk == 0)
-        last = (rank("pipe") == self.ticks.stages - 1) & (row.forward_chunk == self.ticks.chunks - 1)
+        first, last = self._ends(work)
 
-        def work() -> _State:
-            batch = at(self.microbatches, row.forward)
+        def run() -> _State:
+            batch = at(self.microbatches, work.microbatch)
             embedded = lambda: typed_like(self._embed(self.diff[EMBED], batch), state.h)  # noqa: E731
-            h, saved = self._run_blocks(self.choose(first, embedded, lambda: state.h), batch, row.forward_chunk)
-            after = state._replace(h=h, kept=put(state.kept, row.forward_slot, self.packing.pack(saved)))
-            return self.choose(last, lambda: typed_like(self._run_head(after, batch, row), state), lambda: after)
+            h, saved = self._run_blocks(self.choose(first, embedded, lambda: state.h), batch, work.chunk)
+            after = state._replace(h=h, kept=put(state.kept, work.slot, pack(saved)))
+            return self.choose(last, lambda: typed_like(self._run_head(after, batch, work.slot), state), lambda: after)
 
-        return self.choose(row.forward >= 0, lambda: typed_like(work(), state), lambda: state)
+        return self.choose(work.microbatch >= 0, lambda: typed_like(run(), state), lambda: state)
 
-    def backward(self, state: _State, row: _Row) -> _State:
+    def backward(self, state: _State, work: _Work) -> _State:
         """The state after B: `dh` is sent to the stage before."""
-        first = (rank("pipe") == 0) & (row.backward_chunk == 0)
-        last = (rank("pipe") == self.ticks.stages - 1) & (row.backward_chunk == self.ticks.chunks - 1)
+        first, last = self._ends(work)
 
-        def work() -> _State:
-            loss = at(state.late, row.backward_slot if self.slots.late_loss else 0)
-            saved = self.packing.unpack(at(state.kept, row.backward_slot))
-            parts = self._rows(row.backward_chunk), saved, jnp.where(last, loss, state.dh)
-            if row.weights:
+        def run() -> _State:
+            loss = at(state.late, work.slot if self.slots.late_loss else 0)
+            saved = unpack(at(state.kept, work.slot), self.residuals)
+            parts = self._rows(work.chunk), saved, jnp.where(last, loss, state.dh)
+            if self.ticks.weights.shape[2]:
                 crossing, dh = self._scanned.backward_input(*parts)
-                after = state._replace(dh=dh, crossing=put(state.crossing, row.cotangent_slot, crossing))
+                after = state._replace(dh=dh, crossing=put(state.crossing, work.cotangent_slot, crossing))
             else:
                 grads, dh = self.stages.blocks.backward(*parts)
-                after = state._replace(dh=dh, grads=self._add_blocks(state.grads, grads, row.backward_chunk))
-            return self.choose(first, lambda: typed_like(self._pull_embed(after, row), state), lambda: after)
+                after = state._replace(dh=dh, grads=self._add_blocks(state.grads, grads, work.chunk))
+            pull = lambda: typed_like(self._pull_embed(after, work.microbatch), state)  # noqa: E731
+            return self.choose(first, pull, lambda: after)
 
-        return self.choose(row.backward >= 0, lambda: typed_like(work(), state), lambda: state)
+        return self.choose(work.microbatch >= 0, lambda: typed_like(run(), state), lambda: state)
 
-    def weights(self, state: _State, work: _Weights) -> _State:
+    def weights(self, state: _State, work: _Work) -> _State:
         """The state after W: the gradients of the blocks' parameters of one microbatch are added."""
 
         def add() -> _State:
-            saved = self.packing.unpack(at(state.kept, work.slot))
+            saved = unpack(at(state.kept, work.slot), self.residuals)
             crossing = at(state.crossing, work.cotangent_slot)
             grads = self._scanned.backward_weights(self._rows(work.chunk), saved, crossing, state.dh)
             return state._replace(grads=self._add_blocks(state.grads, grads, work.chunk))
 
         return self.choose(work.microbatch >= 0, lambda: typed_like(add(), state), lambda: state)
+
+    def _ends(self, work: _Work) -> tuple[jax.Array, jax.Array]:
+        """Whether the work is that of the first, and of the last, virtual stage."""
+        first = (rank("pipe") == 0) & (work.chunk == 0)
+        return first, (rank("pipe") == self.ticks.stages - 1) & (work.chunk == self.ticks.chunks - 1)
 
     @property
     def _scanned(self) -> ScannedBlocks:
@@ -306,7 +293,7 @@ class _Machine(NamedTuple):
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
         return self.stages.blocks.forward(self._rows(chunk), h, batch["keys"])
 
-    def _run_head(self, state: _State, batch: PyTree, row: _Row) -> _State:
+    def _run_head(self, state: _State, batch: PyTree, slot: jax.Array) -> _State:
         """The state with the loss of a microbatch, and its gradients with respect to the head and the head's input."""
 
         def seeded(units: PyTree, h: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -315,15 +302,15 @@ class _Machine(NamedTuple):
 
         units = {name: self.diff[name] for name in self.stages.head_units}
         (grads, dh), totals = jax.grad(seeded, argnums=(0, 1), has_aux=True)(units, state.h)
-        late = put(state.late, row.forward_slot if self.slots.late_loss else 0, dh)
+        late = put(state.late, slot if self.slots.late_loss else 0, dh)
         totals = jax.tree.map(jnp.add, state.totals, totals)
         return state._replace(late=late, totals=totals, grads=self._added(state.grads, grads))
 
     def _embed(self, diff: PyTree, batch: PyTree) -> jax.Array:
         return self.stages.embed(diff, self.captured[EMBED], batch)
 
-    def _pull_embed(self, state: _State, row: _Row) -> _State:
-        batch = at(self.microbatches, row.backward)
+    def _pull_embed(self, state: _State, microbatch: jax.Array) -> _State:
+        batch = at(self.microbatches, microbatch)
         (grads,) = jax.vjp(functools.partial(self._embed, batch=batch), self.diff[EMBED])[1](state.dh)
         return state._replace(grads=self._added(state.grads, {EMBED: grads}))
 

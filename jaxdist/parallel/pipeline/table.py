@@ -223,9 +223,6 @@ def table_of(schedule: str) -> Callable[..., Ticks] | None:
 
     schedule: a name or a dotted path.
     """
-    found: Callable[..., Ticks] | None = getattr(importlib.import_module(_module(schedule)), "table", None)
+    module = importlib.import_module(schedule.rpartition(".")[0] or f"{SCHEDULES}.{schedule}")
+    found: Callable[..., Ticks] | None = getattr(module, "table", None)
     return found
-
-
-def _module(schedule: str) -> str:
-    return schedule.rpartition(".")[0] or f"{SCHEDULES}.{schedule}"

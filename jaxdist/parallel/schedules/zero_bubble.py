@@ -35,7 +35,7 @@ def table(stages: int, microbatches: int, chunks: int = 1) -> Ticks:
     length_T = np.maximum(busy_TS.max(axis=1), busy_TS[:, 0] + (backward_TS[:, 0] >= 0))
     weights = np.full((ticks.length, stages, _PLACES, 2), -1, np.int32)
     for stage in range(stages):
-        waiting: list[int] = []
+        waiting: list[int] = []  # microbatches after their B and before their W, the oldest first
         for tick in range(ticks.length):
             if backward_TS[tick, stage] >= 0:
                 waiting.append(int(backward_TS[tick, stage]))

@@ -40,7 +40,7 @@ def sharded(options: StrategyOptions, *, gather_each: bool, reduce_each: bool) -
     else all gradients at the end of a step.
     """
     # A sum over microbatches that came after a sum over devices would depend on the number of devices.
-    reduce_each = reduce_each and not options.sync.deterministic
+    reduce_each = reduce_each and not options.grad_sync.deterministic
 
     def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
         shards, nothing = begin_varying(params, specs, stacked)

@@ -12,7 +12,8 @@ from jaxdist.specs import PyTree, map_specs
 def freezing(strategy: Strategy, patterns: Sequence[str]) -> Strategy:
     """The strategy without gradients for parameters whose path fits a pattern ("embed.*").
 
-    In diff and in gradients a MaskedNode stands for each of them; their part of diff is captured.
+    In diff and in gradients a MaskedNode stands for each of them. Their values move from diff to the captured tree. Its
+    leaves become pairs: (captured by the strategy, value of a frozen parameter or ()).
     """
     if not patterns:
         return strategy

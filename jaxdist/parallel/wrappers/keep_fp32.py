@@ -1,7 +1,7 @@
 """Parameters that layers receive in at least fp32, while the others are cast to a half type: mostly those of norms.
 
-They go through the same strategy, made for another compute dtype. `begin` sees the whole tree and the paths in it: it
-decides once which parameters are kept, and marks them in the captured tree, of which a gather gets a unit.
+They go through the same strategy, made for another compute dtype. Patterns match whole paths, which only `begin` sees;
+a gather gets one unit. So `begin` marks these parameters in the captured tree, and gathers read the marks.
 """
 
 from collections.abc import Callable
@@ -40,19 +40,15 @@ def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyO
         def run(strategy: Strategy, chosen: PyTree) -> tuple[PyTree, PyTree]:
             return strategy.begin(only(chosen, params), only(chosen, specs), stacked)
 
-        diff, captured = (_merged(kept, *pair) for pair in zip(run(wide, kept), run(narrow, _other(kept)), strict=True))
+        diff, captured = _merged((kept, kept), run(wide, kept), run(narrow, _other(kept)))
         return diff, jax.tree.map(lambda yes, part: Wide(part) if yes else part, kept, captured)
 
     def gather(diff: PyTree, captured: PyTree, specs: PyTree) -> PyTree:
         kept = map_specs(lambda _, part: isinstance(part, Wide), specs, captured)
-        parts = (
-            diff,
-            map_specs(lambda _, part: part.captured if isinstance(part, Wide) else part, specs, captured),
-            specs,
-        )
+        own = map_specs(lambda _, part: part.captured if isinstance(part, Wide) else part, specs, captured)
 
         def run(strategy: Strategy, chosen: PyTree) -> PyTree:
-            return strategy.gather(*(only(chosen, part) for part in parts))
+            return strategy.gather(only(chosen, diff), only(chosen, own), only(chosen, specs))
 
         return _merged(kept, run(wide, kept), run(narrow, _other(kept)))
 
@@ -63,5 +59,5 @@ def _other(chosen: PyTree) -> PyTree:
     return jax.tree.map(lambda yes: not yes, chosen)
 
 
-def _merged(kept: PyTree, wide: PyTree, narrow: PyTree) -> PyTree:
+def _merged(kept: PyTree, wide: PyTree, narrow: PyTree) -> Any:
     return jax.tree.map(lambda yes, a, b: a if yes else b, kept, wide, narrow)

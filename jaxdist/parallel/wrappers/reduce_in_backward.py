@@ -28,7 +28,7 @@ def reducing_in_backward(strategy: Strategy, options: StrategyOptions, *, once: 
 
     once: whether the parameters are those of a model with blocks, and a step has one backward pass.
     """
-    feedback = options.sync.wire_dtype == "int8"  # needs the residual, which only `reduce` is given
+    feedback = options.grad_sync.wire_dtype == "int8"  # needs the residual, which only `reduce` is given
     if not once or not strategy.leafwise or feedback:
         return strategy
     fills = functools.partial(_fills_buckets, options=options)
@@ -76,7 +76,7 @@ def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -
     size: Counter[tuple[str, ...]] = Counter()
     for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
         size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize
-    least, beside = options.sync.bucket_mb * 2**20, options.prefetch and active_axes("fsdp")
+    least, beside = options.grad_sync.bucket_mb * 2**20, options.prefetch and active_axes("fsdp")
     full = {axes for axes, nbytes in size.items() if axes and (nbytes >= least or (beside and "fsdp" not in axes))}
     return map_specs(lambda spec, _: _axes(spec) in full, specs, blocks)
 
@@ -86,4 +86,5 @@ def _axes(spec: P) -> tuple[str, ...]:
 
 
 def _left(total: Any) -> bool:
+    """Whether `only` left this leaf out of the sums."""
     return isinstance(total, MaskedNode)

@@ -11,8 +11,9 @@ import functools
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import all_gather, reduce_scatter
+from jaxdist.collectives import all_gather
 from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.grad_sync import reduce_late
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import STACKED, PyTree, dim_of, is_model, map_named, map_specs, split_over
@@ -28,7 +29,9 @@ def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy
 
     def place(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
         placed = strategy.place(shapes, specs, mesh)
-        if not is_model(placed) or options.sync.wire_dtype == "int8":  # its residual has the shape of what is summed
+        if (
+            not is_model(placed) or options.grad_sync.wire_dtype == "int8"
+        ):  # its residual has the shape of what is summed
             return placed
         return placed | map_specs(functools.partial(split, mesh=mesh), _others(placed), _others(shapes))
 
@@ -40,13 +43,9 @@ def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy
     def reduce(grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
         sums, residual = strategy.reduce(grads, residual, specs)
         if is_model(specs):
-            sums = sums | map_named(scatter, _others(specs), _others(sums))
+            parts = _others(sums), _others(specs)
+            sums = sums | reduce_late(*parts, "pipe", sync=options.grad_sync, reduce_dtype=options.precision.reduce)
         return sums, residual
-
-    def scatter(spec: P, leaf: jax.Array) -> jax.Array:
-        if (dim := dim_of(spec, "pipe")) is None:
-            return leaf
-        return reduce_scatter(leaf.astype(options.precision.reduce), "pipe", dim=dim, **options.sync.reduction)
 
     return strategy._replace(place=place, begin=begin, reduce=reduce)
 
