@@ -1,5 +1,6 @@
 """The type of a collective algorithm, and what algorithms share. Each file in `algorithms/` defines one `Algorithm`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxdist import registry
 from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.group import Array, Group, Pairs
 from jaxdist.collectives.parts import cut_parts, join_parts, padded_parts, unpadded
 
 ALGORITHMS = "jaxdist.collectives.algorithms"
@@ -16,6 +17,7 @@ ReduceParts = Callable[[Array, Group, str], Array]
 GatherParts = Callable[[Array, Group], Array]
 ToRoot = Callable[[Array, Group, str, int], Array]
 FromRoot = Callable[[Array, Group, int], Array]
+GatherRounds = Callable[[int], list[tuple[Pairs, int]]]
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -92,8 +94,14 @@ def from_halves(cost: CostOf, reduce_parts: ReduceParts, gather_parts: GatherPar
     return Algorithm(cost, **functions)
 
 
-def from_rooted(cost: CostOf, broadcast: FromRoot, reduce: ToRoot, gather: FromRoot, scatter: FromRoot) -> Algorithm:
-    """An algorithm made of its operations with a root: all other operations go to rank 0 and back."""
+def from_rooted(
+    rounds: GatherRounds, broadcast: FromRoot, reduce: ToRoot, gather: FromRoot, scatter: FromRoot
+) -> Algorithm:
+    """An algorithm made of its operations with a root: all other operations go to rank 0 and back.
+
+    rounds: n -> the rounds of a gather to rank 0, each with its (child, parent) pairs and the number of ranks whose
+        values are in one message. A reduction has the same pairs; the ways back are the same backwards.
+    """
 
     def all_reduce(x: Array, group: Group, op: str) -> Array:
         return broadcast(reduce(x, group, op, 0), group, 0)
@@ -104,4 +112,23 @@ def from_rooted(cost: CostOf, broadcast: FromRoot, reduce: ToRoot, gather: FromR
     def all_gather(x: Array, group: Group, dim: int) -> Array:
         return join_parts(broadcast(gather(x, group, 0), group, 0), dim)
 
+    cost = functools.partial(_rooted_cost, rounds)
     return Algorithm(cost, all_reduce, reduce_scatter, all_gather, None, broadcast, reduce, gather, scatter)
+
+
+def _rooted_cost(rounds: GatherRounds, operation: str, size: int, group: Group) -> Cost:
+    """The cost of an operation of `from_rooted`, counted message by message."""
+    n, way_back = group.n, {"all_reduce": "broadcast", "reduce_scatter": "scatter", "all_gather": "broadcast"}
+    if operation in way_back:
+        ways = [("gather" if operation == "all_gather" else "reduce", size)]
+        ways += [(way_back[operation], n * size if operation == "all_gather" else size)]
+    else:
+        ways = [(operation, size)]
+    sent, lengths = [0] * n, []  # elements that each rank sends; of the largest message of each round
+    for way, whole in ways:
+        for pairs, ranks in rounds(n):
+            length = {"gather": ranks * whole, "scatter": ranks * (whole // n)}.get(way, whole)
+            lengths.append(length)
+            for child, parent in pairs:
+                sent[child if way in ("reduce", "gather") else parent] += length
+    return Cost(len(lengths), max(sent), sum(sent), sum(lengths))

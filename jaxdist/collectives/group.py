@@ -23,7 +23,7 @@ Pairs = Sequence[tuple[int, int]]
 class Group:
     """A group of n devices with ranks 0 to n-1, or several such groups side by side, which all do the same.
 
-    axes: active mesh axes, in mesh order.
+    axes: active mesh axes, in mesh order; () for a single device.
     members: for each group, the ranks of its devices along `axes`, counted as one axis.
     inner: the size of a fast neighbourhood: that of the last axis, if there are several, else 1.
     wire: the float dtype in which `permute` sends; None: the values' own. Sums stay in the values' dtype.
@@ -40,7 +40,7 @@ class Group:
 
     @staticmethod
     def of(*sizes: int) -> "Group":
-        """A group without a mesh, to ask for costs: of(8), or of(outer, inner)."""
+        """A group of all devices of axes of these sizes. Without a mesh it is there to ask for costs."""
         return Group((), (tuple(range(math.prod(sizes))),), sizes[-1] if len(sizes) > 1 else 1)
 
     @property
@@ -131,30 +131,25 @@ def shift(n: int, by: int = 1) -> list[tuple[int, int]]:
     return [(rank, (rank + by) % n) for rank in range(n)]
 
 
-def make_group(axis: Axes, groups: Groups | None = None) -> Group | None:
-    """The group of the devices along `axis`, or None for a single device. Inside `shard_map` only.
+def make_group(axis: Axes, groups: Groups | None = None) -> Group:
+    """The group of the devices along `axis`. Inside `shard_map` only.
 
     axis: one or several mesh axes, in any order; ranks count in mesh order.
     groups: disjoint lists of ranks, all of one length, that communicate among themselves (torch.distributed's
         `new_group`); devices in none of them get zeros.
     """
     axes = active_axes(axis)
-    total = lax.axis_size(axes) if axes else 1
+    sizes = [lax.axis_size(name) for name in axes]
     if groups is None:
-        sizes = [lax.axis_size(name) for name in axes]
-        return Group(axes, (tuple(range(total)),), sizes[-1] if len(sizes) > 1 else 1) if total > 1 else None
+        return replace(Group.of(*sizes), axes=axes)
+    total = math.prod(sizes)
     members = tuple(tuple(group) for group in groups)
-    check_groups(members, total)
-    return Group(axes, members, 1) if total > 1 else None
-
-
-def check_groups(members: tuple[tuple[int, ...], ...], total: int) -> None:
-    """Raise `UserError` unless these are disjoint groups of one size with ranks below `total`."""
     ranks = [rank for group in members for rank in group]
     if not ranks or len({len(group) for group in members}) > 1:
         raise UserError(f"groups={members}: give at least one group, all of the same size")
     if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= total:
         raise UserError(f"groups={members}: each rank from 0 to {total - 1} may be in one group, once")
+    return Group(axes, members, 1)
 
 
 def entering(x: Array, group: Group) -> Array:

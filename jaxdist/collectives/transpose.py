@@ -50,20 +50,3 @@ def _extremum_backward(run, total, residuals, grad):  # type: ignore[no-untyped-
 
 
 extremum.defvjp(_extremum_forward, _extremum_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def with_loss(total_and_lost, x):  # type: ignore[no-untyped-def]
-    """total_and_lost(x) = (a lossy sum of x over the devices, the loss); its gradient is that of an exact sum."""
-    return total_and_lost(x)
-
-
-def _with_loss_forward(total_and_lost, x):  # type: ignore[no-untyped-def]
-    return with_loss(total_and_lost, x), None
-
-
-def _with_loss_backward(total_and_lost, _, grads):  # type: ignore[no-untyped-def]
-    return (with_loss(total_and_lost, grads[0])[0],)
-
-
-with_loss.defvjp(_with_loss_forward, _with_loss_backward)

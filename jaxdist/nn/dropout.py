@@ -8,9 +8,10 @@ Legend: B batch, h local heads.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxdist.collectives import rank
-from jaxdist.nn.sequence_parallel import own_positions, whole_length
+from jaxdist.nn.sequence_parallel import own_positions
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -26,7 +27,7 @@ def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence
     """
     if not rate:
         return x
-    shape = (whole_length(x.shape[1]), *x.shape[2:]) if sequence else x.shape[1:]
+    shape = (x.shape[1] * lax.axis_size("tensor"), *x.shape[2:]) if sequence else x.shape[1:]
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
     return _drop(x, own_positions(keep, dim=1) if sequence else keep, rate)
 

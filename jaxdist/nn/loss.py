@@ -102,9 +102,8 @@ def _with_gradients(
 
 def _forward(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
     given = h, table_VD, targets, weights
-    if any(
-        each.dtype == jnp.float16 for each in (h, table_VD)
-    ):  # in fp16, gradients for a cotangent of 1 underflow: wait for the loss scale
+    if jnp.float16 in (h.dtype, table_VD.dtype):
+        # Gradients for a cotangent of 1 underflow in fp16: they wait for the loss scale, which is in the cotangent.
         return _sum_of_chunks(*given), (given, None)
     one = zeros_varying_like(jax.eval_shape(_sum_of_chunks, *given)) + 1
     loss, grads = _with_gradients(one, *given)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.nn.param import specs_of
 from jaxdist.specs import STACKED, PyTree, map_specs
-
-Batch = dict[str, jax.Array]
-
-
-class ModelParts(Protocol):
-    """The input of `model_def`: an nnx.Module with these three parts.
-
-    embed: a module, embed(batch, keys_B) -> h.
-    blocks: an nnx.List of uniform modules, block(h, keys_B) -> h.
-    head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
-        logits over the whole vocabulary.
-    """
-
-    embed: Any
-    blocks: Any
-    head: Any
 
 
 class ModelDef(NamedTuple):
@@ -106,7 +90,11 @@ def model_def(
 ) -> ModelDef:
     """The `ModelDef` of an nnx.Module. Nothing is allocated: the module is traced abstractly.
 
-    build: rngs -> the module, which has the parts of `ModelParts`.
+    build: rngs -> the module. Its parts are three attributes:
+        embed: a module, embed(batch, keys_B) -> h.
+        blocks: an nnx.List of uniform modules, block(h, keys_B) -> h.
+        head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
+            logits over the whole vocabulary.
     param_dtype: the dtype of all parameters.
     tied, scan_blocks, columns: see `ModelDef`.
 
@@ -128,16 +116,8 @@ def model_def(
         raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
 
-    def head_of(params: PyTree, embed: PyTree | None) -> tuple[Any, Any]:
-        return nnx.merge(head_def, params), None if embed is None else nnx.merge(embed_def, embed)
-
-    def head(params: PyTree, embed: PyTree | None, h: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        module, embedding = head_of(params, embed)
-        return module(h, batch, embedding)
-
-    def logits(params: PyTree, embed: PyTree | None, h: jax.Array) -> jax.Array:
-        module, embedding = head_of(params, embed)
-        return module.logits(h, embedding)
+    def embedding(params: PyTree | None) -> Any:
+        return None if params is None else nnx.merge(embed_def, params)
 
     return ModelDef(
         init=init,
@@ -145,8 +125,8 @@ def model_def(
         shapes=jax.eval_shape(init, jax.random.key(0)),
         embed=lambda params, batch, keys_B: nnx.merge(embed_def, params)(batch, keys_B),
         block=lambda params, h, keys_B: nnx.merge(block_def, params)(h, keys_B),
-        head=head,
-        logits=logits,
+        head=lambda params, embed, h, batch: nnx.merge(head_def, params)(h, batch, embedding(embed)),
+        logits=lambda params, embed, h: nnx.merge(head_def, params).logits(h, embedding(embed)),
         layers=len(split),
         tied=tied,
         columns=columns,

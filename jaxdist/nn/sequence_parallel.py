@@ -37,8 +37,3 @@ def own_positions(x: jax.Array, *, dim: int) -> jax.Array:
     check_positions(x.shape[dim])
     own = x.shape[dim] // lax.axis_size("tensor")
     return lax.dynamic_slice_in_dim(to_varying(x, ("tensor",)), rank("tensor") * own, own, axis=dim)
-
-
-def whole_length(own: int) -> int:
-    """The length of the sequence. own: the number of this device's positions."""
-    return own * lax.axis_size("tensor") if active_axes("tensor") else own

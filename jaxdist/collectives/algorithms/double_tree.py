@@ -67,10 +67,9 @@ def _colours(edges: tuple[Edge, ...]) -> dict[Edge, int]:
     An edge conflicts with at most one edge of each sort. Conflicts thus form paths and even cycles: two colours do.
     """
     colour: dict[Edge, int] = {}
-
-    def paint(start: Edge) -> None:
-        waiting = [(start, 0)]
-        while waiting:
+    for start in edges:
+        waiting = [] if start in colour else [(start, 0)]
+        while waiting:  # along the path or cycle of conflicts
             edge, wanted = waiting.pop()
             if edge in colour:
                 assert colour[edge] == wanted, "an odd cycle: a rank with three children"
@@ -78,10 +77,6 @@ def _colours(edges: tuple[Edge, ...]) -> dict[Edge, int]:
             colour[edge] = wanted
             conflicts = [e for e in edges if e != edge and (e.parent == edge.parent or e.child == edge.child)]
             waiting += [(conflict, 1 - wanted) for conflict in conflicts]
-
-    for edge in edges:
-        if edge not in colour:
-            paint(edge)
     return colour
 
 
@@ -108,18 +103,13 @@ def rounds(n: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
     return tuple(tuple(found[when]) for when in sorted(found))
 
 
-def _table(group: Group, pieces: dict[int, int]) -> Array:
-    """This rank's piece, from a table rank -> piece; 0 for ranks that are not in it."""
-    return group.at([pieces.get(rank, 0) for rank in range(group.n)])
-
-
 def _run_round(held: Array, group: Group, hops: Sequence[Hop], op: str | None) -> Array:
     """The pieces of this device after one round: the target of a hop combines with `op`, or replaces if op is None."""
-    send = _table(group, {hop.source: hop.piece for hop in hops})
-    receive = _table(group, {hop.target: hop.piece for hop in hops})
-    arrived = group.permute(
-        lax.dynamic_index_in_dim(held, send, keepdims=False), [(hop.source, hop.target) for hop in hops]
-    )
+    sent_by, received_by = {hop.source: hop.piece for hop in hops}, {hop.target: hop.piece for hop in hops}
+    # Ranks without a message send, and replace, piece 0: nobody receives the one, and the other is put back.
+    send, receive = (group.at([by.get(rank, 0) for rank in range(group.n)]) for by in (sent_by, received_by))
+    sent = lax.dynamic_index_in_dim(held, send, keepdims=False)
+    arrived = group.permute(sent, [(hop.source, hop.target) for hop in hops])
     before = lax.dynamic_index_in_dim(held, receive, keepdims=False)
     after = arrived if op is None else COMBINE[op](before, arrived)
     after = jnp.where(group.among(hop.target for hop in hops), after, before)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.algorithm import COMBINE, from_rooted
-from jaxdist.collectives.cost import Cost
-from jaxdist.collectives.group import Array, Group
+from jaxdist.collectives.group import Array, Group, Pairs
 from jaxdist.collectives.parts import in_own_place
 
 
@@ -49,18 +48,8 @@ def _scatter(parts: Array, group: Group, root: int) -> Array:
     return mine
 
 
-def _cost(operation: str, size: int, group: Group) -> Cost:
-    n, both_ways = group.n, {"reduce_scatter": ("reduce", "scatter"), "all_gather": ("gather", "broadcast")}
-    if operation in both_ways:
-        there, back = both_ways[operation]
-        up, down = _cost(there, size, group), _cost(back, n * size if back == "broadcast" else size, group)
-        busiest = max(up.busiest, down.busiest)  # the master sends on the way back only
-        return Cost(up.rounds + down.rounds, busiest, up.total + down.total, up.serial + down.serial)
-    message = size // n if operation == "scatter" else size
-    one_way = (n - 1) * message
-    if operation == "all_reduce":
-        return Cost(2 * (n - 1), one_way, 2 * one_way, 2 * one_way)
-    return Cost(n - 1, message if operation in ("reduce", "gather") else one_way, one_way, one_way)
+def _gather_rounds(n: int) -> list[tuple[Pairs, int]]:
+    return [([(worker, 0)], 1) for worker in range(1, n)]
 
 
-master_worker = from_rooted(_cost, _broadcast, _reduce, _gather, _scatter)
+master_worker = from_rooted(_gather_rounds, _broadcast, _reduce, _gather, _scatter)

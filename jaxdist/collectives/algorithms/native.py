@@ -67,11 +67,8 @@ def _all_to_all(parts: Array, group: Group) -> Array:
 
 
 def _broadcast(x: Array, group: Group, root: int) -> Array:
-    return _all_reduce(jnp.where(group.rank == root, x, jnp.zeros((), x.dtype)), group, _add_or_or(x))
-
-
-def _add_or_or(x: Array) -> str:
-    return "max" if x.dtype == jnp.bool_ else "sum"
+    alone = jnp.where(group.rank == root, x, jnp.zeros((), x.dtype))
+    return _all_reduce(alone, group, "max" if x.dtype == jnp.bool_ else "sum")  # booleans cannot be added
 
 
 def _reduce(x: Array, group: Group, op: str, root: int) -> Array:

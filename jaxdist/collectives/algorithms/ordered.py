@@ -56,7 +56,7 @@ def _cost(operation: str, size: int, group: Group) -> Cost:
     if operation == "all_gather":
         return halving_doubling.cost(operation, size, group)
     if levels is None:
-        return tree.cost(operation, size, group)
+        return tree.tree.cost(operation, size, group)
     if operation == "all_reduce" and size <= SMALL:
         return even(levels, levels * size, n, swap=True)
     return halves_cost(operation, size, n, levels, swap=True)

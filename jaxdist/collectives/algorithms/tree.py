@@ -9,7 +9,6 @@ import math
 import jax.numpy as jnp
 
 from jaxdist.collectives.algorithm import COMBINE, from_rooted
-from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group, Pairs
 
 
@@ -65,46 +64,8 @@ def scatter(parts: Array, group: Group, root: int) -> Array:
     return held[0]
 
 
-def cost(operation: str, size: int, group: Group) -> Cost:
-    """The cost of an operation. The busiest rank is the root if values go out from it.
-
-    Otherwise it is a leaf, or the root of the second largest subtree.
-    """
-    n, levels = group.n, (group.n - 1).bit_length()
-    if operation == "reduce":
-        return Cost(levels, size, (n - 1) * size, levels * size)
-    if operation == "broadcast":
-        return Cost(levels, levels * size, (n - 1) * size, levels * size)
-    if (
-        operation == "all_reduce"
-    ):  # rank 0 only sends down; the busiest other rank sends one message fewer down, and one up
-        return Cost(2 * levels, levels * size, 2 * (n - 1) * size, 2 * levels * size)
-    if operation in ("reduce_scatter", "all_gather"):
-        return _both_ways(operation, size, group)
-    # Gather and scatter: messages double in size towards the root.
-    part = size if operation == "gather" else size // n
-    messages = [(2**k, len(pairs)) for k, pairs in enumerate(rounds(n))]
-    total = sum(length * pairs for length, pairs in messages) * part
-    serial = (2**levels - 1) * part
-    return Cost(levels, serial if operation == "scatter" else 2 ** (levels - 1) * part, total, serial)
+def _gather_rounds(n: int) -> list[tuple[Pairs, int]]:
+    return [(pairs, 2**k) for k, pairs in enumerate(rounds(n))]
 
 
-def _both_ways(operation: str, size: int, group: Group) -> Cost:
-    """The cost of a reduce-scatter (reduce, scatter) or an all-gather (gather, broadcast).
-
-    The root sends on the way back only, all other ranks on both ways.
-    """
-    n = group.n
-    pair = ("reduce", size), ("scatter", size)
-    if operation == "all_gather":
-        pair = ("gather", size), ("broadcast", n * size)
-    up, down = (cost(name, length, group) for name, length in pair)
-    sent = [0] * n
-    for k, pairs in enumerate(rounds(n)):
-        for child, parent in pairs:
-            sent[child] += size * 2**k if operation == "all_gather" else size
-            sent[parent] += n * size if operation == "all_gather" else 2**k * (size // n)
-    return Cost(up.rounds + down.rounds, max(sent), up.total + down.total, up.serial + down.serial)
-
-
-tree = from_rooted(cost, broadcast, reduce, _gather, scatter)
+tree = from_rooted(_gather_rounds, broadcast, reduce, _gather, scatter)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import make_group, to_varying, varying_axes
+from jaxdist.collectives import active_axes, make_group, to_varying, varying_axes
 from jaxdist.collectives.group import shift
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import accumulation_dtype
@@ -27,7 +27,7 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]  # activations, kernel
 
 def gather_product(x_BsI: jax.Array, kernel: jax.Array) -> jax.Array:
     """The product of all devices' positions with this device's kernel: [B, s, I], [I, *O] -> [B, S, *O]."""
-    return _gather_product(*_alike(x_BsI, kernel)) if make_group("tensor") else jnp.tensordot(x_BsI, kernel, 1)
+    return _gather_product(*_alike(x_BsI, kernel)) if active_axes("tensor") else jnp.tensordot(x_BsI, kernel, 1)
 
 
 def product_scatter(x_BSI: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def product_scatter(x_BSI: jax.Array, kernel: jax.Array) -> jax.Array:
     Partial sums are sent in the products' dtype and added in at least fp32. They are rounded once on each device, as in
     NCCL's rings.
     """
-    if make_group("tensor") is None:
+    if not active_axes("tensor"):
         return jnp.tensordot(x_BSI, kernel, 1)
     check_positions(x_BSI.shape[1])
     return _product_scatter(*_alike(x_BSI, kernel))
@@ -77,7 +77,6 @@ def _gather(multiply: Multiply, own: jax.Array, kernel: jax.Array) -> tuple[jax.
     In round i a device multiplies the piece of the rank i places before it, and sends this piece on.
     """
     group = make_group("tensor")
-    assert group is not None
     n, s = group.n, own.shape[1]
 
     def put(whole: jax.Array | None, piece: jax.Array, i: int) -> jax.Array:
@@ -105,7 +104,6 @@ def _scatter(multiply: Multiply, whole: jax.Array, kernel: jax.Array) -> jax.Arr
     The sum for a rank starts at the rank after it, and travels once round the ring.
     """
     group = make_group("tensor")
-    assert group is not None
     n, s = group.n, whole.shape[1] // group.n
 
     def part(i: int, kernel: jax.Array) -> jax.Array:
