@@ -70,7 +70,7 @@ class Scope(NamedTuple):
         values = [operand for operand in operands if operand is not None]
         if len(values) < len(operands) or not operands or not all(map(_small, outputs)):
             return
-        if name in SILENT:
+        if name in SILENT:  # the results are the operands, with another type
             self.known.update(zip(outputs, values, strict=True))
         elif not named_axes(equation) and not inner_jaxprs(equation):
             self.known.update(zip(outputs, _compute(equation, values), strict=True))
@@ -97,10 +97,11 @@ class Scope(NamedTuple):
     def rounds(self, equation: Any) -> "Scope":
         """The scope inside a scan: a context for each round, if any of its rows is known."""
         scan = scan_of(equation)
-        constants, _, rows = scan.split([self.value_of(atom) for atom in equation.invars])
+        operands = [self.value_of(atom) for atom in equation.invars]
+        constants, _, rows = scan.split(operands)
         length, scope = scan.length, self._replace(at_most=self.at_most * scan.length)
-        known = [value for value in map(self.value_of, equation.invars) if value is not None]
-        size = max((value.array.size for value in known), default=1)
+        # Inside, there are as many contexts for each one here as there are rounds. The largest value decides.
+        size = max((value.array.size for value in operands if value is not None), default=1)
         if all(row is None for row in rows) or length * len(self.live) * max(size // len(self.live), 1) > MOST_ELEMENTS:
             return scope._replace(live=self.live * length, known=_bound(scan.body, constants))
         order = np.arange(length)[:: -1 if scan.reverse else 1]
@@ -111,14 +112,12 @@ class Scope(NamedTuple):
 
     def branches(self, equation: Any) -> list["Scope"]:
         """The scope inside each branch of a condition."""
-        chosen, found = self.value_of(equation.invars[0]), []
-        operands = [self.value_of(atom) for atom in equation.invars[1:]]
+        chosen, *operands = map(self.value_of, equation.invars)
+        found = []
         for number, body in enumerate(equation.params["branches"]):
-            scope = self._replace(known=_bound(body, operands))
-            if chosen is None:
-                found.append(scope._replace(certain=False))
-            else:
-                found.append(scope._replace(live=np.where(chosen.array == number, self.live, 0)))
+            live = self.live if chosen is None else np.where(chosen.array == number, self.live, 0)
+            certain = self.certain and chosen is not None
+            found.append(self._replace(live=live, certain=certain, known=_bound(body, operands)))
         return found
 
 

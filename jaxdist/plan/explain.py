@@ -1,6 +1,6 @@
 """Explanation of a configuration without running it: its collectives, the memory of a device, its sharding."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -96,12 +96,9 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     if prefetches_on(config, mesh) and config.parallel.microbatches == 1:
         reduced = {STACKED: jax.numpy.dtype(parts.options.precision.reduce).itemsize}
 
-    def nbytes(leaf: jax.Array) -> int:
-        return math.prod(leaf.shape) * leaf.dtype.itemsize
-
     def gradient(unit: str, leaf: jax.Array) -> int:
         size = leaf.dtype.itemsize
-        return math.prod(leaf.shape) * (min(size, reduced[unit]) if unit in reduced else max(4, size))
+        return leaf.size * (min(size, reduced[unit]) if unit in reduced else max(4, size))
 
     def region(params: PyTree) -> jax.Array:
         diff, held = strategy.begin(params, specs, STACKED)
@@ -112,8 +109,8 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
             used = next(iter(jax.tree.leaves(copy)), leaf)
             return () if used.shape == rest.shape else used
 
-        copies = map_specs(kept, specs, params, diff, held)
-        sizes["gathered copies, the whole step"] = sum(map(nbytes, jax.tree.leaves(copies)))
+        copies = jax.tree.leaves(map_specs(kept, specs, params, diff, held))
+        sizes["gathered copies, the whole step"] = sum(leaf.size * leaf.dtype.itemsize for leaf in copies)
         return jax.numpy.zeros(())
 
     jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=P()), parts.target.params)
@@ -133,16 +130,20 @@ def explanation_to_json(explanation: Explanation, table: Table | None = None) ->
         }
         for row in explanation.parameters
     ]
-    activations = explanation.activations
+
+    def dicts(facts: Sequence[SavedArray | Compiled] | None) -> list[dict[str, Any]] | None:
+        return None if facts is None else [each._asdict() for each in facts]
+
+    compared = None
+    if explanation.compiled is not None:
+        compared = {op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()}
     return {
         "mesh": explanation.mesh,
         "wire_bytes": explanation.ledger.wire_bytes,
         "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
         "memory": explanation.memory,
         "parameters": parameters,
-        "activations": None if activations is None else [each._asdict() for each in activations],
-        "added": None if explanation.added is None else [each._asdict() for each in explanation.added],
-        "compiled": None
-        if explanation.compiled is None
-        else {op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()},
+        "activations": dicts(explanation.activations),
+        "added": dicts(explanation.added),
+        "compiled": compared,
     } | ({} if table is None else {"remedies": remedies_to_json(table)})
