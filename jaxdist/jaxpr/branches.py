@@ -173,7 +173,7 @@ def _bound(jaxpr: Any, values: Sequence[Value | None]) -> dict[Any, Value]:
 
 
 def _small(x: Any) -> bool:
-    """Whether the value of an array or variable is computed: integers and truth values, not too many."""
+    """Whether the value of an array or variable is computed here: of integers and truth values, if they are few."""
     if isinstance(x, jax.core.Tracer):
         return False
     aval = x.aval if hasattr(x, "aval") else jax.typeof(x)
@@ -196,11 +196,11 @@ def _compute(equation: Any, values: list[Value]) -> list[Value]:
 
 
 def _repeated(value: Value, length: int) -> Value:
-    """The same value in all rounds."""
+    """A value that is the same in all rounds, for the contexts inside a scan."""
     return Value(np.repeat(value.array, length, axis=0), True) if value.differs else value
 
 
 def _by_round(value: Value, order: np.ndarray, contexts: int) -> Value:
-    """A row for each round, of an array [N, rounds, ...] or [rounds, ...]."""
+    """Rows of an array [N, rounds, ...] or [rounds, ...], for the contexts inside a scan."""
     array = value.array if value.differs else np.broadcast_to(value.array, (contexts, *value.array.shape))
     return Value(array[:, order].reshape(-1, *array.shape[2:]), True)

@@ -201,7 +201,7 @@ def _draw_cells(axes: Axes, texts: np.ndarray, hues: np.ndarray) -> None:
 
 
 def _strips(active: Mapping[str, int]) -> Figure:
-    """For many devices: one strip an axis, outermost first, with its stride in devices."""
+    """The figure of a large mesh: one strip an axis, outermost first, with its stride in devices."""
     stride = math.prod(active.values())
     figure = Figure(figsize=(_WIDTH, 0.6 * len(active)))
     for axes, (name, size) in zip(figure.subplots(len(active), squeeze=False).flat, active.items(), strict=True):

@@ -130,7 +130,7 @@ class MetricsWriter:
             replace_file(self.path, whole)
 
     def rewind(self, step: int) -> None:
-        """Go on after an earlier step: drop the lines of later ones."""
+        """Drop the lines of all steps after this one, to go on from it."""
         with contextlib.suppress(OSError):  # what cannot be written is looked at below
             self.close()
         kept = b""
@@ -184,7 +184,7 @@ def work_unit(metrics: Iterable[Mapping[str, Any]]) -> str:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over about 5 % of the run; values that are not finite are passed over.
+    """The mean over about 5 % of the run around each value; values that are not finite are passed over.
 
     The window is centred, so that the curve does not lag; it narrows at the steep start and is one-sided at the end.
     """

@@ -11,7 +11,10 @@ KEY_FIELDS = ("op", "axes", "dtype", "phase", "purpose")
 
 
 def _totals(ledger: Ledger) -> dict[tuple[str, ...], tuple[int, Collective]]:
-    """{key: (input bytes a step, the last collective with this key)}. A key has no line of source, which moves."""
+    """{key: (input bytes a step, the last collective with this key)}.
+
+    A key is the values of `KEY_FIELDS`. The source line is none of them: it moves with every edit.
+    """
     totals: dict[tuple[str, ...], tuple[int, Collective]] = {}
     for each in ledger.collectives:
         key = (each.op, "+".join(each.axes), each.dtype, each.phase, each.purpose)

@@ -16,7 +16,7 @@ from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, resident_bytes
 from jaxdist.plan.remedies import Table, remedies_to_json
-from jaxdist.plan.traced.activations import ON_HOST, SAVED_KINDS, SavedArray, saved_activations
+from jaxdist.plan.traced.activations import SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.sharding import Row, sharding_rows
 from jaxdist.specs import STACKED, PyTree, map_specs
@@ -59,10 +59,10 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     kept = None if pipeline else saved_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
     if kept is not None:
-        offloaded = [ON_HOST] if any(each.kind == ON_HOST for each in kept) else []
-        for kind in (*SAVED_KINDS, *offloaded):
-            size = sum(each.bytes_per_device for each in kept if each.kind == kind)
-            memory[f"{kind}, kept for backward"] = size
+        sizes = dict.fromkeys(SAVED_KINDS, 0)  # and what is offloaded, if anything is
+        for each in kept:
+            sizes[each.kind] = sizes.get(each.kind, 0) + each.bytes_per_device
+        memory |= {f"{kind}, kept for backward": size for kind, size in sizes.items()}
     added, compared = None, None
     if compiled:
         program = compile_step(parts, batch)
@@ -118,8 +118,10 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
 
 
 def explanation_to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
-    """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types;
-    with a table of remedies, "remedies" as well."""
+    """The explanation as JSON: {"mesh", "wire_bytes", "collectives", "memory", "parameters", ...}.
+
+    Entries have the fields of their types. table: of remedies, to be added as "remedies".
+    """
     parameters = [
         {
             "path": row.path,

@@ -121,7 +121,7 @@ def changed(config: Config, overrides: Overrides) -> Config:
 
 
 def typed(key: str, value: Any) -> str:
-    """ "memory.offload.optimizer=true"."""
+    """An override as it is typed on the command line: "memory.offload.optimizer=true"."""
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
@@ -142,7 +142,7 @@ def _flops(parts: Parts, batch: Any) -> float:
 
 
 def _check_available(config: Config, other: Config) -> None:
-    """Raise `UserError` for a remedy that these devices would run as another (`parallel.remat.available`)."""
+    """Raise `UserError` for a remedy that these devices would run as another: see `parallel.blocks.remat.available`."""
     offloads = other.memory.remat == "offload" != config.memory.remat
     if offloads and jax.devices()[0].platform == "cpu":
         raise UserError("simulated devices have no host memory, and run it as memory.remat=full")
@@ -178,8 +178,10 @@ def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
 
 
 def remedies_to_json(table: Table) -> dict[str, Any]:
-    """{"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}; a cost is {"peak", "arguments",
-    "outputs", "aliased", "temporary", "host", "flops", "wire_bytes"}, in bytes and FLOPs of a device."""
+    """The table as JSON: {"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}.
+
+    A cost has "peak", "flops", "wire_bytes" and the fields of `Footprint`, in bytes and FLOPs of a device.
+    """
 
     def cost(each: StepCost) -> dict[str, Any]:
         sizes = {"peak": each.memory.peak, **each.memory._asdict()}

@@ -74,7 +74,7 @@ def compiled_collectives(text: str) -> list[Compiled]:
 
 
 def collectives_in(computations: dict[str, Computation], name: str, times: int = 1) -> list[Compiled]:
-    """The collectives of a computation that runs so many times, and of those that it calls."""
+    """The collectives of a computation, and of those that it calls. times: how often it runs in a step."""
     found: list[Compiled] = []
     for own in computations.get(name, {}).values():
         if own.kind in HLO_OPS:

@@ -53,7 +53,7 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The opcode, of the start of an asynchronous operation that of the operation."""
+        """The opcode; for the start of an asynchronous operation, the opcode of the operation."""
         return self.opcode.removesuffix("-start")
 
     def called(self, key: str = "calls") -> str | None:

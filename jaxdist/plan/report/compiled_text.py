@@ -60,7 +60,7 @@ def verdict_text(planned: Planned) -> str:
 
 
 def _collectives(planned: Planned) -> list[str]:
-    """By op, dtype and size of the group."""
+    """The lines of a table of all that a device sends: by op, dtype and size of the group."""
     totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0.0])
     for each in planned.collectives:
         if each.group_size > 1:

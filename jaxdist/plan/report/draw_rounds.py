@@ -53,7 +53,7 @@ def arrows(messages: Sequence[Message]) -> list[Arrow]:
 
 
 def lanes(found: Sequence[Arrow]) -> list[list[Arrow]]:
-    """Arrows that do not overlap, in rows: as few as going through them once finds."""
+    """The arrows in rows, in each of which none overlap: as few rows as a single pass over the arrows finds."""
     rows: list[list[Arrow]] = []
     for arrow in sorted(found, key=lambda a: (abs(a[0] - a[1]), a[0] > a[1], min(a[:2]))):
         low, high = sorted(arrow[:2])

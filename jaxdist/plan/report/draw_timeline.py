@@ -103,7 +103,7 @@ def _draw_work(axes: Axes, line: Timeline, ticks: Ticks, scale: float) -> None:
 
 @functools.cache
 def _colour(kind: str, chunk: int, chunks: int) -> str:
-    """From dark, the first chunk, to light, the last; between the two for a single one."""
+    """The colour of a piece of work: dark for the first chunk, light for the last, between the two for a single one."""
     shades = LinearSegmentedColormap.from_list(kind, _COLOURS[kind])
     return to_hex(shades(chunk / (chunks - 1) if chunks > 1 else 0.3))
 
@@ -126,7 +126,7 @@ def _draw_legend(axes: Axes, ticks: Ticks) -> None:
 
 
 def _note(ticks: Ticks, *, mean: bool) -> str:
-    """The lines under a picture. mean: whether stages differ, and times are those of one with the mean of blocks."""
+    """The lines under a picture. mean: whether stages differ: times are then of one with the mean number of blocks."""
     kept, paler = "microbatches", ""
     if ticks.chunks > 1:
         kept, paler = "chunks of microbatches", " Paler: later chunks."

@@ -99,7 +99,7 @@ class Ledger(NamedTuple):
         return sum(self.total("op").values())
 
     def total(self, key: str) -> dict[Any, float]:
-        """Wire bytes of such a device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
+        """Wire bytes of a device of the busiest stage, by a field of `Collective`, as "axes"; the largest first."""
         totals: Counter[Any] = Counter()
         stage = self.busiest
         for each in self.collectives:
