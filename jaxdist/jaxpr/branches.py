@@ -70,7 +70,7 @@ class Scope(NamedTuple):
         values = [operand for operand in operands if operand is not None]
         if len(values) < len(operands) or not operands or not all(map(_small, outputs)):
             return
-        if name in SILENT:
+        if name in SILENT:  # the results are the operands, with another type
             self.known.update(zip(outputs, values, strict=True))
         elif not named_axes(equation) and not inner_jaxprs(equation):
             self.known.update(zip(outputs, _compute(equation, values), strict=True))
@@ -97,10 +97,11 @@ class Scope(NamedTuple):
     def rounds(self, equation: Any) -> "Scope":
         """The scope inside a scan: a context for each round, if any of its rows is known."""
         scan = scan_of(equation)
-        constants, _, rows = scan.split([self.value_of(atom) for atom in equation.invars])
+        operands = [self.value_of(atom) for atom in equation.invars]
+        constants, _, rows = scan.split(operands)
         length, scope = scan.length, self._replace(at_most=self.at_most * scan.length)
-        known = [value for value in map(self.value_of, equation.invars) if value is not None]
-        size = max((value.array.size for value in known), default=1)
+        # Inside, there are as many contexts for each one here as there are rounds. The largest value decides.
+        size = max((value.array.size for value in operands if value is not None), default=1)
         if all(row is None for row in rows) or length * len(self.live) * max(size // len(self.live), 1) > MOST_ELEMENTS:
             return scope._replace(live=self.live * length, known=_bound(scan.body, constants))
         order = np.arange(length)[:: -1 if scan.reverse else 1]
@@ -111,14 +112,12 @@ class Scope(NamedTuple):
 
     def branches(self, equation: Any) -> list["Scope"]:
         """The scope inside each branch of a condition."""
-        chosen, found = self.value_of(equation.invars[0]), []
-        operands = [self.value_of(atom) for atom in equation.invars[1:]]
+        chosen, *operands = map(self.value_of, equation.invars)
+        found = []
         for number, body in enumerate(equation.params["branches"]):
-            scope = self._replace(known=_bound(body, operands))
-            if chosen is None:
-                found.append(scope._replace(certain=False))
-            else:
-                found.append(scope._replace(live=np.where(chosen.array == number, self.live, 0)))
+            live = self.live if chosen is None else np.where(chosen.array == number, self.live, 0)
+            certain = self.certain and chosen is not None
+            found.append(self._replace(live=live, certain=certain, known=_bound(body, operands)))
         return found
 
 
@@ -174,7 +173,7 @@ def _bound(jaxpr: Any, values: Sequence[Value | None]) -> dict[Any, Value]:
 
 
 def _small(x: Any) -> bool:
-    """Whether the value of an array or variable is computed: integers and truth values, not too many."""
+    """Whether the value of an array or variable is computed here: of integers and truth values, if they are few."""
     if isinstance(x, jax.core.Tracer):
         return False
     aval = x.aval if hasattr(x, "aval") else jax.typeof(x)
@@ -197,11 +196,11 @@ def _compute(equation: Any, values: list[Value]) -> list[Value]:
 
 
 def _repeated(value: Value, length: int) -> Value:
-    """The same value in all rounds."""
+    """A value that is the same in all rounds, for the contexts inside a scan."""
     return Value(np.repeat(value.array, length, axis=0), True) if value.differs else value
 
 
 def _by_round(value: Value, order: np.ndarray, contexts: int) -> Value:
-    """A row for each round, of an array [N, rounds, ...] or [rounds, ...]."""
+    """Rows of an array [N, rounds, ...] or [rounds, ...], for the contexts inside a scan."""
     array = value.array if value.differs else np.broadcast_to(value.array, (contexts, *value.array.shape))
     return Value(array[:, order].reshape(-1, *array.shape[2:]), True)

@@ -32,9 +32,10 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 def apply(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation, as `bind`, but under the names of the caller."""
+    # The axes that this cast adds may be there already: `pcast` refuses these.
     if equation.primitive.name in ("pvary", "pcast") and equation.params.get("to", "varying") == "varying":
         return [_vary(operands[0], equation.params["axes"])]
-    if not inner_jaxprs(equation):
+    if not inner_jaxprs(equation):  # a primitive wants the same axes of all its operands
         grown = {axis for operand in operands for axis in _axes(operand)}
         operands = [_vary(operand, grown) for operand in operands]
     with equation.ctx.manager:  # the settings of the place where it was traced, such as the width of numbers

@@ -1,10 +1,9 @@
 """Walks over jaxprs: no other module of jaxdist looks at the equations of a jaxpr by itself.
 
 Some equations hold jaxprs of their own: the body of a `scan` or `while`, the branches of a `cond`, the function that a
-`jit`, `checkpoint`, `shard_map`, `custom_jvp_call` or `custom_vjp_call` calls. There are three ways to read them all:
+`jit`, `checkpoint`, `shard_map`, `custom_jvp_call` or `custom_vjp_call` calls. There are two ways to read them all:
 
 - `every_equation` lists the equations at any depth, each with its place in the program;
-- `total` adds up a number over all equations, with loops multiplied out;
 - `interpret` pushes values of any kind through one jaxpr, by a rule for its equations. The rule decides whether to go
   into an equation's own jaxprs: `scan_of` says how the operands of a scan meet its body.
 
@@ -64,36 +63,24 @@ def names_at(names: str, equation: Any) -> str:
     return f"{names}/{equation.source_info.name_stack}"
 
 
+def length_of(equation: Any) -> int:
+    """How often the jaxprs inside an equation run: a scan's length, else once; a `while` does not say its rounds."""
+    length: int = equation.params["length"] if equation.primitive.name == "scan" else 1
+    return length
+
+
 def every_equation(jaxpr: Any, *, names: str = "", times: int = 1, inside: tuple[Any, ...] = ()) -> Iterator[Site]:
     """All equations at any depth, in program order, an equation before those inside it.
 
-    A `while`, whose length is not in the program, counts as one round; all branches of a `cond` are listed.
+    All branches of a `cond` are listed.
     """
     for equation in equations(jaxpr):
         site = Site(equation, names_at(names, equation), times, inside)
         yield site
         for inner in inner_jaxprs(equation):
             yield from every_equation(
-                inner, names=site.names, times=times * _length(equation), inside=(*inside, equation)
+                inner, names=site.names, times=times * length_of(equation), inside=(*inside, equation)
             )
-
-
-def total(jaxpr: Any, own: Callable[[Any], float | None]) -> float:
-    """The sum of own(equation) over a program, scans multiplied out.
-
-    Where `own` gives None, the jaxprs inside the equation count. A `while` counts as one round; of a `cond` the branch
-    counts whose sum is largest.
-    """
-
-    def of(equation: Any) -> float:
-        if (value := own(equation)) is not None:
-            return value
-        inside = [total(inner, own) for inner in inner_jaxprs(equation)]
-        if equation.primitive.name == "cond":
-            return max(inside, default=0.0)
-        return sum(inside) * _length(equation)
-
-    return sum(map(of, equations(jaxpr)), 0.0)
 
 
 def interpret(
@@ -150,7 +137,3 @@ def scan_of(equation: Any) -> Scan:
 
 def _rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(a.aval.ndim > b.aval.ndim for a, b in zip(outside, inside, strict=True))
-
-
-def _length(equation: Any) -> int:
-    return equation.params["length"] if equation.primitive.name == "scan" else 1

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live bar on a terminal, plain lines in a log file."""
+"""The console of a run: a live bar on a terminal, plain lines in a log file."""
 
 import datetime
 import math
@@ -9,7 +9,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _RECENT = 50  # step times the estimate of the remaining time looks at
 _REFRESH_S = 0.1  # the live bar takes new numbers at most this often
@@ -39,11 +42,13 @@ def _rate(value: float) -> str:
 
 
 class Console:
-    """Progress on a text stream (standard output unless `stream` is given).
+    """The progress of a run on a text stream.
 
-    `mode`: "rich" draws a live bar, "plain" writes a line for the first step, the last and every `log_every` steps;
-    "auto" is rich on a terminal that can move its cursor and plain elsewhere. `enabled=False` (all processes but the
-    first) writes nothing. `clock` returns seconds and is there for tests.
+    mode: "rich" draws a live bar; "plain" writes a line for the first step, the last and every `log_every` steps;
+        "auto" is rich on a terminal that can move its cursor, and plain elsewhere
+    enabled: False writes nothing, as on all processes but the first
+    stream: standard output unless given
+    clock: returns seconds; tests have their own
     """
 
     def __init__(
@@ -67,12 +72,9 @@ class Console:
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._last: tuple[int, float] | None = None  # step and time of the last call of step()
         self._drawn = -math.inf
-        self._bar: Any = None
-        self._task: Any = None
         if self._rich:
-            from rich.console import Console as RichConsole  # slow to import, and only needed on terminals
-
-            self._out = RichConsole(file=self._stream, force_terminal=True, highlight=False, soft_wrap=True)
+            self._bar = _progress_bar(self._stream)
+            self._task = self._bar.add_task("", total=total_steps, fields="", eta=_UNKNOWN)
 
     def line(self, text: str) -> None:
         """Write one line (or several), above the bar if there is one."""
@@ -81,20 +83,19 @@ class Console:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         text = printable(text).encode(encoding, "backslashreplace").decode(encoding)
         if self._rich:
-            self._out.print(text, markup=False, emoji=False)
+            self._bar.console.print(text, markup=False, emoji=False)
         else:
             self._stream.write(text + "\n")
             self._stream.flush()
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """What runs (model, mesh, devices, data ...): a name and a value a line, values aligned."""
+        """Write what runs (model, mesh, devices, data ...): a name and a value a line, values aligned."""
         width = max(map(len, rows), default=0)
         for name, value in rows.items():
             self.line(f"{name:<{width}}  " + str(value).replace("\n", "\n" + " " * (width + 2)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call once for every finished step, `step` from 1 to the total. Uses loss, grad_norm and tokens_per_s, or
-        samples_per_s."""
+        """Show a finished step, from 1 to the total: loss, grad_norm, and tokens_per_s or samples_per_s."""
         if not self._enabled:
             return
         now = self._clock()
@@ -105,21 +106,22 @@ class Console:
         if self._rich:
             if now - self._drawn >= _REFRESH_S or step >= self._total:
                 self._drawn = now
-                self._draw(step, metrics)
+                self._bar.start()  # at the first step: what is written before has no bar under it
+                fields = "  ".join(self._fields(metrics))
+                self._bar.update(self._task, completed=step, fields=fields, eta=self._eta(step))
         elif first or step % self._log_every == 0 or step == self._total:
             place = f"step  {step:>{len(str(self._total))}}/{self._total}"
             self.line("  ".join([place, *self._fields(metrics), f"eta {self._eta(step)}"]))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line for an evaluation after `step`: every metric, without the prefix `eval/`."""
+        """Write a line for an evaluation after `step`: every metric, without the prefix `eval/`."""
         fields = [f"{key.removeprefix('eval/')} {_number(value)}" for key, value in metrics.items()]
         self.line("  ".join([f"eval  {step:>{len(str(self._total))}}/{self._total}", *fields]))
 
     def close(self) -> None:
         """Take the bar's last state to the screen and give the terminal back; closing twice does nothing."""
-        if self._bar is not None:
+        if self._rich:
             self._bar.stop()
-            self._bar = None
             self._rich = False  # a line after close is a plain one
 
     def __enter__(self) -> "Console":
@@ -138,30 +140,26 @@ class Console:
         return [f"{name} {text(metrics[key])}" for key, (name, text) in shown.items() if key in metrics]
 
     def _eta(self, step: int) -> str:
-        """Remaining time from the median of recent steps: compilation and evaluations do not recur in every step."""
+        """The remaining time, by the median of recent steps: compilation and evaluations are not in every step."""
         left = max(0, self._total - step)
         if left and not self._durations:
             return _UNKNOWN
         return format_duration(left * statistics.median(self._durations) if left else 0)
 
-    def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._bar is None:
-            self._start(step)
-        self._bar.update(self._task, completed=step, fields="  ".join(self._fields(metrics)), eta=self._eta(step))
 
-    def _start(self, step: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Column
+def _progress_bar(stream: TextIO) -> "Progress":
+    """The live bar: steps, the fields of a step, the remaining time. It is drawn once it is started."""
+    from rich.console import Console as RichConsole  # slow to import, and only needed on terminals
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column
 
-        self._bar = Progress(
-            TextColumn("step", style="bold"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
-            TextColumn("{task.fields[fields]}", markup=False, table_column=Column(no_wrap=True)),
-            TextColumn("eta {task.fields[eta]}", markup=False, style="cyan", table_column=Column(no_wrap=True)),
-            console=self._out,
-            expand=True,
-            refresh_per_second=8,
-        )
-        self._task = self._bar.add_task("", total=self._total, completed=step, fields="", eta=_UNKNOWN)
-        self._bar.start()
+    return Progress(
+        TextColumn("step", style="bold"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+        TextColumn("{task.fields[fields]}", markup=False, table_column=Column(no_wrap=True)),
+        TextColumn("eta {task.fields[eta]}", markup=False, style="cyan", table_column=Column(no_wrap=True)),
+        console=RichConsole(file=stream, force_terminal=True, highlight=False, soft_wrap=True),
+        expand=True,
+        refresh_per_second=8,
+    )

@@ -132,10 +132,10 @@ def environment(
 ) -> dict[str, Any]:
     """The content of env.json.
 
-    - devices: the kinds of all devices of the run ("NVIDIA H200", "cpu"), one string a device.
-    - mesh: the sizes of its axes.
-    - command: the arguments as started (sys.argv).
-    - environ: stands in for os.environ.
+    devices: the kinds of all devices of the run ("NVIDIA H200", "cpu"), one string a device
+    mesh: the sizes of its axes
+    command: the arguments as started (sys.argv)
+    environ: stands in for os.environ
     """
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

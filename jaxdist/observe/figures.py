@@ -19,16 +19,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
-from matplotlib.transforms import Bbox
 
 from jaxdist.observe.metrics import Curve, smooth
 from jaxdist.specs import format_bytes
 
-TRAIN, EVAL, MUTED, WHOLE, GRID = "#2563b8", "#c2410c", "#6b7280", "#cfdbec", "#e4e8ee"
+TRAIN, EVAL, _MUTED, WHOLE, GRID = "#2563b8", "#c2410c", "#6b7280", "#cfdbec", "#e4e8ee"
 DASHES = ("--", ":", "-.", (0, (6, 1)))  # of baselines
 _STYLE: Any = {
     "svg.fonttype": "path", "svg.hashsalt": "jaxdist", "font.family": "DejaVu Sans", "font.size": 9.5,
-    "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": "black",
+    "axes.edgecolor": _MUTED, "xtick.color": _MUTED, "ytick.color": _MUTED, "xtick.labelcolor": "black",
     "ytick.labelcolor": "black", "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False,
     "axes.axisbelow": True, "savefig.transparent": True, "savefig.dpi": 200, "legend.frameon": False,
     "text.parse_math": False, "figure.constrained_layout.use": True,
@@ -52,7 +51,7 @@ def _image(figure: Figure, label: str) -> str:
 
 def _empty(text: str) -> str:
     figure = Figure(figsize=(_WIDTH, 0.9))
-    figure.text(0.5, 0.5, text, ha="center", va="center", color=MUTED)
+    figure.text(0.5, 0.5, text, ha="center", va="center", color=_MUTED)
     return _image(figure, text)
 
 
@@ -119,7 +118,7 @@ def loss_figure(train: Curve, evaluation: Curve, *, baselines: Mapping[str, floa
     for (name, value), dashes in zip(baselines.items(), itertools.cycle(DASHES), strict=False):
         if math.isfinite(value):
             label = f"{name if len(name) <= 28 else name[:27] + '…'} {value:.3f}"
-            axes.axhline(value, color=MUTED, linewidth=1.2, linestyle=dashes, label=label)
+            axes.axhline(value, color=_MUTED, linewidth=1.2, linestyle=dashes, label=label)
     _legend(axes)
     counts = f"{len(train.steps)} training and {len(evaluation.steps)} evaluation points"
     return _image(figure, f"Loss over steps in {unit}: {counts}.")
@@ -140,7 +139,7 @@ def throughput_figure(line: Curve, *, median: float, low: np.ndarray, unit: str 
     _draw_curve(axes, shown, color=TRAIN, linewidth=1, alpha=0.75, label="each step")
     axes.axhline(median, color=EVAL, linewidth=1.6, linestyle="--", label=f"median {median:,.0f}")
     if low.any():
-        _draw_marks(axes, line.steps[low], marker="v", color=MUTED, label="below the axis (see text)")
+        _draw_marks(axes, line.steps[low], marker="v", color=_MUTED, label="below the axis (see text)")
     _legend(axes)
     return _image(figure, f"{unit.capitalize()} per second over steps, median {median:,.0f}.")
 
@@ -164,58 +163,53 @@ def mesh_figure(mesh_axes: Mapping[str, int], names: Sequence[str]) -> str:
     label = f"Mesh of {total} devices: {', '.join(f'{axis} {size}' for axis, size in active.items()) or 'one device'}."
     if not draws_devices(mesh_axes):
         return _image(_strips(active), label)
-    named = len(set(names)) == total and max(map(len, names)) <= 8
-    texts = np.array(list(names) if named else [str(i) for i in range(total)], dtype=object)
-    hues = np.arange(total) * sizes[0] // total / sizes[0]
     columns = sizes[-1] if len(sizes) > 1 else min(total, 16)  # one long axis reads like text, in lines of 16
     rows = sizes[-2] if len(sizes) > 1 else -(-total // columns)
-    outer, inner = sizes[:-2], list(active)[-1] if active else ""
-    across = max(1, min(math.prod(outer), 8 // columns))
-    down = -(-math.prod(outer) // across)
+    tables = math.prod(sizes[:-2])
+    named = len(set(names)) == total and max(map(len, names)) <= 8
+    texts, hues = np.full((tables, rows, columns), "", object), np.full((tables, rows, columns), np.nan)
+    texts.flat[:total] = list(names) if named else range(total)
+    hues.flat[:total] = np.arange(total) * sizes[0] // total / sizes[0]
+    across = max(1, min(tables, 8 // columns))
+    down = -(-tables // across)
     figure = Figure(figsize=(min(_WIDTH, 0.9 + 1.1 * columns * across), down * (0.4 + 0.4 * (rows + 1))))
-    grid = figure.subplots(down, across, squeeze=False).flatten()
-    for axes in grid:
+    grid = figure.subplots(down, across, squeeze=False).flat
+    for axes in grid[tables:]:
         axes.set_axis_off()
-    for axes, place, part in zip(grid, np.ndindex(*outer), np.split(np.arange(total), math.prod(outer)), strict=False):
+    for axes, place, *cells in zip(grid, np.ndindex(*sizes[:-2]), texts, hues, strict=False):
         title = [f"{axis} {i}" for axis, i in zip(active, place, strict=False)]
-        cells = [part[i : i + columns] for i in range(0, part.size, columns)]
-        heads = side = None
+        _draw_cells(axes, *cells)
         if len(active) == 1 and rows > 1:
-            title = [f"{inner} 0, 1, 2 ..."]
+            title = [f"{next(iter(active))} 0, 1, 2 ..."]
         elif active:
-            heads = [f"{inner} {i}" for i in range(columns)]
-            side = [f"{list(active)[-2]} {i}" for i in range(rows)] if len(active) > 1 else None
+            *_, inner = active
+            axes.set_xticks(np.arange(columns) + 0.5, [f"{inner} {i}" for i in range(columns)])
+        if len(active) > 1:
+            axes.set_yticks(np.arange(rows) + 0.5, [f"{list(active)[-2]} {i}" for i in range(rows)])
         axes.set_title("   ".join(title), fontweight="bold")
-        _draw_table(axes, [texts[row].tolist() for row in cells], [hues[row] for row in cells], heads, side)
     return _image(figure, label)
 
 
-def _draw_table(axes: Axes, texts: Sequence[Sequence[str]], hues: Any, heads: Any = None, side: Any = None) -> None:
-    """Cells with texts in pastel colours, which fill the axes. hues: of the cells, 0 to 1. heads, side: names of
-    columns and rows."""
-    width = max(map(len, texts))
-    colours = [[tuple(0.6 + 0.4 * np.array(matplotlib.colormaps["rainbow"](hue))) for hue in row] for row in hues]
-    padded = [[*row, *[""] * (width - len(row))] for row in texts]
-    coloured: Any = [[*row, *["none"] * (width - len(row))] for row in colours]
-    table = axes.table(
-        padded, coloured, colLabels=heads, rowLabels=side, cellLoc="center", rowLoc="right", bbox=Bbox.unit()
-    )
-    for (row, column), cell in table.get_celld().items():
-        cell.set_edgecolor("none" if column < 0 or (heads and row == 0) else "white")
+def _draw_cells(axes: Axes, texts: np.ndarray, hues: np.ndarray) -> None:
+    """Cells with texts in pastel colours. hues: of the cells, 0 to 1; NaN where there is none."""
+    axes.pcolormesh(hues, cmap="rainbow", vmin=0, vmax=1, alpha=0.4, edgecolors="white")
+    for (row, column), text in np.ndenumerate(texts):
+        axes.text(column + 0.5, row + 0.5, text, ha="center", va="center")
+    axes.set(xticks=[], yticks=[], ylim=(len(hues), 0))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
 
 
 def _strips(active: Mapping[str, int]) -> Figure:
-    """For many devices: one strip an axis, outermost first, with its stride in devices."""
+    """The figure of a large mesh: one strip an axis, outermost first, with its stride in devices."""
     stride = math.prod(active.values())
     figure = Figure(figsize=(_WIDTH, 0.6 * len(active)))
     for axes, (name, size) in zip(figure.subplots(len(active), squeeze=False).flat, active.items(), strict=True):
         stride //= size
-        labels = list(map(str, range(size)))
-        labels = labels if size <= 12 else [*labels[:8], "…", *labels[-2:]]
+        labels = [*range(size)] if size <= 12 else [*range(8), "…", size - 2, size - 1]
         note = f"{stride:,} devices apart" if stride > 1 else "neighbours"
-        axes.set_axis_off()
         axes.set_title(f"{name} {size}: {note}", loc="left")
-        _draw_table(axes, [labels], [np.linspace(0, 1, len(labels))])
+        _draw_cells(axes, np.array([labels], object), np.linspace([0], [1], len(labels)).T)
     return figure
 
 
@@ -237,19 +231,19 @@ def layout_figure(units: Mapping[str, tuple[int, int]]) -> str:
     largest = max(1, *(whole for _, whole in shown.values()))
     power = min(4, int(math.log(largest, 1024)))
     scale, unit = 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    parts, wholes = np.array(list(shown.values())).T / scale
+    rows = range(len(shown))
     figure = Figure(figsize=(_WIDTH, 0.9 + 0.36 * max(2, len(shown))))
     axes = figure.add_subplot()
     names = [name if len(name) <= 30 else name[:29] + "…" for name in shown]
-    wholes = axes.barh(
-        range(len(shown)), [whole / scale for _, whole in shown.values()], 0.62, color=WHOLE, label="whole"
-    )
-    axes.barh(range(len(shown)), [part / scale for part, _ in shown.values()], 0.62, color=TRAIN, label="on one device")
+    bars = axes.barh(rows, wholes, 0.62, color=WHOLE, label="whole")
+    axes.barh(rows, parts, 0.62, color=TRAIN, label="on one device")
     shares = [
         f"{short_bytes(part)} of {short_bytes(whole)}  ({f'{part / whole:.1%}' if whole else '-'})"
         for part, whole in shown.values()
     ]
-    axes.bar_label(wholes, shares, padding=6, fontsize=9)
-    axes.set_yticks(range(len(shown)), names)
+    axes.bar_label(bars, shares, padding=6, fontsize=9)
+    axes.set_yticks(rows, names)
     axes.set(xlim=(0, largest / scale * 1.42), ylim=(len(shown) - 0.4, -0.6), xlabel=f"parameters ({unit})")
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x")

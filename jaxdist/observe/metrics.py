@@ -36,20 +36,19 @@ def replace_file(path: str | Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _encode(step: int, metrics: Mapping[str, SupportsFloat]) -> bytes:
+def _encode(step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> bytes:
     record: dict[str, Any] = {"step": int(step)}
     for key, value in metrics.items():
         if key == "step" or key.endswith(_MARK):
             raise ValueError(f"metric {key!r}: the name is taken by the file format; choose another")
-        if isinstance(value, Integral):
+        if isinstance(value, list):
+            record[key] = value
+        elif isinstance(value, Integral):
             record[key] = int(value)
-            continue
-        number = float(value)
-        if math.isfinite(number):
+        elif math.isfinite(number := float(value)):
             record[key] = number
         else:
-            record[key] = None
-            record[key + _MARK] = str(number)
+            record |= {key: None, key + _MARK: str(number)}
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
 
@@ -94,18 +93,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     FileNotFoundError when there is no such file.
     """
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"no metrics file at {path}")
     return [record for _, record in _parse(path, path.read_bytes())[0]]
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl, on process 0. A line reaches the operating system before `write` returns. If it
-    cannot be written, as on a full disk, `write` raises OSError, and writes it before the next line.
+    """The writer of metrics.jsonl, on process 0.
+
+    A line reaches the operating system before `write` returns. If it cannot be written, as on a full disk, `write`
+    raises OSError, and the line is written before the next one. Raises `UserError` for a damaged file, see
+    `read_metrics`.
 
     resume_step: the step after which the run goes on. The lines of later steps and a torn last line are dropped in one
-    atomic replacement; all others stay byte for byte. None: a new run; a file that is there becomes `<name>.old`.
-    Raises `UserError` for a damaged file, see `read_metrics`.
+        atomic replacement; all others stay byte for byte. None: a new run; a file that is there becomes `<name>.old`
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None) -> None:
@@ -131,7 +130,7 @@ class MetricsWriter:
             replace_file(self.path, whole)
 
     def rewind(self, step: int) -> None:
-        """Go on after an earlier step: drop the lines of later ones."""
+        """Drop the lines of all steps after this one, to go on from it."""
         with contextlib.suppress(OSError):  # what cannot be written is looked at below
             self.close()
         kept = b""
@@ -141,16 +140,10 @@ class MetricsWriter:
         self._truncate(step)
         self._unwritten, self._file = kept, self.path.open("ab", buffering=0)
 
-    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers."""
-        self._append(_encode(step, metrics))
-
-    def write_list(self, step: int, key: str, values: Sequence[str]) -> None:
-        """One line that holds a list in place of numbers."""
-        self._append((json.dumps({"step": step, key: list(values)}) + "\n").encode())
-
-    def _append(self, line: bytes) -> None:
-        self._unwritten += line
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> None:
+        """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers. A value
+        may also be a list of texts."""
+        self._unwritten += _encode(step, metrics)
         self._flush()
 
     def _flush(self) -> None:
@@ -191,7 +184,7 @@ def work_unit(metrics: Iterable[Mapping[str, Any]]) -> str:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over about 5 % of the run; values that are not finite are passed over.
+    """The mean over about 5 % of the run around each value; values that are not finite are passed over.
 
     The window is centred, so that the curve does not lag; it narrows at the steep start and is one-sided at the end.
     """

@@ -41,8 +41,8 @@ class _Losses(NamedTuple):
 
     @property
     def own(self) -> tuple[str, float]:
-        """What baselines are compared with: the best evaluation or, without one, the last training loss; NaN for
-        neither."""
+        """(name, value) of the loss that is compared with the baselines: the best evaluation or, without one, the last
+        training loss; NaN without either."""
         finite = self.evaluation.values[np.isfinite(self.evaluation.values)]
         if finite.size:
             return "best evaluation", float(finite.min())
@@ -50,7 +50,7 @@ class _Losses(NamedTuple):
 
 
 def _losses(metrics: Sequence[_Record], baselines: Mapping[str, float], data_info: Mapping[str, Any]) -> _Losses:
-    unit, nats, bits = "nats per token", 1.0, math.log(2)  # a factor for each, to the unit
+    unit, nats, bits = "nats per token", 1.0, math.log(2)  # nats, bits: factors from these to the unit
     if "samples_per_step" in data_info:  # the unit of a user's own loss is not known, and there are no baselines
         unit = "the model's own unit"
     elif data_info.get("unit") == "bytes":
@@ -275,11 +275,12 @@ def write_report(
 ) -> None:
     """Write the page at `path`, atomically. Everything may be empty; losses may be NaN.
 
-    - metrics: the records of `read_metrics`. "loss" and "eval/loss" are in nats per token, or in the unit of a user's
-      own loss; with "tokens_per_s" or "samples_per_s".
-    - mesh_axes: the sizes of all axes, outermost first. devices: kinds or names in mesh order.
-    - baselines: in bits per token.
-    - data_info: of a source, with "tokens_per_step" or "samples_per_step"; "unit" is "bytes" or "tokens".
+    metrics: the records of `read_metrics`. "loss" and "eval/loss" are in nats per token, or in the unit of a user's own
+        loss; with "tokens_per_s" or "samples_per_s"
+    mesh_axes: the sizes of all axes, outermost first
+    devices: kinds or names in mesh order
+    baselines: in bits per token
+    data_info: facts of the source, with "tokens_per_step" or "samples_per_step"; "unit" is "bytes" or "tokens"
     """
     losses = _losses(metrics, baselines, data_info)
     sample = f"<pre>{html.escape(printable(samples))}</pre>" if samples.strip() else "<p>No samples.</p>"

@@ -10,18 +10,25 @@ from jaxdist.plan.traced.ledger import Collective, Ledger
 KEY_FIELDS = ("op", "axes", "dtype", "phase", "purpose")
 
 
-def _key(each: Collective) -> tuple[str, ...]:
-    return (each.op, "+".join(each.axes), each.dtype, each.phase, each.purpose)
+def _totals(ledger: Ledger) -> dict[tuple[str, ...], tuple[int, Collective]]:
+    """{key: (input bytes a step, the last collective with this key)}.
+
+    A key is the values of `KEY_FIELDS`. The source line is none of them: it moves with every edit.
+    """
+    totals: dict[tuple[str, ...], tuple[int, Collective]] = {}
+    for each in ledger.collectives:
+        key = (each.op, "+".join(each.axes), each.dtype, each.phase, each.purpose)
+        before, _ = totals.get(key, (0, each))
+        totals[key] = before + each.bytes_per_call * each.calls, each
+    return totals
 
 
 def budget_of(ledger: Ledger) -> dict[str, Any]:
-    """The content of a budget file: input bytes a step by op, axes, dtype, phase and purpose; no lines, which move."""
-    totals: dict[tuple[str, ...], int] = {}
-    for each in ledger.collectives:
-        totals[_key(each)] = totals.get(_key(each), 0) + each.bytes_per_call * each.calls
+    """The content of a budget file: input bytes a step by op, axes, dtype, phase and purpose."""
+    entries = [(*key, nbytes) for key, (nbytes, _) in sorted(_totals(ledger).items())]
     return {
         "mesh": ledger.mesh,
-        "collectives": [dict(zip(KEY_FIELDS, key, strict=True)) | {"bytes": n} for key, n in sorted(totals.items())],
+        "collectives": [dict(zip((*KEY_FIELDS, "bytes"), entry, strict=True)) for entry in entries],
     }
 
 
@@ -38,12 +45,8 @@ def read_budget(path: Path) -> dict[tuple[str, ...], int]:
 
 def over_budget(ledger: Ledger, budget: dict[tuple[str, ...], int]) -> list[str]:
     """A line for every collective that is not in the budget or has more bytes than there, with its source."""
-    now: dict[tuple[str, ...], tuple[int, Collective]] = {}
-    for each in ledger.collectives:
-        before = now[_key(each)][0] if _key(each) in now else 0
-        now[_key(each)] = (before + each.bytes_per_call * each.calls, each)
     lines = []
-    for key, (nbytes, each) in now.items():
+    for key, (nbytes, each) in _totals(ledger).items():
         if nbytes > budget.get(key, 0):
             allowed = f"the budget has {budget[key]:,}" if key in budget else "not in the budget"
             lines.append(

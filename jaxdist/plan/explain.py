@@ -1,6 +1,6 @@
 """Explanation of a configuration without running it: its collectives, the memory of a device, its sharding."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, resident_bytes
 from jaxdist.plan.remedies import Table, remedies_to_json
-from jaxdist.plan.traced.activations import ON_HOST, SAVED_KINDS, SavedArray, saved_activations
+from jaxdist.plan.traced.activations import SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.sharding import Row, sharding_rows
 from jaxdist.specs import STACKED, PyTree, map_specs
@@ -59,10 +59,10 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     kept = None if pipeline else saved_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
     if kept is not None:
-        offloaded = [ON_HOST] if any(each.kind == ON_HOST for each in kept) else []
-        for kind in (*SAVED_KINDS, *offloaded):
-            size = sum(each.bytes_per_device for each in kept if each.kind == kind)
-            memory[f"{kind}, kept for backward"] = size
+        sizes = dict.fromkeys(SAVED_KINDS, 0)  # and what is offloaded, if anything is
+        for each in kept:
+            sizes[each.kind] = sizes.get(each.kind, 0) + each.bytes_per_device
+        memory |= {f"{kind}, kept for backward": size for kind, size in sizes.items()}
     added, compared = None, None
     if compiled:
         program = compile_step(parts, batch)
@@ -96,12 +96,9 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     if prefetches_on(config, mesh) and config.parallel.microbatches == 1:
         reduced = {STACKED: jax.numpy.dtype(parts.options.precision.reduce).itemsize}
 
-    def nbytes(leaf: jax.Array) -> int:
-        return math.prod(leaf.shape) * leaf.dtype.itemsize
-
     def gradient(unit: str, leaf: jax.Array) -> int:
         size = leaf.dtype.itemsize
-        return math.prod(leaf.shape) * (min(size, reduced[unit]) if unit in reduced else max(4, size))
+        return leaf.size * (min(size, reduced[unit]) if unit in reduced else max(4, size))
 
     def region(params: PyTree) -> jax.Array:
         diff, held = strategy.begin(params, specs, STACKED)
@@ -112,8 +109,8 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
             used = next(iter(jax.tree.leaves(copy)), leaf)
             return () if used.shape == rest.shape else used
 
-        copies = map_specs(kept, specs, params, diff, held)
-        sizes["gathered copies, the whole step"] = sum(map(nbytes, jax.tree.leaves(copies)))
+        copies = jax.tree.leaves(map_specs(kept, specs, params, diff, held))
+        sizes["gathered copies, the whole step"] = sum(leaf.size * leaf.dtype.itemsize for leaf in copies)
         return jax.numpy.zeros(())
 
     jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=P()), parts.target.params)
@@ -121,8 +118,10 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
 
 
 def explanation_to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
-    """{"mesh", "collectives", "memory", "activations", "parameters", "added", "compiled"}: the fields of the types;
-    with a table of remedies, "remedies" as well."""
+    """The explanation as JSON: {"mesh", "wire_bytes", "collectives", "memory", "parameters", ...}.
+
+    Entries have the fields of their types. table: of remedies, to be added as "remedies".
+    """
     parameters = [
         {
             "path": row.path,
@@ -133,16 +132,20 @@ def explanation_to_json(explanation: Explanation, table: Table | None = None) ->
         }
         for row in explanation.parameters
     ]
-    activations = explanation.activations
+
+    def dicts(facts: Sequence[SavedArray | Compiled] | None) -> list[dict[str, Any]] | None:
+        return None if facts is None else [each._asdict() for each in facts]
+
+    compared = None
+    if explanation.compiled is not None:
+        compared = {op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()}
     return {
         "mesh": explanation.mesh,
         "wire_bytes": explanation.ledger.wire_bytes,
         "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
         "memory": explanation.memory,
         "parameters": parameters,
-        "activations": None if activations is None else [each._asdict() for each in activations],
-        "added": None if explanation.added is None else [each._asdict() for each in explanation.added],
-        "compiled": None
-        if explanation.compiled is None
-        else {op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()},
+        "activations": dicts(explanation.activations),
+        "added": dicts(explanation.added),
+        "compiled": compared,
     } | ({} if table is None else {"remedies": remedies_to_json(table)})

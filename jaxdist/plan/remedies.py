@@ -61,12 +61,8 @@ class Table(NamedTuple):
 Overrides = Mapping[str, Any]  # {dotted key: value}; empty if the change does not apply
 
 
-def _accumulate(config: Config) -> Overrides:
-    return {"parallel.microbatches": 2 * config.parallel.microbatches}
-
-
-def _remat(config: Config, *, mode: str) -> Overrides:
-    return {"memory.remat": mode}
+def _always(overrides: Overrides, _: Config) -> Overrides:
+    return overrides
 
 
 def _loss_chunk(config: Config) -> Overrides:
@@ -101,18 +97,14 @@ def _tensor(config: Config) -> Overrides:
     raise UserError(f"neither mesh.data {mesh.data} nor mesh.fsdp {mesh.fsdp} is even, to give its half")
 
 
-def _offload(config: Config) -> Overrides:
-    return {"memory.offload.optimizer": True}
-
-
 REMEDIES: tuple[tuple[str, Callable[[Config], Overrides]], ...] = (
-    ("twice the microbatches", _accumulate),
-    *((f"remat {mode}", functools.partial(_remat, mode=mode)) for mode in MODES if mode != "none"),
+    ("twice the microbatches", lambda config: {"parallel.microbatches": 2 * config.parallel.microbatches}),
+    *((f"remat {mode}", functools.partial(_always, {"memory.remat": mode})) for mode in MODES if mode != "none"),
     ("logits in chunks", _loss_chunk),
     ("the next ZeRO stage", _next_stage),
     ("shards instead of replicas", _no_replicas),
     ("twice the tensor axis", _tensor),
-    ("optimizer state in host memory", _offload),
+    ("optimizer state in host memory", functools.partial(_always, {"memory.offload.optimizer": True})),
 )
 
 
@@ -129,7 +121,7 @@ def changed(config: Config, overrides: Overrides) -> Config:
 
 
 def typed(key: str, value: Any) -> str:
-    """ "memory.offload.optimizer=true"."""
+    """An override as it is typed on the command line: "memory.offload.optimizer=true"."""
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
@@ -150,7 +142,7 @@ def _flops(parts: Parts, batch: Any) -> float:
 
 
 def _check_available(config: Config, other: Config) -> None:
-    """Raise `UserError` for a remedy that these devices would run as another (`parallel.remat.available`)."""
+    """Raise `UserError` for a remedy that these devices would run as another: see `parallel.blocks.remat.available`."""
     offloads = other.memory.remat == "offload" != config.memory.remat
     if offloads and jax.devices()[0].platform == "cpu":
         raise UserError("simulated devices have no host memory, and run it as memory.remat=full")
@@ -186,23 +178,17 @@ def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
 
 
 def remedies_to_json(table: Table) -> dict[str, Any]:
-    """{"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}; a cost is {"peak", "arguments",
-    "outputs", "aliased", "temporary", "host", "flops", "wire_bytes"}, in bytes and FLOPs of a device."""
+    """The table as JSON: {"now": cost, "remedies": [{"name", "overrides", "saves", "cost", "refused"}]}.
+
+    A cost has "peak", "flops", "wire_bytes" and the fields of `Footprint`, in bytes and FLOPs of a device.
+    """
 
     def cost(each: StepCost) -> dict[str, Any]:
         sizes = {"peak": each.memory.peak, **each.memory._asdict()}
         return sizes | {"flops": each.flops, "wire_bytes": each.wire_bytes}
 
-    return {
-        "now": cost(table.now),
-        "remedies": [
-            {
-                "name": each.name,
-                "overrides": list(each.overrides),
-                "saves": table.saved(each) if each.cost else None,
-                "cost": cost(each.cost) if each.cost else None,
-                "refused": each.refused,
-            }
-            for each in table.remedies
-        ],
-    }
+    entries = []
+    for each in table.remedies:
+        figures = {"saves": table.saved(each), "cost": cost(each.cost)} if each.cost else {"saves": None, "cost": None}
+        entries.append(each._asdict() | figures)
+    return {"now": cost(table.now), "remedies": entries}

@@ -21,7 +21,7 @@ def log_samples(writer: MetricsWriter | None, step: int, batch: Mapping[str, jax
     """Write the line of a step. Every process must call it; writer: of process 0, None on the others."""
     found = hashes_of(batch)
     if writer is not None:
-        writer.write_list(step, "samples", found)
+        writer.write(step, {"samples": found})
 
 
 def hashes_of(batch: Mapping[str, jax.Array]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxdist import registry
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
-from jaxdist.plan.report.timeline import draw_timeline
+from jaxdist.plan.report.draw_timeline import draw_timeline
 
 STAGES, MICROBATCHES = 4, 8
 CHUNKS = {"interleaved": 2}  # others cannot cut their stages

@@ -13,7 +13,8 @@ import pytest
 from jaxdist import registry
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
 from jaxdist.plan.report.draw_rounds import data_of
-from jaxdist.plan.report.timeline import simulate, table_data
+from jaxdist.plan.report.draw_timeline import table_data
+from jaxdist.plan.report.timeline import simulate
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")

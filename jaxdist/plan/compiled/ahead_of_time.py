@@ -5,9 +5,9 @@ kernels of matrix products are chosen on the device.
 """
 
 import importlib.util
+import math
 import mmap
 import os
-import re
 import shutil
 import time
 from dataclasses import asdict
@@ -138,9 +138,7 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
     Raises `UserError` unless the mesh takes all GPUs of the hosts.
     """
     sizes = asdict(config.mesh)
-    needed = 1
-    for size in sizes.values():
-        needed *= size
+    needed = math.prod(sizes.values())
     if hosts is None:
         gpus_per_host = min(gpus_per_host, needed)
         hosts = -(-needed // gpus_per_host)
@@ -163,36 +161,29 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
     check_toolkit(config, parts.attention[0])
     lowered = parts.step.lower(parts.target, batch_of(config, mesh))
     traced = time.perf_counter()
-    hosts = count_hosts(mesh)
-    program = lowered.compile(compiler_options=ACROSS_HOSTS if hosts > 1 and mesh.size >= 64 else None)
-    done = time.perf_counter()
-    return planned_of(program, config, parts, gpu, hosts, rates, parts.attention[0], (traced - start, done - traced))
+    program = lowered.compile(compiler_options=ACROSS_HOSTS if count_hosts(mesh) > 1 and mesh.size >= 64 else None)
+    return planned_of(program, config, parts, gpu, rates, (traced - start, time.perf_counter() - traced))
 
 
 def planned_of(
-    program: Any,
-    config: Config,
-    parts: Parts,
-    gpu: Gpu,
-    hosts: int,
-    rates: Rates,
-    attention: str,
-    seconds: tuple[float, float],
+    program: Any, config: Config, parts: Parts, gpu: Gpu, rates: Rates, seconds: tuple[float, float]
 ) -> Planned:
     """The `Planned` of a compiled step. seconds: that tracing and compiling took."""
+    mesh = parts.target.step.sharding.mesh
     footprint, text = footprint_of(program, config, parts), program.as_text()
-    assert footprint is not None and re.search(r"is_scheduled=true", text[:2000]) is not None
+    assert footprint is not None and "is_scheduled=true" in text[:2000]
     return Planned(
-        gpu,
-        parts.target.step.sharding.mesh.size,
-        hosts,
-        attention,
-        parts.model.parameters,
-        footprint,
-        compiled_collectives(text),
-        overlap(text, rates),
-        text,
-        *seconds,
+        gpu=gpu,
+        devices=mesh.size,
+        hosts=count_hosts(mesh),
+        attention=parts.attention[0],
+        parameters=parts.model.parameters,
+        footprint=footprint,
+        collectives=compiled_collectives(text),
+        overlap=overlap(text, rates),
+        text=text,
+        lower_s=seconds[0],
+        compile_s=seconds[1],
     )
 
 

@@ -70,26 +70,25 @@ def compare(ledger: Ledger, compiled: Sequence[Compiled]) -> dict[str, Compariso
 
 def compiled_collectives(text: str) -> list[Compiled]:
     """The collectives of `compiled.as_text()`, in program order. A loop of unknown length counts once."""
-    computations, entry = parse(text)
-    return _visit(computations, entry, 1)
+    return collectives_in(*parse(text))
 
 
-def _visit(computations: dict[str, Computation], name: str, times: int) -> list[Compiled]:
+def collectives_in(computations: dict[str, Computation], name: str, times: int = 1) -> list[Compiled]:
+    """The collectives of a computation, and of those that it calls. times: how often it runs in a step."""
     found: list[Compiled] = []
     for own in computations.get(name, {}).values():
-        kind = own.opcode.removesuffix("-start")
-        if kind in HLO_OPS:
+        if own.kind in HLO_OPS:
             found.append(_collective(own, times))
-        elif kind in ("while", "call", "conditional", "fusion", "async"):
-            inside = [_visit(computations, called, times * (own.trips or 1)) for called in own.runs]
-            if kind == "conditional":  # which branch runs is not known: the one that sends most, as in the ledger
+        elif own.kind in ("while", "call", "conditional", "fusion", "async"):
+            inside = [collectives_in(computations, called, times * (own.trips or 1)) for called in own.runs]
+            if own.kind == "conditional":  # which branch runs is not known: the one that sends most, as in the ledger
                 inside = [max(inside, key=lambda branch: sum(each.wire_bytes for each in branch), default=[])]
             found += (each for branch in inside for each in branch)
     return found
 
 
 def _collective(own: Instruction, times: int) -> Compiled:
-    op, n, results = HLO_OPS[own.opcode.removesuffix("-start")], group_size(own.rest), arrays(own.shape)
+    op, n, results = HLO_OPS[own.kind], group_size(own.rest), arrays(own.shape)
     # The result of a -start holds the inputs as well, first; an all-reduce's or permute's are as large as its outputs.
     if own.opcode.endswith("-start") and op != "psum" and len(results) > 1:
         results = results[len(results) // 2 :] if op != "ppermute" else results[1:2]

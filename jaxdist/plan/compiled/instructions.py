@@ -18,7 +18,7 @@ HLO_OPS = {
 }
 BITS = {"pred": 8, "s4": 4, "u4": 4}  # the names of other types have them: f32, bf16, s8, f8e4m3fn
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)(\(.*)$")  # name, shape, opcode, the rest
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _ARRAY = re.compile(r"\b(pred|bf16|c64|c128|[suf]\d+)(\w*)\[([\d,]*)\]")
 _RUNS = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.-]+)")
@@ -26,20 +26,11 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _INDEX = re.compile(r"/\*.*?\*/")
-FREE = frozenset(
-    {
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "add-dependency",
-    }
-)
+# Instructions that take no time: what is there before, other names for it, and constraints on the order of others.
+_GIVEN = frozenset({"parameter", "constant", "partition-id", "replica-id"})
+_VIEWS = frozenset({"tuple", "get-tuple-element", "bitcast"})
+_ORDER = frozenset({"after-all", "opt-barrier", "add-dependency"})
+FREE = _GIVEN | _VIEWS | _ORDER
 MOVES = frozenset({"bitcast", "reshape", "copy", "convert"})
 UPDATE = "dynamic-update-slice"
 READS = frozenset({"dynamic-slice", "slice", "gather"})
@@ -59,6 +50,11 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     rest: str
+
+    @property
+    def kind(self) -> str:
+        """The opcode; for the start of an asynchronous operation, the opcode of the operation."""
+        return self.opcode.removesuffix("-start")
 
     def called(self, key: str = "calls") -> str | None:
         """The computation that an attribute names: calls, to_apply, body, ..."""
@@ -132,21 +128,16 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
         if head and " = " not in line.partition("(")[0]:
             current = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            current[found[1]] = _instruction(found[1], _INDEX.sub("", found[2]))
+        elif current is not None and (found := _INSTRUCTION.match(_INDEX.sub("", line))):
+            name, shape, opcode, rest = found.groups()
+            end = _closing(rest)
+            operands = tuple(re.findall(r"%([\w.-]+)", rest[:end]))
+            current[name] = Instruction(name, shape, opcode, operands, rest[end + 1 :])
     return computations, entry
 
 
-def _instruction(name: str, text: str) -> Instruction:
-    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    opcode, _, behind = text[end:].lstrip().partition("(")
-    last = _closing("(" + behind)
-    operands = tuple(re.findall(r"%([\w.-]+)", behind[: last - 1]))
-    return Instruction(name, text[:end], opcode.strip(), operands, behind[last:])
-
-
 def _closing(text: str) -> int:
-    """Where the parenthesis closes that the text begins with."""
+    """Where the parenthesis closes that a text begins with."""
     depth = 0
     for place in re.finditer(r"[()]", text):
         depth += 1 if place[0] == "(" else -1
@@ -160,26 +151,20 @@ class InstructionCosts:
 
     def __init__(self, computations: dict[str, Computation]) -> None:
         self.computations = computations
-        self._flops: dict[str, float] = {}
 
     def flops(self, own: Instruction, inside: Computation) -> float:
         """FLOPs of the matrix products in an instruction and in what it calls. Other FLOPs are bound by memory."""
         if own.opcode == "dot":
-            return _of_dot(own, inside)
+            return _dot_flops(own, inside)
         if own.opcode == "custom-call":
-            return _of_custom_call(own, inside)
-        name = own.called()
-        if name is None or name not in self.computations:
-            return 0.0
-        if name not in self._flops:
-            body = self.computations[name]
-            self._flops[name] = sum(self.flops(each, body) for each in body.values())
-        return self._flops[name]
+            return _custom_call_flops(own, inside)
+        body = self.computations.get(own.called() or "", {})
+        return sum((self.flops(each, body) for each in body.values()), 0.0)
 
     def bytes(self, own: Instruction, inside: Computation) -> float:
         """Bytes read and written in memory. Where a fusion only reads or updates a slice, the slice counts."""
         body = self.computations.get(own.called() or "")
-        if own.opcode.removesuffix("-start") != "fusion" or body is None:
+        if own.kind != "fusion" or body is None:
             return nbytes(own.shape) + sum(nbytes(inside[each].shape) for each in own.operands if each in inside)
         return _written(body) + sum(_read_of_parameters(body))
 
@@ -224,15 +209,15 @@ def _read_of_parameters(body: Computation) -> Iterator[int]:
             yield nbytes(each.shape)
 
 
-def _of_dot(own: Instruction, inside: Computation) -> float:
+def _dot_flops(own: Instruction, inside: Computation) -> float:
     left = arrays(inside[own.operands[0]].shape)[0][1] if own.operands and own.operands[0] in inside else ()
     found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", own.rest)
     contracted = [left[int(dim)] for dim in found[1].split(",") if dim] if found and left else []
     return 2.0 * math.prod(arrays(own.shape)[0][1]) * math.prod(contracted)
 
 
-def _of_custom_call(own: Instruction, inside: Computation) -> float:
-    """Of cuDNN's attention and of cuBLAS's products."""
+def _custom_call_flops(own: Instruction, inside: Computation) -> float:
+    """FLOPs of cuDNN's attention and of cuBLAS's products; 0 for other custom calls."""
     found = re.search(r'custom_call_target="([^"]+)"', own.rest)
     target = found[1] if found else ""
     shapes = [arrays(inside[each].shape)[0][1] for each in own.operands[:2] if each in inside]

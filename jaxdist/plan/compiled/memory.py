@@ -38,8 +38,10 @@ class Footprint(NamedTuple):
 
 
 def check_windows(config: Config) -> None:
-    """Raise `UserError` where a batch is not made of windows of ids, and its shapes are in the data alone. Not known of
-    a source of somebody else's, which is taken for one of ids."""
+    """Raise `UserError` for a source whose batches are not windows of ids: only its data tell their shapes.
+
+    A source of somebody else's does not say what it gives. It is taken for one of ids if the model takes nothing else.
+    """
     names = [part.source for part in config.data.parts() or (config.data,)]
     known = (True, None) if ModelFacts.of(config.model.name).ids_only else (True,)
     if found := [name for name in names if SourceFacts.of(name).ids not in known]:

@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from jaxdist.plan.compiled.hlo import collectives_in
 from jaxdist.plan.compiled.instructions import (
     FREE,
     HLO_OPS,
@@ -105,99 +108,60 @@ def overlap(text: str, rates: Rates) -> Overlap:
     computations, entry = parse(text)
     replay = _Replay(computations, rates)
     replay.run(entry, ())
-    replay.settle()
-    travels = [
-        Travel(
-            each.op,
-            each.dtype,
-            each.group_size,
-            each.wire_bytes,
-            round(total.calls),
-            each.loop,
-            each.asynchronous,
-            each.needed,
-            total.between / total.calls,
-            total.stall / total.calls,
-            total.products / total.calls,
-            each.name,
-        )
-        for each, total in zip(replay.met.values(), replay.totals.values(), strict=True)
-    ]
+    for key in list(replay.flying):  # collectives without a done
+        replay.wait(key)
+    travels = []
+    for key, each in replay.travels.items():
+        calls, *sums = replay.totals[key].tolist()
+        between, stall, products = (value / calls for value in sums)
+        travels.append(each._replace(calls=round(calls), between=between, stall=stall, products=products))
     communication = sum(each.needed * each.calls for each in travels)
     stall = sum(each.stall * each.calls for each in travels)
     return Overlap(rates, travels, communication, stall, replay.compute, len(replay.unknown))
 
 
-class _Met(NamedTuple):
-    """A collective instruction."""
-
-    op: str
-    dtype: str
-    group_size: int
-    wire_bytes: float
-    loop: tuple[int, ...]
-    asynchronous: bool
-    needed: float
-    name: str
-
-
-class _Total(NamedTuple):
-    """Sums over the calls of a collective."""
-
-    calls: float = 0.0
-    between: float = 0.0
-    stall: float = 0.0
-    products: float = 0.0
-
-    def plus(self, *more: float, times: float = 1) -> "_Total":
-        return _Total(*(mine + times * other for mine, other in zip(self, more, strict=True)))
-
-
 class _Replay:
-    """The two streams.
+    """The two streams. A collective is known by its key: (computation, start instruction).
 
     now: the time of the compute stream
     free: the time when the communication stream has sent everything
     compute: seconds of computation so far
-    flying: {(computation, start instruction): when that collective ends}
-    met, totals: the collectives so far, and their sums over calls
+    flying: {key: when that collective ends}
+    travels: {key: the collective}, without the figures that are in `totals`
+    totals: {key: sums over its calls so far: calls, between, stall, products}
+    costs: {(computation, instruction): (FLOPs, seconds) of a computation}
     """
 
     def __init__(self, computations: dict[str, Computation], rates: Rates) -> None:
-        self.computations, self.rates, self.costs = computations, rates, InstructionCosts(computations)
+        self.computations, self.rates = computations, rates
         self.now = self.free = self.compute = 0.0
         self.flying: dict[tuple[str, str], float] = {}
-        self.met: dict[tuple[str, str], _Met] = {}
-        self.totals: dict[tuple[str, str], _Total] = {}
+        self.travels: dict[tuple[str, str], Travel] = {}
+        self.totals: dict[tuple[str, str], np.ndarray] = {}
+        self.costs: dict[tuple[str, str], tuple[float, float]] = {}
         self.unknown: set[str] = set()
-        self._cost: dict[tuple[str, str], tuple[float, float]] = {}
 
     def run(self, name: str, loop: tuple[int, ...]) -> None:
-        """Run a computation once, instruction after instruction."""
+        """Run a computation once, instruction after instruction. loop: the lengths of the loops around it."""
         body = self.computations[name]
         for own in body.values():
             if own.opcode in FREE or own.opcode.endswith("-update"):
                 continue
             if own.opcode == "while":
-                self._loop(own, loop)
+                self.run_loop(own, loop)
             elif own.opcode == "conditional":
-                self.run(max(own.branches, key=lambda branch: self._sent(branch)), loop)
+                self.run(max(own.branches, key=self.sent), loop)
             elif own.opcode.endswith("-done"):
                 if own.operands and (name, own.operands[0]) in self.flying:
-                    self._await((name, own.operands[0]))
-            elif (real := self._collective(own, body)) is not None:
-                self._send((name, own.name), own, real, loop)
+                    self.wait((name, own.operands[0]))
+            elif (collective := self.collective(own)) is not None:
+                self.send((name, own.name), own, collective, loop)
             elif own.opcode == "call" and (called := own.called("to_apply")) is not None:
                 self.run(called, loop)
             else:
-                self._work(name, own, body)
+                self.work(name, own)
 
-    def settle(self) -> None:
-        """Wait for the collectives without a done."""
-        for key in list(self.flying):
-            self._await(key)
-
-    def _loop(self, own: Instruction, loop: tuple[int, ...]) -> None:
+    def run_loop(self, own: Instruction, loop: tuple[int, ...]) -> None:
         """Run a loop, round after round, until two rounds in a row take the same times; the others are multiplied."""
         trips = own.trips or 1
         if own.trips is None:
@@ -205,74 +169,82 @@ class _Replay:
         body, before = own.called("body"), None
         assert body is not None
         for i in range(trips):
-            start, lag, totals, compute = self.now, max(0.0, self.free - self.now), dict(self.totals), self.compute
+            start, lag, compute = self.now, max(0.0, self.free - self.now), self.compute
+            totals = {key: total.copy() for key, total in self.totals.items()}
             self.run(body, (*loop, trips))
             this = self.now - start, lag, max(0.0, self.free - self.now)
             if before is not None and _alike(before, this) and (rest := trips - i - 1):
                 for key, total in self.totals.items():
-                    was = totals.get(key, _Total())
-                    self.totals[key] = total.plus(*(a - b for a, b in zip(total, was, strict=True)), times=rest)
+                    total += rest * (total - totals.get(key, 0))
                 self.compute += (self.compute - compute) * rest
                 self.now += this[0] * rest
                 self.free += this[0] * rest
                 return
             before = this
 
-    def _work(self, name: str, own: Instruction, body: Computation) -> None:
-        if (name, own.name) not in self._cost:
-            flops = self.costs.flops(own, body)
-            seconds = max(flops / self.rates.flops, self.costs.bytes(own, body) / self.rates.memory)
-            self._cost[name, own.name] = flops, seconds
-        flops, seconds = self._cost[name, own.name]
+    def work(self, name: str, own: Instruction) -> None:
+        """Run an instruction that computes or moves data on the device."""
+        if (name, own.name) not in self.costs:
+            costs, body = InstructionCosts(self.computations), self.computations[name]
+            flops = costs.flops(own, body)
+            seconds = max(flops / self.rates.flops, costs.bytes(own, body) / self.rates.memory)
+            self.costs[name, own.name] = flops, seconds
+        flops, seconds = self.costs[name, own.name]
         self.now += seconds
         self.compute += seconds
         for key in self.flying:
-            self.totals[key] = self.totals[key].plus(0, seconds, 0, flops > WORTH_FLOPS)
+            self.totals[key] += (0, seconds, 0, flops > WORTH_FLOPS)
 
-    def _send(self, key: tuple[str, str], own: Instruction, real: Instruction, loop: tuple[int, ...]) -> None:
-        if key not in self.met:
-            self.met[key], self.totals[key] = self._meet(key[0], own, real, loop), _Total()
-        needed = self.met[key].needed
-        self.free = max(self.now, self.free) + needed
-        self.totals[key] = self.totals[key].plus(1, 0, 0, 0)
+    def send(self, key: tuple[str, str], own: Instruction, collective: Instruction, loop: tuple[int, ...]) -> None:
+        """Start a collective on the communication stream, and wait for its end if it is synchronous."""
+        if key not in self.travels:
+            self.travels[key], self.totals[key] = self.travel(key[0], own, collective, loop), np.zeros(4)
+        each = self.travels[key]
+        self.free = max(self.now, self.free) + each.needed
+        self.totals[key] += (1, 0, 0, 0)
         self.flying[key] = self.free
-        if not self.met[key].asynchronous:
-            self._await(key)
+        if not each.asynchronous:
+            self.wait(key)
 
-    def _await(self, key: tuple[str, str]) -> None:
+    def wait(self, key: tuple[str, str]) -> None:
+        """Let the compute stream wait for the end of a collective."""
         stall = max(0.0, self.flying.pop(key) - self.now)
         self.now += stall
-        self.totals[key] = self.totals[key].plus(0, 0, stall, 0)
+        self.totals[key] += (0, 0, stall, 0)
 
-    def _collective(self, own: Instruction, body: Computation) -> Instruction | None:
+    def collective(self, own: Instruction) -> Instruction | None:
         """The collective that an instruction is, or wraps."""
-        if own.opcode.removesuffix("-start") in HLO_OPS:
+        if own.kind in HLO_OPS:
             return own
-        if own.opcode.removesuffix("-start") in ("async", "fusion", "call"):
+        if own.kind in ("async", "fusion", "call"):
             inside = self.computations.get(own.called() or own.called("to_apply") or "", {})
             return next((each for each in inside.values() if each.opcode in HLO_OPS), None)
         return None
 
-    def _meet(self, where: str, own: Instruction, real: Instruction, loop: tuple[int, ...]) -> _Met:
-        body = self.computations[where]
-        op, n = HLO_OPS[real.opcode.removesuffix("-start")], group_size(real.rest)
+    def travel(self, name: str, own: Instruction, collective: Instruction, loop: tuple[int, ...]) -> Travel:
+        """The `Travel` of a collective that has not been called yet."""
+        body, op, n = self.computations[name], HLO_OPS[collective.kind], group_size(collective.rest)
         shapes = [body[each].shape for each in own.operands if each in body]
         sent = wire_bytes(op, sum(map(nbytes, shapes)), n)
         largest = max((array for shape in shapes for array in arrays(shape)), key=lambda array: math.prod(array[1]))
-        apart = own.opcode.endswith("-start") and '"is_sync":true' not in own.rest
-        needed = sent / self.rates.network + self.rates.latency
-        return _Met(op, largest[0], n, sent, loop, apart, needed, real.op_name or real.name)
+        return Travel(
+            op=op,
+            dtype=largest[0],
+            group_size=n,
+            wire_bytes=sent,
+            calls=0,
+            loop=loop,
+            asynchronous=own.opcode.endswith("-start") and '"is_sync":true' not in own.rest,
+            needed=sent / self.rates.network + self.rates.latency,
+            between=0.0,
+            stall=0.0,
+            products=0.0,
+            name=collective.op_name or collective.name,
+        )
 
-    def _sent(self, name: str) -> float:
-        """Bytes that a branch of a condition sends. The branch that sends most is replayed."""
-        body, total = self.computations[name], 0.0
-        for own in body.values():
-            if (real := self._collective(own, body)) is not None:
-                total += self._meet(name, own, real, ()).wire_bytes
-            elif own.opcode in ("while", "call", "conditional"):
-                inside = own.branches or [own.called("body") or own.called("to_apply") or name]
-                total += max(map(self._sent, inside)) * (own.trips or 1)
-        return total
+    def sent(self, name: str) -> float:
+        """Bytes that a branch of a condition sends."""
+        return sum(each.wire_bytes for each in collectives_in(self.computations, name))
 
 
 def _alike(one: Iterable[float], other: Iterable[float]) -> bool:

@@ -8,6 +8,7 @@ import jax
 from jaxdist.config.schema import Config
 from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE, Planned, fit_verdict, memory_fraction
 from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
+from jaxdist.plan.report.text import memory_table
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.specs import format_bytes
 
@@ -27,8 +28,7 @@ def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None)
         f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
         f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s"
     )
-    memory = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in memory_of(planned).items()]
-    text = [head, "", "Memory of a device:", *aligned(memory, right=(1, 2)), verdict_text(planned)]
+    text = [head, "", *memory_table(memory_of(planned)), verdict_text(planned)]
     if footprint.host:
         text.append(f"and {format_bytes(footprint.host)} of host memory a device")
     apart = planned.hosts > 1 and network is None
@@ -60,21 +60,21 @@ def verdict_text(planned: Planned) -> str:
 
 
 def _collectives(planned: Planned) -> list[str]:
-    """By op, dtype and size of the group."""
+    """The lines of a table of all that a device sends: by op, dtype and size of the group."""
     totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0.0])
     for each in planned.collectives:
         if each.group_size > 1:
             total = totals[each.op, each.dtype, each.group_size]
             total[0] += each.calls
             total[1] += each.wire_bytes
-    lines = [("op", "dtype", "n", "calls", "sent")]
-    lines += [
-        (op, dtype, str(n), f"{calls:.0f}", format_bytes(sent))
-        for (op, dtype, n), (calls, sent) in sorted(totals.items(), key=lambda item: -item[1][1])
-    ]
+    most_first = sorted(totals.items(), key=lambda item: -item[1][1])
+    lines = [(*kind, f"{calls:.0f}", format_bytes(sent)) for kind, (calls, sent) in most_first]
     sent, ideal = sum(each[1] for each in totals.values()), 6 * planned.parameters
     share = f", {sent / ideal:.3f} x 6 bytes a parameter" if sent else ""
-    return [f"A device sends {format_bytes(sent)} a step{share}:", *aligned(lines, right=(2, 3, 4))]
+    return [
+        f"A device sends {format_bytes(sent)} a step{share}:",
+        *aligned([("op", "dtype", "n", "calls", "sent"), *lines], right=(2, 3, 4)),
+    ]
 
 
 def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list[str]:
@@ -103,21 +103,12 @@ def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list
     return text
 
 
-def _row(each: Travel) -> tuple[str, ...]:
-    micro = [f"{value * 1e6:.0f} us" for value in (each.needed, each.between)]
-    what = "/".join(each.name.rstrip(")").split("/")[-3:])
-    return (
-        each.op,
-        each.dtype,
-        str(each.group_size),
-        format_bytes(each.wire_bytes),
-        str(each.calls),
-        "async" if each.asynchronous else "SYNC",
-        *micro,
-        f"{each.products:.0f}",
-        f"{each.stall * each.calls * 1e6:.0f} us",
-        what[-70:],
-    )
+def _row(each: Travel) -> tuple[object, ...]:
+    kind = "async" if each.asynchronous else "SYNC"
+    needs, meanwhile, waits = (f"{s * 1e6:.0f} us" for s in (each.needed, each.between, each.stall * each.calls))
+    what = "/".join(each.name.rstrip(")").split("/")[-3:])[-70:]
+    call = (each.op, each.dtype, each.group_size, format_bytes(each.wire_bytes), each.calls, kind)
+    return (*call, needs, meanwhile, f"{each.products:.0f}", waits, what)
 
 
 def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
@@ -126,16 +117,12 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
     All seconds in "overlap" follow from the rates in "assumed".
     """
     found, replay = fit_verdict(planned.footprint, planned.gpu), planned.overlap
+    same = ("devices", "hosts", "attention", "parameters", "lower_s", "compile_s")
     return {
         "gpu": planned.gpu.description,
-        "devices": planned.devices,
-        "hosts": planned.hosts,
+        **{name: getattr(planned, name) for name in same},
         "jax": jax.__version__,
         "optimization_level": str(jax.config.values["jax_optimization_level"]),
-        "attention": planned.attention,
-        "parameters": planned.parameters,
-        "lower_s": planned.lower_s,
-        "compile_s": planned.compile_s,
         "memory": planned.footprint._asdict() | {"peak": planned.footprint.peak, "capacity": planned.gpu.memory},
         "fits": found.fits,
         "spare_bytes": found.spare,

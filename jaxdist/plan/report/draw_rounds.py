@@ -12,23 +12,20 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from jaxdist.plan.traced.rounds import Message, Round, received, sent
 
-_INK, _MUTED, _LINE, ARROW, SWAP, SHADE = "#1b1f24", "#5c6670", "#c3cad1", "#1f5fa8", "#c2410c", "#edf2f7"
-_STYLE: Any = {
-    "svg.fonttype": "path",
-    "svg.hashsalt": "jaxdist",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "text.parse_math": False,
-}
-_WIDTH, _LANE, _GAP = 7.0, 0.19, 0.15  # inches: of the picture, of a row of arrows, between rounds
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 1.05, 0.78, 0.55  # inches around the columns
+INK, MUTED, LINE = "#1b1f24", "#5c6670", "#c3cad1"
+STYLE: Any = {
+    "svg.fonttype": "path", "svg.hashsalt": "jaxdist", "font.family": "DejaVu Sans", "font.size": 9,
+    "text.color": INK, "text.parse_math": False, "hatch.linewidth": 0.6, "axes.linewidth": 0,
+    "xtick.major.size": 0, "ytick.major.size": 0, "savefig.facecolor": "white",
+}  # fmt: skip
+_ARROW, _SWAP, _SHADE = "#1f5fa8", "#c2410c", "#edf2f7"
+_LANE, _GAP = 0.19, 0.15  # inches: of a row of arrows, between rounds
 _DC = "{http://purl.org/dc/elements/1.1/}description"
 
 Arrow = tuple[int, int, bool]  # source, target, whether the target sends to the source as well
@@ -56,7 +53,7 @@ def arrows(messages: Sequence[Message]) -> list[Arrow]:
 
 
 def lanes(found: Sequence[Arrow]) -> list[list[Arrow]]:
-    """Arrows that do not overlap, in rows: as few as going through them once finds."""
+    """The arrows in rows, in each of which none overlap: as few rows as a single pass over the arrows finds."""
     rows: list[list[Arrow]] = []
     for arrow in sorted(found, key=lambda a: (abs(a[0] - a[1]), a[0] > a[1], min(a[:2]))):
         low, high = sorted(arrow[:2])
@@ -72,56 +69,51 @@ def lanes(found: Sequence[Arrow]) -> list[list[Arrow]]:
 def draw_rounds(rounds: Sequence[Round], n: int, *, whole: int, title: str, inner: int | None = None) -> str:
     """SVG of the rounds of n ranks. whole: the bytes called N. inner: ranks in a row shaded as a neighbourhood."""
     rows = [lanes(arrows(messages)) for messages in rounds]
-    height = _TOP + _BOTTOM + sum(len(lane) * _LANE + _GAP for lane in rows)
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, height), facecolor="white")
-        FigureCanvasSVG(figure)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set_axis_off()
-        axes.set_xlim(0, _WIDTH)
-        axes.set_ylim(height, 0)
-        columns = [_LEFT + (_WIDTH - _LEFT - _RIGHT) * (rank + 0.5) / n for rank in range(n)]
-        _frame(axes, columns, height, title, inner)
-        if any(both for row in rows for lane in row for *_, both in lane):
-            axes.text(_WIDTH - 0.1, 0.2, "two heads: an exchange", ha="right", va="center", fontsize=8, color=SWAP)
-        y = _TOP
-        for number, (messages, lane_rows) in enumerate(zip(rounds, rows, strict=True), start=1):
-            middle = y + (len(lane_rows) * _LANE + _GAP) / 2
-            axes.text(0.14, middle, f"round {number}", va="center", color=_MUTED)
-            sizes = sorted({message.nbytes for message in messages})
-            text = share(sizes[0], whole) if len(sizes) == 1 else f"{share(sizes[0], whole)}, {share(sizes[-1], whole)}"
-            axes.text(_WIDTH - _RIGHT + 0.1, middle, f"{len(messages)} × {text}", va="center")
-            for k, row in enumerate(lane_rows):
-                for arrow in row:
-                    _arrow(axes, columns, y + _GAP / 2 + (k + 0.5) * _LANE, arrow)
-            y += len(lane_rows) * _LANE + _GAP
-            axes.plot([0.14, _WIDTH - 0.1], [y, y], color=_LINE, lw=0.5)
-        for rank, column in enumerate(columns):
-            text = f"sends {share(sent(rounds, n)[rank], whole)}\nreceives {share(received(rounds, n)[rank], whole)}"
-            axes.text(column, y + 0.08, text, ha="center", va="top", fontsize=8, linespacing=1.3, color=_MUTED)
+    heights = np.array([len(lane_rows) * _LANE + _GAP for lane_rows in rows])
+    ends = np.cumsum(heights)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.0, ends[-1] + 1.2), layout="constrained")
+        axes = figure.add_subplot(xlim=(-0.5, n - 0.5), ylim=(ends[-1], 0))
+        axes.set_title(title, loc="left", fontsize=10)
+        if any(both for lane_rows in rows for lane in lane_rows for *_, both in lane):
+            axes.set_title("two heads: an exchange", loc="right", fontsize=8, color=_SWAP)
+        _label(axes, rounds, n, whole, ends - heights / 2)
+        axes.vlines(range(n), 0, ends[-1], color=LINE, lw=1.2)
+        axes.hlines(ends, -0.5, n - 0.5, color=LINE, lw=0.5)
+        if inner:
+            for start in range(0, n, inner):
+                axes.axvspan(start - 0.46, start + inner - 1 + 0.46, color=_SHADE, lw=0)
+        for top, lane_rows in zip(ends - heights, rows, strict=True):
+            for k, lane in enumerate(lane_rows):
+                for arrow in lane:
+                    _arrow(axes, top + _GAP / 2 + (k + 0.5) * _LANE, arrow)
         data = {"N": whole, "rounds": [[[m.source, m.target, m.nbytes] for m in messages] for messages in rounds]}
         return svg_text(figure, title=title, data=data)
 
 
-def _frame(axes: Axes, columns: Sequence[float], height: float, title: str, inner: int | None) -> None:
-    """Title, columns with their ranks, and neighbourhoods."""
-    axes.text(0.14, 0.2, title, va="center", fontsize=10)
-    axes.text(_WIDTH - _RIGHT + 0.1, _TOP - 0.2, "messages", va="center", color=_MUTED)
-    width = columns[1] - columns[0]
-    for start in range(0, len(columns), inner or len(columns)):
-        if inner:
-            left, right = columns[start] - 0.46 * width, columns[start + inner - 1] + 0.46 * width
-            axes.fill_between([left, right], 0.42, height - 0.04, color=SHADE, lw=0)
-    for rank, column in enumerate(columns):
-        axes.plot([column, column], [_TOP - 0.08, height - _BOTTOM], color=_LINE, lw=1.2)
-        axes.text(column, _TOP - 0.2, f"rank {rank}", ha="center", va="center")
+def _label(axes: Axes, rounds: Sequence[Round], n: int, whole: int, middles: np.ndarray) -> None:
+    """Name the ranks and the rounds, and say what each sends. middles: of the rounds, on the y axis."""
+    axes.xaxis.tick_top()
+    axes.set_xticks(range(n), [f"rank {rank}" for rank in range(n)])
+    axes.set_yticks(middles, [f"round {number}" for number in range(1, len(rounds) + 1)], color=MUTED)
+    messages = []
+    for each in rounds:
+        sizes = [message.nbytes for message in each]
+        smallest_and_largest = [share(size, whole) for size in sorted({min(sizes), max(sizes)})]
+        messages.append(f"{len(each)} × {', '.join(smallest_and_largest)}")
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(middles, messages)
+    right.set_ylabel("messages", color=MUTED)
+    ends = zip(sent(rounds, n), received(rounds, n), strict=True)
+    totals = [f"sends {share(out, whole)}\nreceives {share(into, whole)}" for out, into in ends]
+    axes.secondary_xaxis("bottom").set_xticks(range(n), totals, fontsize=8, linespacing=1.3, color=MUTED)
 
 
-def _arrow(axes: Axes, columns: Sequence[float], y: float, arrow: Arrow) -> None:
+def _arrow(axes: Axes, y: float, arrow: Arrow) -> None:
     source, target, both = arrow
-    style = {"arrowstyle": "<|-|>" if both else "-|>", "color": SWAP if both else ARROW, "lw": 1.3}
+    style = {"arrowstyle": "<|-|>" if both else "-|>", "color": _SWAP if both else _ARROW, "lw": 1.3}
     style |= {"shrinkA": 1.5, "shrinkB": 1.5, "mutation_scale": 9}
-    axes.annotate("", (columns[target], y), (columns[source], y), arrowprops=style)
+    axes.annotate("", (target, y), (source, y), arrowprops=style)
 
 
 def svg_text(figure: Figure, *, title: str, data: dict[str, Any]) -> str:
@@ -129,7 +121,7 @@ def svg_text(figure: Figure, *, title: str, data: dict[str, Any]) -> str:
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     buffer = io.StringIO()
     text: dict[str, Any] = {**metadata, "Title": title, "Description": json.dumps(data, separators=(",", ":"))}
-    figure.savefig(buffer, format="svg", metadata=text, facecolor="white")
+    figure.savefig(buffer, format="svg", metadata=text)
     body = re.sub(r"<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
     body = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), body)
     return "\n".join(line.strip() for line in body.splitlines() if line.strip()) + "\n"

@@ -8,7 +8,7 @@ from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate_slots, table_of
-from jaxdist.plan.report.timeline import draw_timeline, simulate, table_text
+from jaxdist.plan.report.timeline import simulate, table_text
 
 TERMINAL_TICKS = 40  # ticks: more do not fit beside each other on a terminal
 
@@ -62,6 +62,8 @@ def described(ticks: Ticks, *, name: str, blocks: Sequence[int] = ()) -> str:
 
 def show_pipeline(config: Config, ticks: Ticks, path: Path) -> str:
     """Draw the table of a configuration to `path`, PNG or SVG, and return it in words (see `described`)."""
+    from jaxdist.plan.report.draw_timeline import draw_timeline  # matplotlib, which only pictures need
+
     name, blocks = config.parallel.schedule, uneven(config.parallel.stages)
     draw_timeline(ticks, path, name=name, blocks=blocks)
     return described(ticks, name=name, blocks=blocks)

@@ -1,7 +1,10 @@
 """An explanation as text and as a picture."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from jaxdist.plan.explain import Explanation
 from jaxdist.plan.remedies import Table
@@ -37,26 +40,14 @@ def explanation_text(
     """
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
     rows = rows or max(len(collectives), len(explanation.activations or ()))
-    lines = [("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")]
+    heads = ("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")
+    lines: list[tuple[object, ...]] = [heads]
     for each in collectives[:rows]:
         what = each.purpose + ("" if each.used is None else f", {each.used} of {each.calls} used")
         what += " (in a branch)" if each.conditional else _on_stages(each.stages)
-        lines.append(
-            (
-                each.op,
-                "+".join(each.axes),
-                str(each.group_size),
-                each.dtype,
-                format_bytes(each.bytes_per_call),
-                str(each.calls),
-                format_bytes(each.wire_bytes),
-                each.link,
-                each.phase,
-                what,
-                pytorch_term(each),
-                each.source,
-            )
-        )
+        call, sent = format_bytes(each.bytes_per_call), format_bytes(each.wire_bytes)
+        traffic = (each.op, "+".join(each.axes), each.group_size, each.dtype, call, each.calls, sent, each.link)
+        lines.append((*traffic, each.phase, what, pytorch_term(each), each.source))
     text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
     if rest := collectives[rows:]:
         text.append(
@@ -68,17 +59,15 @@ def explanation_text(
     parts = f": {', '.join(axes)}; {', '.join(links)}" if total else ""
     text += ["", f"A device sends {format_bytes(total)} a step{parts}"]
     if explanation.added is not None:
-        sent = sum(each.wire_bytes for each in explanation.added)
-        text.append(
-            f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {format_bytes(sent)}"
-        )
-    text += _compiled(explanation)
+        extra = format_bytes(sum(each.wire_bytes for each in explanation.added))
+        text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {extra}")
+    text += _comparison(explanation)
     text += ["", *memory_text(explanation)]
     if explanation.activations is None:
         text.append("Activations are not told apart for pipelines yet: --compile gives the temporary memory.")
     elif explanation.added is None:
         text.append("What a block needs beside these while it runs is not in the program: --compile measures it.")
-    text += _activations(explanation, rows) if activations else []
+    text += _saved_arrays(explanation, rows) if activations else []
     text += ["", rows_as_text(explanation.parameters)] if parameters else []
     return "\n".join(text)
 
@@ -95,8 +84,7 @@ def _on_stages(calls: tuple[int, ...]) -> str:
 
 def memory_text(explanation: Explanation) -> list[str]:
     """The lines of the memory table of a device."""
-    held = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in explanation.memory.items()]
-    text = ["Memory of a device:", *aligned(held, right=(1, 2))]
+    text = memory_table(explanation.memory)
     if explanation.empty_rows:
         text.append(
             f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
@@ -105,23 +93,23 @@ def memory_text(explanation: Explanation) -> list[str]:
     return text
 
 
+def memory_table(memory: Mapping[str, int]) -> list[str]:
+    """The lines of a table of {purpose: bytes of one device}."""
+    rows = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in memory.items()]
+    return ["Memory of a device:", *aligned(rows, right=(1, 2))]
+
+
 def remedies_text(table: Table) -> str:
     """The table of remedies: what each change saves on a device and what it costs, the best first."""
     now = table.now
     lines = [("remedy", "peak", "saves", "", "FLOPs", "sent")]
     compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
     for each, cost in compiled:
-        saved = table.saved(each)
-        lines.append(
-            (
-                " ".join(each.overrides),
-                format_bytes(cost.memory.peak),
-                signed(saved),
-                f"{saved / now.memory.peak:.1%}",
-                _more(cost.flops, now.flops, f"{cost.flops:.3g}"),
-                _more(cost.wire_bytes, now.wire_bytes, format_bytes(cost.wire_bytes)),
-            )
-        )
+        saved, peak = table.saved(each), format_bytes(cost.memory.peak)
+        flops = _growth(cost.flops, now.flops, f"{cost.flops:.3g}")
+        sent = _growth(cost.wire_bytes, now.wire_bytes, format_bytes(cost.wire_bytes))
+        part = f"{saved / now.memory.peak:.1%}"
+        lines.append((" ".join(each.overrides), peak, format_bytes(saved), part, flops, sent))
     text = [
         f"Remedies. As it is, a device needs {format_bytes(now.memory.peak)} at the peak of a step (state, batch, and "
         f"{format_bytes(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and "
@@ -140,32 +128,19 @@ def remedies_text(table: Table) -> str:
     return "\n".join(text)
 
 
-def signed(nbytes: float) -> str:
-    """ "1.50 GiB", "-12.00 KiB"."""
-    return "-" * (nbytes < 0) + format_bytes(abs(nbytes))
-
-
-def _more(value: float, before: float, alone: str) -> str:
+def _growth(value: float, before: float, alone: str) -> str:
     """The growth of a figure in percent: "+12.5%"; `alone` if it was 0 before."""
     return f"{value / before - 1:+.1%}" if before else alone
 
 
-def _compiled(explanation: Explanation) -> list[str]:
+def _comparison(explanation: Explanation) -> list[str]:
     """The lines that compare the ledger with the compiled program, by op; none if nothing was compiled."""
     if not explanation.compiled:
         return []
-    lines = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
+    lines: list[tuple[str, ...]] = [("op", "ledger", "compiled", "calls: ledger", "compiled", "")]
     for op, each in explanation.compiled.items():
-        lines.append(
-            (
-                op,
-                f"{each.ledger_elements:,.0f}",
-                f"{each.compiled_elements:,.0f}",
-                f"{each.ledger_calls:,}",
-                f"{each.compiled_calls:,}",
-                "" if each.agrees else "differs",
-            )
-        )
+        figures = [f"{figure:,.0f}" for figure in each]  # in the order of the columns
+        lines.append((op, *figures, "" if each.agrees else "differs"))
     title = "Beside the ledger, what is compiled for simulated devices: elements that a device sends a step, and calls:"
     text = ["", title, *aligned(lines, right=(1, 2, 3, 4))]
     if differing := [op for op, each in explanation.compiled.items() if not each.agrees]:
@@ -173,22 +148,21 @@ def _compiled(explanation: Explanation) -> list[str]:
     return text
 
 
-def _activations(explanation: Explanation, rows: int) -> list[str]:
+def _saved_arrays(explanation: Explanation, rows: int) -> list[str]:
     """The lines of the largest saved arrays, equal ones in one line; none if they are not known."""
     if explanation.activations is None:
         return []
     counted = Counter(explanation.activations)
     kept = sorted(counted.items(), key=lambda item: -item[0].bytes_per_device * item[1])
-    lines = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
+    lines: list[tuple[object, ...]] = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
     for each, count in kept[:rows]:
         shape = "x".join(map(str, each.shape)) or "scalar"
         size = format_bytes(each.bytes_per_device * count)
-        lines.append((each.what, each.kind, shape, each.dtype, str(count), size, each.source))
+        lines.append((each.what, each.kind, shape, each.dtype, count, size, each.source))
     text = ["", "Kept for the backward pass of one microbatch, on one device:", *aligned(lines, right=(4, 5))]
     if rest := kept[rows:]:
-        text.append(
-            f"... and {len(rest)} more, {format_bytes(sum(each.bytes_per_device * count for each, count in rest))}"
-        )
+        left = sum(each.bytes_per_device * count for each, count in rest)
+        text.append(f"... and {len(rest)} more, {format_bytes(left)}")
     return text
 
 
@@ -203,26 +177,20 @@ def draw_explanation(explanation: Explanation, path: Path, *, bars: int = 16) ->
     sent, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     totals = explanation.ledger.total("purpose")
     names = list(totals)[:bars]
-    left = dict.fromkeys(names, 0.0)
+    left = np.zeros(len(names))
     for i, axes in enumerate(explanation.ledger.total("axes")):
-        values = [
-            sum(
-                each.wire_bytes for each in explanation.ledger.collectives if each.purpose == name and each.axes == axes
-            )
-            / 2**20
-            for name in names
-        ]
-        sent.barh(names, values, left=list(left.values()), color=f"C{i}", label="+".join(axes))
-        left = {name: left[name] + value for name, value in zip(names, values, strict=True)}
-    sent.invert_yaxis()
+        over = [each for each in explanation.ledger.collectives if each.axes == axes]
+        mib = np.array([sum(each.wire_bytes for each in over if each.purpose == name) for name in names]) / 2**20
+        sent.barh(names, mib, left=left, color=f"C{i}", label="+".join(axes))
+        left += mib
     more = f", the {bars} largest of {len(totals)}" if len(totals) > bars else ""
     sent.set(xlabel="MiB a step", title=f"sent by one device, by purpose{more}")
     if names:
         sent.legend(title="over", fontsize=8)
-    held = [(name, size / 2**20) for name, size in explanation.memory.items()]
-    memory.barh([name.replace(", ", ",\n") for name, _ in held], [size for _, size in held], color="0.5")
-    memory.invert_yaxis()
+    labels = [name.replace(", ", ",\n") for name in explanation.memory]
+    memory.barh(labels, [size / 2**20 for size in explanation.memory.values()], color="0.5")
     memory.set(xlabel="MiB", title="memory of one device")
-    for axes_ in (sent, memory):
-        axes_.tick_params(axis="y", labelsize=8)
+    for chart in (sent, memory):
+        chart.invert_yaxis()
+        chart.tick_params(axis="y", labelsize=8)
     figure.savefig(path)

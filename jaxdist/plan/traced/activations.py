@@ -68,18 +68,15 @@ def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list
     """
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
     marks = (
-        TrainState(
+        jax.tree.map(lambda _: _Value(object()), state)._replace(
             step=_Value(object(), batch=True),
             params=jax.tree.map(lambda _: _Value(object(), parameters=True), state.params),
-            opt_state=jax.tree.map(lambda _: _Value(object()), state.opt_state),
-            residual=jax.tree.map(lambda _: _Value(object()), state.residual),
-            guard=jax.tree.map(lambda _: _Value(object()), state.guard),
         ),
         jax.tree.map(lambda _: _Value(object(), batch=True), batch),
     )
     carries = ("input of a block", STACKED) if is_model(state.params) else ("carry of a loop", "carry of a loop")
     reader = _Reader(*carries)
-    reader.values(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
+    reader.read(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
     # A schedule may run microbatches in several places of the program. All save the same; a part of one saves less.
     found = max(reader.found.values(), key=lambda kept: sum(each.bytes_per_device for each in kept), default=[])
     return sorted(found, key=lambda each: -each.bytes_per_device)
@@ -95,27 +92,27 @@ class _Reader:
     def __init__(self, carry: str, copies: str) -> None:
         self.carry, self.copies, self.found = carry, copies, dict[int, list[SavedArray]]()
 
-    def values(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
+    def read(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
         """The origins of a jaxpr's results, from those of its arguments."""
         plain = opened(jaxpr)
         constants = [_Value(variable) for variable in plain.constvars]
         seen = {id(value.array) for value in (*inputs, *constants) if value.array is not None}
-        outside: frozenset[int] | None = None  # arrays that were there before the forward pass
+        before: frozenset[int] | None = None  # arrays that were there before the forward pass
         made: frozenset[int] | None = None  # arrays that the forward pass has made, once it is over
         kept: dict[int, SavedArray] = {}
 
         def rule(equation: Any, given: list[_Value]) -> list[_Value]:
-            nonlocal outside, made
+            nonlocal before, made
             here = names_at(stack, equation)
             phase = phase_of(here)
-            if outside is None and phase == "forward":
-                outside = frozenset(seen)
-            if phase in ("backward", "recompute") and outside is not None:
-                made = frozenset(seen - outside) if made is None else made
+            if before is None and phase == "forward":
+                before = frozenset(seen)
+            if phase in ("backward", "recompute") and before is not None:
+                made = frozenset(seen - before) if made is None else made
                 for value, atom in zip(given, equation.invars, strict=True):
                     if id(value.array) in made:
-                        kept[id(value.array)] = self.kept(value, atom.aval)
-            results = self.made(equation, given, here)
+                        kept[id(value.array)] = self.saved(value, atom.aval)
+            results = self.equation(equation, given, here)
             seen.update(id(value.array) for value in results if value.array is not None)
             return results
 
@@ -124,18 +121,22 @@ class _Reader:
             self.found[id(plain)] = list(kept.values())
         return results
 
-    def kept(self, value: _Value, aval: Any) -> SavedArray:
-        kind, scope = ACTIVATIONS if value.batch else COPIES if value.parameters else CONSTANTS, scope_of(value.stack)
-        kind = ON_HOST if aval.memory_space == jax.memory.Space.Host else kind
+    def saved(self, value: _Value, aval: Any) -> SavedArray:
+        """The entry of an array that the backward pass reads. aval: its type where that reads it."""
+        kind = ACTIVATIONS if value.batch else COPIES if value.parameters else CONSTANTS
+        if aval.memory_space == jax.memory.Space.Host:
+            kind = ON_HOST
+        scope = scope_of(value.stack)
         what = scope or "the loss"
-        if value.carried:
-            what = f"carry of a loop in {scope}" if scope else self.copies if kind == COPIES else self.carry
+        if value.carried and scope:
+            what = f"carry of a loop in {scope}"
+        elif value.carried:
+            what = self.copies if kind == COPIES else self.carry
+        nbytes = math.prod(aval.shape) * aval.dtype.itemsize
         source = source_of(value.equation) if value.equation else "unknown"
-        return SavedArray(
-            kind, what, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize, source
-        )
+        return SavedArray(kind, what, tuple(aval.shape), str(aval.dtype), nbytes, source)
 
-    def made(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
+    def equation(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
         """The origins of an equation's results."""
         name = equation.primitive.name
         if name in PASSING and len(given) == len(equation.outvars):
@@ -145,21 +146,21 @@ class _Reader:
             ]
         inner = [opened(each) for each in inner_jaxprs(equation)]
         if name == "scan":
-            return self.looped(equation, given, stack)
+            return self.scan(equation, given, stack)
         if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(given), len(equation.outvars)):
-            return _called(equation, given, self.values(inner[0], given, stack))
+            return _called(equation, given, self.read(inner[0], given, stack))
         if all(value.array is None for value in given) and all(x.aval.ndim == 0 for x in equation.outvars):
             return [_Value() for _ in equation.outvars]  # a number from numbers is no array that is kept
         batch, parameters = any(value.batch for value in given), any(value.parameters for value in given)
         return [_Value(variable, batch, parameters, equation, stack) for variable in equation.outvars]
 
-    def looped(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
-        """The values of a scan's results: arrays of its own, also where its body only hands something on."""
+    def scan(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
+        """The origins of a scan's results: arrays of its own, also where its body only hands something on."""
         scan = scan_of(equation)
         constants, before, rows = scan.split(given)
         carry = [_Value(object(), value.batch, value.parameters, equation, stack, True) for value in before]
         while True:
-            made = self.values(scan.body, [*constants, *carry, *rows], stack)
+            made = self.read(scan.body, [*constants, *carry, *rows], stack)
             # A carry comes from all that goes into it in any round.
             merged = [
                 before._replace(batch=before.batch or after.batch, parameters=before.parameters or after.parameters)

@@ -4,7 +4,7 @@ seen it."""
 import math
 from typing import Any
 
-from jaxdist.jaxpr.walk import total
+from jaxdist.jaxpr.walk import equations, inner_jaxprs, length_of
 
 
 def flops_of(jaxpr: Any) -> float:
@@ -14,10 +14,10 @@ def flops_of(jaxpr: Any) -> float:
     the most expensive branch counts. Inside `jax.shard_map` shapes are those of one device, and so is the count.
     Elementwise work, a few percent of a transformer's, is left out.
     """
-    return total(jaxpr, _flops_of_equation)
+    return sum(map(_flops_of_equation, equations(jaxpr)), 0.0)
 
 
-def _flops_of_equation(equation: Any) -> float | None:
+def _flops_of_equation(equation: Any) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -31,4 +31,5 @@ def _flops_of_equation(equation: Any) -> float | None:
         (*_, queries, heads, width), keys = equation.invars[0].aval.shape, equation.invars[1].aval.shape[-3]
         products = 2 if "fwd" in name else 5
         return 2.0 * products * equation.invars[0].aval.shape[0] * heads * queries * keys * width
-    return None
+    inside = [flops_of(inner) for inner in inner_jaxprs(equation)]
+    return max(inside, default=0.0) if name == "cond" else sum(inside) * length_of(equation)

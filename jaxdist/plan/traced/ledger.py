@@ -46,6 +46,7 @@ SENDS = {
     TO_NEXT: ("forward", "activations to the next stage"),
     TO_BEFORE: ("backward", "gradients to the stage before"),
 }
+# The scope of these sends ends in how many of them carry data that is used.
 _USED = re.compile(rf"(?:{re.escape(TO_NEXT)}|{re.escape(TO_BEFORE)})\.(\d+)")
 
 
@@ -98,7 +99,7 @@ class Ledger(NamedTuple):
         return sum(self.total("op").values())
 
     def total(self, key: str) -> dict[Any, float]:
-        """Wire bytes of such a device by a field of `Collective`, largest first: total("axes"), total("purpose")."""
+        """Wire bytes of a device of the busiest stage, by a field of `Collective`, as "axes"; the largest first."""
         totals: Counter[Any] = Counter()
         stage = self.busiest
         for each in self.collectives:
@@ -188,14 +189,14 @@ def wire_bytes(op: str, nbytes: int, n: int) -> float:
 
 
 def _collective(each: Reached, *, mesh: AnyMesh, hosts: np.ndarray, parameters: set[str]) -> Collective:
-    """The entry of one collective; its `calls` is 1, its `wire_bytes` those of one call."""
+    """The entry of one equation: `calls` is 1, and `wire_bytes` is of one call."""
     equation, scope = each.equation, each.scope
     axes, op = moving_axes(equation), OP_OF_PRIMITIVE[equation.primitive.name]
     groups = equation.params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
     nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
     phase, purpose = _meaning(op, each.names, parameters)
-    stages = scope.calls
+    stages, used = scope.calls, _USED.search(each.names)
     if axes == (AXIS,) and op == "ppermute":  # a stage that is in no pair sends to nobody
         senders = [source for source, _ in equation.params["perm"]]
         stages = np.where(np.isin(np.arange(len(stages)), senders), stages, 0)
@@ -214,7 +215,7 @@ def _collective(each: Reached, *, mesh: AnyMesh, hosts: np.ndarray, parameters: 
         purpose=purpose,
         stages=tuple(stages.tolist()),
         at_most=scope.at_most,
-        used=used_of(each.names),
+        used=int(used[1]) if used else None,
         conditional=not scope.certain,
     )
 
@@ -240,9 +241,3 @@ def _meaning(op: str, names: str, parameters: set[str]) -> tuple[str, str]:
     if name.endswith(".gradients"):  # of a unit, summed where the backward pass makes them
         return phase, f"gradients of {name.removesuffix('.gradients')}"
     return phase, f"{'gradients of activations' if phase == 'backward' else 'activations'} of {name or 'the loss'}"
-
-
-def used_of(stack: str) -> int | None:
-    """How many of a pipeline's sends are used, from the name stack of one."""
-    found = _USED.search(stack)
-    return int(found[1]) if found else None

@@ -31,15 +31,15 @@ def first_readers(jaxpr: Any, parameters: set[str]) -> dict[str, str]:
     parameters: names as in the named scopes of the program, "blocks.mlp.up.kernel"
     """
     search = _Search(parameters)
-    plain = opened(jaxpr)
-    search.read(jaxpr, [None] * len(plain.invars), "")
+    search.read(jaxpr, [None] * len(opened(jaxpr).invars), "")
     return search.lines
 
 
 class _Call(NamedTuple):
-    """A call that a layer makes, by its source line. of_library: the function is jax's own, such as `jnp.einsum`.
+    """A call that a layer makes, by its source line.
 
-    All calls of such a function may share one jaxpr, which has the line of the first call, if any.
+    of_library: whether the function is jax's own, such as `jnp.einsum`. All calls of such a function may share one
+        jaxpr, whose equations have the line of the first call, if any.
     """
 
     line: str
@@ -51,11 +51,15 @@ def _of_library(jaxpr: Any) -> bool:
 
 
 class _Search:
-    """A walk in which each value is the name of the parameter that it holds, or None."""
+    """A walk in which each value is the name of the parameter that it holds, or None.
+
+    lines: the source line of the first reader of each parameter, as far as found
+    call: the call of a layer whose function is being read
+    """
 
     def __init__(self, parameters: set[str]) -> None:
         self.parameters, self.lines = parameters, dict[str, str]()
-        self.call: _Call | None = None  # that is being read
+        self.call: _Call | None = None
 
     def read(self, jaxpr: Any, values: Sequence[str | None], names: str) -> list[str | None]:
         """Values of a jaxpr's arguments -> values of its results."""
@@ -70,7 +74,7 @@ class _Search:
     def equation(self, equation: Any, given: list[str | None], names: str) -> list[str | None]:
         """The values of an equation's results."""
         scope, inner, count = scope_of(names), inner_jaxprs(equation), len(equation.outvars)
-        if scope in self.parameters and phase_of(names) != "backward":
+        if scope in self.parameters and phase_of(names) != "backward":  # backward the scope has its gradient
             return [scope] * count
         held = next((name for name in given if name is not None), None)
         if held is None and not inner:

@@ -8,13 +8,13 @@ round as far as devices have ports. With `ports` = 1, the usual model (Hockney 1
 and receives at most one in a round. More ports stand for more links of a device.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -93,12 +93,8 @@ def has_swap(messages: Round) -> bool:
 
 def busiest_rank_bytes(messages: Round) -> int:
     """Most bytes that one rank sends or receives in this round."""
-    ends = [(message.source, True, message.nbytes) for message in messages]
-    ends += [(message.target, False, message.nbytes) for message in messages]
-    load: Counter[tuple[int, bool]] = Counter()
-    for rank, outwards, nbytes in ends:
-        load[rank, outwards] += nbytes
-    return max(load.values(), default=0)
+    n = 1 + max((max(message.source, message.target) for message in messages), default=0)
+    return max(*sent([messages], n), *received([messages], n))
 
 
 def counted(rounds: Sequence[Round], n: int, *, inner: int | None = None) -> Cost:
@@ -131,18 +127,10 @@ def _per_rank(loads: Sequence[tuple[int, int]], n: int) -> list[int]:
 
 def _everywhere(pairs: Pairs, over: Sequence[str], mesh: Mapping[str, int]) -> list[tuple[int, int]]:
     """Pairs of ranks along some axes -> pairs of ranks of the mesh, for all coordinates of the other axes."""
-    strides = {axis: math.prod(list(mesh.values())[i + 1 :]) for i, axis in enumerate(mesh)}
-
-    def place(rank: int) -> int:
-        total = 0
-        for axis in reversed(over):
-            total += rank % mesh[axis] * strides[axis]
-            rank //= mesh[axis]
-        return total
-
-    others = [range(0, mesh[axis] * strides[axis], strides[axis]) for axis in mesh if axis not in over]
-    offsets = [sum(offset) for offset in itertools.product(*others)]
-    return [(place(source) + offset, place(target) + offset) for offset in offsets for source, target in pairs]
+    ranks = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    ranks = np.moveaxis(ranks, [list(mesh).index(axis) for axis in over], range(len(over)))
+    groups = ranks.reshape(math.prod(mesh[axis] for axis in over), -1).T.tolist()  # ranks that these axes connect
+    return [(group[source], group[target]) for group in groups for source, target in pairs]
 
 
 def _communicates(jaxpr: Any) -> bool:

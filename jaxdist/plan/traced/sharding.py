@@ -1,23 +1,15 @@
 """The sharding table: the layout of every parameter, before anything is allocated."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import (
-    PyTree,
-    bytes_per_device,
-    entry_axes,
-    path_name,
-    shard_count,
-    spec_axes,
-    spec_leaves,
-    without_idle,
-)
+from jaxdist.specs import PyTree, entry_axes, path_name, shard_count, spec_axes, spec_leaves, without_idle
 
 
 class Row(NamedTuple):
@@ -37,11 +29,8 @@ def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
     rows = []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), spec_leaves(specs), strict=True):
         spec = without_idle(spec, mesh)
-        entries = [entry_axes(entry) for entry in spec] + [()] * (leaf.ndim - len(spec))
-        parts = [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
-        shard = tuple(size // n for size, n in zip(leaf.shape, parts, strict=True))
-        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        copies, nbytes = mesh.size // shard_count(spec, mesh), bytes_per_device(shape, spec, mesh)
+        shard, copies = NamedSharding(mesh, spec).shard_shape(leaf.shape), mesh.size // shard_count(spec, mesh)
+        nbytes = math.prod(shard) * leaf.dtype.itemsize
         rows.append(Row(path_name(path), leaf.shape, str(leaf.dtype), spec, shard, copies, nbytes))
     return rows
 
@@ -53,24 +42,25 @@ def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> str:
 
 def rows_as_text(rows: Sequence[Row]) -> str:
     """See `sharding_table`."""
-    lines = [("parameter", "shape", "dtype", "split by", "on a device", "copies", "bytes a device")]
+    lines: list[tuple[object, ...]] = []
     for row in rows:
         split = ", ".join("+".join(entry_axes(entry)) or "-" for entry in row.spec) if spec_axes(row.spec) else "whole"
         whole, shard = ("x".join(map(str, shape)) or "scalar" for shape in (row.shape, row.shard))
-        lines.append((row.path, whole, row.dtype, split, shard, str(row.copies), f"{row.bytes_per_device:,}"))
+        lines.append((row.path, whole, row.dtype, split, shard, row.copies, f"{row.bytes_per_device:,}"))
     count, unsplit = sum(math.prod(row.shape) for row in rows), [row for row in rows if not spec_axes(row.spec)]
     for name, some in (("all", rows), ("whole", unsplit)):
         held = sum(row.bytes_per_device for row in some)
         share = f"{sum(math.prod(row.shape) for row in some) / max(1, count):.1%}"
         lines.append((name, f"{len(some)} parameters, {share}", "", "", "", "", f"{held:,}"))
-    return "\n".join(aligned(lines, right=(5, 6)))
+    heads = ("parameter", "shape", "dtype", "split by", "on a device", "copies", "bytes a device")
+    return "\n".join(aligned([heads, *lines], right=(5, 6)))
 
 
-def aligned(lines: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+def aligned(rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> list[str]:
     """Rows of cells as lines, in columns of equal width; the columns numbered in `right` are flush right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def cell(i: int, text: str) -> str:
-        return text.rjust(widths[i]) if i in right else text.ljust(widths[i])
-
-    return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        texts = [str(cell) for cell in column]
+        width = max(map(len, texts))
+        columns.append([text.rjust(width) if i in right else text.ljust(width) for text in texts])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

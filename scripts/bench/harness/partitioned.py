@@ -14,7 +14,6 @@ from harness.task import Size, Task
 from jaxdist.build import assemble, attention_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.mesh import count_hosts
 from jaxdist.plan.compiled.ahead_of_time import Planned, check_toolkit, planned_of
 from jaxdist.plan.compiled.hardware import Gpu
 from jaxdist.plan.compiled.memory import batch_of
@@ -66,5 +65,4 @@ def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> P
     traced = time.perf_counter()
     program = lowered.compile()
     seconds = (traced - start, time.perf_counter() - traced)
-    hosts = count_hosts(mesh)
-    return planned_of(program, config, parts, gpu, hosts, rates, attention, seconds)
+    return planned_of(program, config, parts, gpu, rates, seconds)
