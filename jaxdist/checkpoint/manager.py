@@ -304,7 +304,7 @@ class Checkpoints:
     def _check(self, step: int, target: TrainState) -> None:
         found = self._manager.item_metadata(step)["state"].tree
         saved = leaves_by_name(found)
-        asked = leaves_by_name(_lasting(target))
+        asked = leaves_by_name(target._replace(residual=()))  # parameters first, for the message
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
             side = "the checkpoint" if only[0] in saved else "this configuration"
