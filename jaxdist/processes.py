@@ -1,5 +1,6 @@
 """The processes of a job: which one this is, what all of them know, and the key-value store that they share."""
 
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -68,15 +69,26 @@ class JobStore:
         self._client.key_value_delete(f"{self._folder}{folder}/")
 
 
-def from_first(text: str) -> str:
-    """Process 0's text, on every process. Every process must call it; what the others pass does not matter."""
+def from_first(value: Any) -> Any:
+    """Process 0's value, on every process. A value is what JSON can hold; what the other processes pass does not
+    matter. Every process must call it."""
     if jax.process_count() == 1:
-        return text
-    own = np.frombuffer(text.encode(), np.uint8)
+        return value
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(own.size)))
     padded = np.zeros(length, np.uint8)
     padded[: own.size] = own[:length]
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+
+
+def from_all(value: Any) -> list[Any]:
+    """The values of all processes, in the order of ranks. A value is what JSON can hold. Every process must call it."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size)).ravel()
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: text.size] = text
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 def anywhere(happened: bool) -> bool:

@@ -203,6 +203,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their dotted paths: {"blocks.attention.qkv.kernel": leaf}."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     """Raise `UserError` with parameter, dim and axis if a dim is not divisible by the axes over which it is split."""
 

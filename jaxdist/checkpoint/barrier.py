@@ -111,8 +111,6 @@ def share_failures(handler: Any, saves: SaveBarrier) -> Any:
         with saves.failing_everywhere():
             return finish(*arguments, **keywords)
 
-    handler.async_save, handler.finalize = (
-        async_save,
-        finalize,
-    )  # not a class around it: orbax looks handlers up by class
+    # Not a class around the handler: orbax looks handlers up by class.
+    handler.async_save, handler.finalize = async_save, finalize
     return handler

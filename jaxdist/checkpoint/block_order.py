@@ -14,7 +14,7 @@ from jaxdist.checkpoint.background import own_copy
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, has_host_memory
 from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, take_rows
-from jaxdist.specs import STACKED, entry_axes, from_entries, path_name, split_over
+from jaxdist.specs import STACKED, entry_axes, from_entries, leaves_by_name, path_name, split_over
 from jaxdist.state import TrainState
 
 NONE = -1  # in place of a dim
@@ -61,7 +61,7 @@ def stacked_dims(state: TrainState) -> TrainState:
     A leaf belongs to the parameter that the end of its path names. It has the parameter's dims, or these after others
     (a residual), or all but one (Adafactor's factors); what has other dims is no part of a block. Leaves need a shape.
     """
-    shapes = {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_name(state.params).items()}
 
     def one(path: tuple[Any, ...], leaf: Any) -> int:
         names = (path_name(path[start:]) for start in range(len(path)))
@@ -128,8 +128,13 @@ def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
 
 
 def as_saved(target: TrainState, rows: np.ndarray, saved: np.ndarray | None) -> TrainState:
-    """The state to restore from a checkpoint, for `in_order_of` to make `target` of it; both as ShapeDtypeStructs with
-    shardings. rows: of `between`. saved: the checkpoint's order. Raises `UserError` where the numbers of blocks differ.
+    """The state to ask a checkpoint for, before `in_order_of` reorders its blocks: ShapeDtypeStructs with shardings.
+
+    - target: the state after that, ShapeDtypeStructs with shardings.
+    - rows: of `between`.
+    - saved: the checkpoint's order.
+
+    Raises `UserError` where the numbers of blocks differ.
     """
     count = int((rows >= 0).sum()) if saved is None else saved.size
 
@@ -145,9 +150,10 @@ def as_saved(target: TrainState, rows: np.ndarray, saved: np.ndarray | None) -> 
 
 
 def in_order_of(target: TrainState, saved: TrainState, rows: np.ndarray) -> TrainState:
-    """The state in the order and layout of `target`. saved: as `as_saved` asks for it. rows: of `between`.
+    """A restored state, in the order and layout of `target`.
 
-    The leaves of `saved` are freed one by one, if the caller keeps no reference.
+    - saved: the state, as `as_saved` asks for it. Its leaves are freed one by one, if the caller keeps no reference.
+    - rows: of `between`.
     """
     leaves, treedef = jax.tree.flatten(saved)
     del saved

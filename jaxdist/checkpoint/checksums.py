@@ -65,25 +65,14 @@ def _digest(path: Path, cancel: Event) -> str:
     return digest.hexdigest()
 
 
-def _digest_or_error(path: Path, cancel: Event) -> str:
-    """The digest, or why the file cannot be read: that is damage, too."""
-    try:
-        return _digest(path, cancel)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
-def _digests(
-    paths: list[Path], one: Callable[[Path, Event], str] = _digest, cancel: Event | None = None, *, urgent: bool = True
-) -> list[str]:
-    """The digests of files, by several threads: hashlib releases the interpreter.
+def _for_each(function: Callable[[Path, Event], str], paths: list[Path], cancel: Event, *, urgent: bool) -> list[str]:
+    """The results of `function(path, cancel)`, by several threads: hashlib releases the interpreter.
 
     The threads end with this call, also where it is interrupted. Raises `Cancelled` once `cancel` is set.
     """
-    cancel = Event() if cancel is None else cancel
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=None if urgent else step_back) as pool:
         try:
-            return list(pool.map(one, paths, [cancel] * len(paths)))
+            return list(pool.map(function, paths, [cancel] * len(paths)))
         except BaseException:
             cancel.set()  # leaving the pool waits for its threads
             raise
@@ -101,7 +90,7 @@ def seal(folder: Path, step: int) -> None:
     files, others = _files(folder)
     assert not others, f"{folder} holds what is no file: {others}"
     paths = dict(sorted(files.items()))
-    digests = _digests(list(paths.values()), urgent=False)  # training goes on
+    digests = _for_each(_digest, list(paths.values()), Event(), urgent=False)  # training goes on
     listed = {name: [path.stat().st_size, digest] for (name, path), digest in zip(paths.items(), digests, strict=True)}
     with (folder / CHECKSUMS).open("w", encoding="utf-8") as file:
         file.write(_text(step, listed))
@@ -157,28 +146,28 @@ def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integri
     wrong = dict.fromkeys(others, "is no file")
     wrong |= dict.fromkeys(listed.keys() - files.keys() - wrong.keys(), "is missing")
     wrong |= dict.fromkeys(files.keys() - listed.keys(), "does not belong there")
-    same = []
-    for name in sorted(files.keys() & listed.keys()):
-        size, wanted = os.lstat(files[name]).st_size, listed[name][0]
-        if size == wanted:
-            same.append(name)
-        else:
-            wrong[name] = f"has {size} bytes instead of {wanted}"
-    digests = _digests([files[name] for name in same], _digest_or_error, cancel)
-    for name, digest in zip(same, digests, strict=True):
-        if digest != listed[name][1]:
-            wrong[name] = digest if digest.startswith("cannot") else "changed"
-    return Integrity(_few([f"{name} {what}" for name, what in sorted(wrong.items())]), sealed=True)
+
+    def damage(path: Path, cancel: Event) -> str:
+        wanted, digest = listed[path.relative_to(folder).as_posix()]
+        size = os.lstat(path).st_size
+        if size != wanted:
+            return f"has {size} bytes instead of {wanted}"
+        try:
+            return "" if _digest(path, cancel) == digest else "changed"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+
+    both = sorted(files.keys() & listed.keys())
+    found = _for_each(damage, [files[name] for name in both], cancel or Event(), urgent=True)
+    wrong |= {name: what for name, what in zip(both, found, strict=True) if what}
+    texts = [f"{name} {what}" for name, what in sorted(wrong.items())]
+    return Integrity(", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else ""), sealed=True)
 
 
 def verify(folder: Path) -> list[str]:
     """The problem of a step's folder, in a list; an empty list if there is none, or there are no checksums."""
     problem = check_files(folder, int(folder.name)).problem
     return [problem] if problem else []
-
-
-def _few(wrong: list[str]) -> str:
-    return ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
 
 
 class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):

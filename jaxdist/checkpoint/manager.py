@@ -6,7 +6,6 @@ them is the record of the run.
 """
 
 import errno
-import json
 import math
 import os
 import shutil
@@ -33,7 +32,7 @@ from jaxdist.checkpoint.retention import Retention
 from jaxdist.errors import UserError
 from jaxdist.precision.loss_scale import fresh_guard, tree_is_finite
 from jaxdist.processes import anywhere, from_first
-from jaxdist.specs import path_name
+from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 
 
@@ -97,7 +96,7 @@ class Checkpoints:
             raise UserError(f"{str(folder)!r} cannot hold checkpoints: {why(error)}; use another --run-dir") from error
         for step in self._manager.all_steps():
             self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
-        self._under_way: int | None = None
+        self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process
         self._ahead: tuple[int, Future[Integrity]] | None = None
         self._closing = Event()
         self._began = 0.0
@@ -131,39 +130,40 @@ class Checkpoints:
         damaged (none is moved), and `SaveFailed` as `wait` does.
         """
         self.wait()
-        found = json.loads(from_first(json.dumps(self._look_or_say() if jax.process_index() == 0 else {})))
-        if found["error"]:
-            raise UserError(found["error"])
-        for line in found["lines"]:
+        step, lines, error = None, list[str](), ""
+        if jax.process_index() == 0:
+            try:
+                step, lines = self._look()
+            except (OSError, UserError) as raised:  # as text: all processes raise what this one met
+                error = str(raised)
+        step, lines, error = from_first((step, lines, error))
+        if error:
+            raise UserError(error)
+        for line in lines:
             say(line)
         self._manager.reload()
-        self._verified = found["step"]
-        return found["step"]
+        self._verified = step
+        return step
 
-    def _look_or_say(self) -> dict[str, Any]:
-        """`_look`, with errors as text: process 0 looks, and all processes raise what it met."""
-        try:
-            return self._look()
-        except (OSError, UserError) as error:
-            return {"step": None, "lines": [], "error": str(error)}
-
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> tuple[int | None, list[str]]:
+        """`newest_intact` on process 0: the step, and the lines to say."""
         damaged: dict[int, str] = {}
-        lines: list[str] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             verdict = self._check_files(step)
             if verdict.problem:
                 damaged[step] = verdict.problem
                 continue
-            for bad, what in damaged.items():
-                aside = self._move_aside(bad)
-                lines.append(f"checkpoint of step {bad} is damaged: {what}; moved to {aside}, step {step} is used")
+            lines = [
+                f"checkpoint of step {bad} is damaged: {what}; moved to {self._move_aside(bad)}, step {step} is used"
+                for bad, what in damaged.items()
+            ]
             if not verdict.sealed:
                 lines.append(f"checkpoint of step {step} is not verified: an older version saved it, without checksums")
-            return {"step": step, "lines": lines, "error": ""}
-        texts = [f"step {step}: {what}" for step, what in damaged.items()]
-        what = f"every checkpoint in {self._folder} is damaged ({'; '.join(texts)}); use a copy, or another --run-dir"
-        return {"step": None, "lines": [], "error": what if damaged else ""}
+            return step, lines
+        if damaged:
+            each = "; ".join(f"step {step}: {what}" for step, what in damaged.items())
+            raise UserError(f"every checkpoint in {self._folder} is damaged ({each}); use a copy, or another --run-dir")
+        return None, []
 
     def _move_aside(self, step: int) -> str:
         """Rename a step's folder to a name that is not a step. Nothing is deleted."""
@@ -187,7 +187,8 @@ class Checkpoints:
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         self.wait()
         if self.failed is not None and jax.process_index() == 0:
-            self._clear()
+            for path in self._folder.glob(f"*{TEMPORARY}*"):  # what the failed save has left takes room
+                shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
         self._check_room(step)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
         record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
@@ -203,7 +204,7 @@ class Checkpoints:
                 raise  # the others wait in orbax: only the end of this process tells them
             self._fail(step, error)
         assert saved, f"orbax declined to save step {step}"
-        self._under_way = step
+        self.under_way = step
         writers_step_back()
 
     def _check_room(self, step: int) -> None:
@@ -218,11 +219,6 @@ class Checkpoints:
                 problem = error
         if anywhere(problem is not None):
             self._fail(step, problem)
-
-    def _clear(self) -> None:
-        """Remove what a failed save has left: it takes room."""
-        for path in self._folder.glob(f"*{TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
 
     def _fail(self, step: int, error: Exception | None) -> NoReturn:
         self._manager.reload()  # orbax lists the step that was to be saved
@@ -245,23 +241,21 @@ class Checkpoints:
         saved = saved_order(self.meta(step))
         rows = between(saved, self._order)
         if rows is None:
-            return self._restored(step, target)
-        return in_order_of(target, self._restored(step, as_saved(target, rows, saved)), rows)
-
-    def _restored(self, step: int, target: TrainState) -> TrainState:
-        with reading(f"checkpoint of step {step}"):
             return self._in_saved_order(step, target)
+        # The state in the saved order has no name here, so that `in_order_of` can free its leaves one by one.
+        return in_order_of(target, self._in_saved_order(step, as_saved(target, rows, saved)), rows)
 
     def _in_saved_order(self, step: int, target: TrainState) -> TrainState:
-        unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")  # of an older version
-        asked = target._replace(guard=()) if unguarded else target
-        self._check(step, asked)
-        items = ocp.args.Composite(state=_restoring(_lasting(asked)))
-        state = self._manager.restore(step, args=items)["state"]
-        if unguarded and target.guard:
-            layout = jax.tree.map(lambda leaf: leaf.sharding, target.guard)
-            state["guard"] = jax.jit(fresh_guard, out_shardings=layout)()
-        return TrainState(**state, residual=self._residual(step, target.residual))
+        """`restore` without moving blocks. A part of the state that an older version did not save is made new."""
+        with reading(f"checkpoint of step {step}"):
+            unguarded = not self._manager.item_metadata(step)["state"].tree.get("guard")
+            asked = target._replace(guard=()) if unguarded else target
+            self._check(step, asked)
+            state = self._manager.restore(step, args=ocp.args.Composite(state=_restoring(_lasting(asked))))["state"]
+            if unguarded and target.guard:
+                layout = jax.tree.map(lambda leaf: leaf.sharding, target.guard)
+                state["guard"] = jax.jit(fresh_guard, out_shardings=layout)()
+            return TrainState(**state, residual=self._residual(step, target.residual))
 
     def _verify(self, step: int) -> None:
         """Raise `UserError` for damage, unless `newest_intact` has just verified this step."""
@@ -269,8 +263,7 @@ class Checkpoints:
         if just == step:
             return
         self.wait()
-        own = check_files(self._folder / str(step), step) if jax.process_index() == 0 else ("", False)
-        problem, sealed = json.loads(from_first(json.dumps(own)))
+        problem, sealed = from_first(check_files(self._folder / str(step), step) if jax.process_index() == 0 else None)
         if problem:
             raise UserError(f"checkpoint of step {step} is damaged: {problem}; use another one, or another --run-dir")
         if not sealed:
@@ -310,9 +303,8 @@ class Checkpoints:
 
     def _check(self, step: int, target: TrainState) -> None:
         found = self._manager.item_metadata(step)["state"].tree
-        saved = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-        lasting = target._replace(residual=())
-        asked = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(lasting)}
+        saved = leaves_by_name(found)
+        asked = leaves_by_name(target._replace(residual=()))  # parameters first, for the message
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
             side = "the checkpoint" if only[0] in saved else "this configuration"
@@ -324,14 +316,9 @@ class Checkpoints:
                     f"{leaf.dtype}{list(leaf.shape)}; use the configuration of the checkpoint, or another --run-dir"
                 )
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a save was begun and not waited for. The same on every process."""
-        return self._under_way is not None
-
     def wait(self) -> None:
         """Wait for a save under way. Raises `SaveFailed`, on every process, if it has not landed."""
-        if self._under_way is None:
+        if self.under_way is None:
             return
         step, error = self._await()
         if anywhere(error is not None):
@@ -340,8 +327,8 @@ class Checkpoints:
 
     def _await(self) -> tuple[int, Exception | None]:
         """Wait. Returns the step that was being saved, and the error that this process met."""
-        assert self._under_way is not None
-        step, self._under_way = self._under_way, None
+        assert self.under_way is not None
+        step, self.under_way = self.under_way, None
         try:
             self._manager.wait_until_finished()
         except FAILURES as error:
@@ -352,6 +339,7 @@ class Checkpoints:
             warnings.warn(
                 f"checkpoint of step {step} is saved, but an old one is not removed: {why(error)}", stacklevel=3
             )
+        # Process 0 gives the folder its name, so that only it can tell.
         landed = jax.process_index() != 0 or (self._folder / str(step)).is_dir()
         if landed and jax.process_index() == 0:
             ended = (self._folder / str(step) / CHECKSUMS).stat().st_mtime  # the last file
@@ -374,7 +362,7 @@ class Checkpoints:
         """Wait for a save under way, then release everything. Raises `SaveFailed` of this process. Unlike `wait`, a
         process that fails may call it alone."""
         self._closing.set()  # the interpreter waits at its exit for `look_ahead`
-        step, error = (0, None) if self._under_way is None else self._await()
+        step, error = (0, None) if self.under_way is None else self._await()
         self._manager.close()
         if error is not None:
             raise SaveFailed(step, error) from error

@@ -1,6 +1,5 @@
 """Reading checkpoints on the host, leaf by leaf, without a mesh, a model or an optimizer."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.checksums import verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
-from jaxdist.specs import PyTree, path_name
+from jaxdist.specs import PyTree, leaves_by_name, path_name
 from jaxdist.state import TrainState
 
 FOLDER = "checkpoints"  # in a run directory
@@ -53,8 +53,7 @@ class Stored:
     """A step of a checkpoint folder. Blocks come in the order of the model; older versions saved them in that of a
     pipeline.
 
-    - meta: the record saved with it (`jaxdist.trainer.resume.record`).
-    - leaves: the leaves of the state, {"params.blocks.mlp.up.kernel": ShapeDtypeStruct}.
+    meta: the record saved with it (`jaxdist.trainer.resume.record`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,31 +66,21 @@ class Stored:
         order = saved_order(self.meta)
         self._rows = None if order is None else rows_of_blocks(order)
         parts = {"opt_state": (), "guard": ()} | self._tree
-        self._dims = {
-            path_name(path): dim for path, dim in jax.tree_util.tree_leaves_with_path(stacked_dims(TrainState(**parts)))
-        }
-        named = ((path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree))
-        self.leaves = {name: jax.ShapeDtypeStruct(self._shape(name, leaf), leaf.dtype) for name, leaf in named}
-
-    def _shape(self, name: str, leaf: Any) -> tuple[int, ...]:
-        shape, dim = list(leaf.shape), self._dims[name]
-        if self._rows is not None and dim != NONE:
-            shape[dim] = self._rows.size
-        return tuple(shape)
+        self._dims = leaves_by_name(stacked_dims(TrainState(**parts)))
 
     def params(self) -> dict[str, Any]:
         """Shapes and dtypes of the parameters, {"blocks.mlp.up.kernel": ShapeDtypeStruct}."""
-        start = "params."
-        return {name.removeprefix(start): leaf for name, leaf in self.leaves.items() if name.startswith(start)}
+        found = {}
+        for name, leaf in leaves_by_name(self._tree["params"]).items():
+            shape, dim = list(leaf.shape), self._dims[f"params.{name}"]
+            if self._rows is not None and dim != NONE:
+                shape[dim] = self._rows.size
+            found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+        return found
 
     def param(self, name: str) -> np.ndarray:
         """One parameter."""
-        found = self.leaves["params." + name]
-        tree: PyTree = 0
-        for key in reversed(["params", *name.split(".")]):
-            tree = {key: tree}
-        array = jax.tree.leaves(self._read(tree))[0]
-        assert array.shape == found.shape and math.prod(array.shape) == array.size
+        (array,) = jax.tree.leaves(self._read(unflatten_dict({f"params.{name}": 0}, sep=".")))
         return array
 
     def rest(self) -> dict[str, Any]:
@@ -103,12 +92,12 @@ class Stored:
         asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host, partial_restore=True)
         with reading(str(self.folder)):
             found = self._handler.restore(self.folder / "state", args=asked)
-        rows = self._rows
+        rows, dims = self._rows, self._dims
         if rows is None:
             return found
 
-        def one(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
-            dim = self._dims[path_name(path)]
+        def in_model_order(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
+            dim = dims[path_name(path)]
             return leaf if dim == NONE else leaf.take(rows, axis=dim)
 
-        return jax.tree_util.tree_map_with_path(one, found)
+        return jax.tree_util.tree_map_with_path(in_model_order, found)

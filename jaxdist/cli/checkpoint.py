@@ -2,15 +2,15 @@
 
 import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxdist.build import make_model
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
@@ -25,9 +25,10 @@ from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.optim import make_optimizer, only_trained
+from jaxdist.plan.traced.sharding import aligned
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of
-from jaxdist.specs import path_name
+from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record
 from jaxdist.trainer.run import check_vocabulary
@@ -40,26 +41,24 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # nothing here needs more
     try:
-        return _dispatch(arguments, config)
+        if arguments.command == "ls":
+            print("\n".join(listing(arguments.run_dir)))
+        elif arguments.command == "verify":
+            return check_all(arguments.run_dir)
+        elif arguments.command == "export":
+            (stored,) = open_steps(arguments.run_dir, step=arguments.step)
+            said = export(stored, arguments.output, vocab=arguments.vocab)
+            print(f"step {stored.step} to {arguments.output}: {said}")
+        elif arguments.command == "import":
+            assert config is not None
+            said = import_model(arguments.folder, config, arguments.run_dir)
+            print(f"{arguments.folder} to {arguments.run_dir}: {said}")
+        else:
+            print(average(arguments.run_dir, arguments.output, last=arguments.last))
     except (SaveFailed, OSError) as error:
         raise UserError(
             f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and try again"
         ) from error
-
-
-def _dispatch(arguments: Namespace, config: Config | None) -> int:
-    if arguments.command == "ls":
-        print("\n".join(listing(arguments.run_dir)))
-    elif arguments.command == "verify":
-        return check_all(arguments.run_dir)
-    elif arguments.command == "export":
-        (stored,) = open_steps(arguments.run_dir, step=arguments.step)
-        print(f"step {stored.step} to {arguments.output}: {export(stored, arguments.output, vocab=arguments.vocab)}")
-    elif arguments.command == "import":
-        assert config is not None
-        print(f"{arguments.folder} to {arguments.run_dir}: {import_model(arguments.folder, config, arguments.run_dir)}")
-    else:
-        print(average(arguments.run_dir, arguments.output, last=arguments.last))
     return 0
 
 
@@ -76,11 +75,7 @@ def listing(run_dir: Path) -> list[str]:
         aside = f"damaged, moved aside ({folder.name})" if DAMAGED in folder.name else f"not complete ({folder.name})"
         state = "complete" if is_complete(folder) else aside
         rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
-        for row in rows
-    ]
+    return aligned(rows, right=range(5))
 
 
 def check_all(run_dir: Path) -> int:
@@ -108,10 +103,9 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
         check_vocabulary(config, source)
         whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
         made = make_model(whole, precision_of(config.precision), stages=1, training=True)
-        shapes = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made.shapes)}
-        params = nested(
-            (name, jnp.asarray(array)) for name, array in load_params(files, model, shapes, positions=positions)
-        )
+        shapes = leaves_by_name(made.shapes)
+        named = load_params(files, model, shapes, positions=positions)
+        params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")
     deterministic = config.parallel.grad_sync.deterministic
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
     opt_state = jax.jit(only_trained(optimizer, config.optimizer.freeze).init)(params)
@@ -139,7 +133,7 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     for other in steps[:-1]:
         _check_same(newest, other)
     enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
-    params = nested((name, jnp.asarray(_mean(steps, name))) for name in newest.params())
+    params = unflatten_dict({name: jnp.asarray(_mean(steps, name)) for name in newest.params()}, sep=".")
     rest = jax.tree.map(jnp.asarray, newest.rest())
     state = TrainState(rest["step"], params, rest["opt_state"], guard=rest.get("guard", ()))
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
@@ -175,15 +169,3 @@ def _check_same(newest: Stored, other: Stored) -> None:
 def _check_new(run_dir: Path, key: str) -> None:
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UserError(f"{key}: {run_dir} is there already; give a new run directory")
-
-
-def nested(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The tree of named values: {"a": {"b": 1}} of ("a.b", 1)."""
-    tree: dict[str, Any] = {}
-    for name, value in named:
-        *path, last = name.split(".")
-        inside = tree
-        for key in path:
-            inside = inside.setdefault(key, {})
-        inside[last] = value
-    return tree

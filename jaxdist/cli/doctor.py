@@ -2,10 +2,8 @@
 bandwidth between all pairs. To be started like train.py, on every host of the job."""
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import statistics
 import sys
@@ -18,10 +16,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist.cli.link_bandwidth import SlowLink, bandwidths, one_device_a_process, slow_links
+from jaxdist.cli.link_bandwidth import bandwidths, one_device_a_process, slow_links
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
-from jaxdist.observe.environment import redact
+from jaxdist.observe.environment import redact, versions
+from jaxdist.processes import from_all
 from jaxdist.runtime.connection import host_address, host_name, port_problem
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
@@ -67,18 +66,12 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     """A report of this process on itself, ready for JSON."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     local = jax.local_devices()
     return {
         "rank": jax.process_index(),
         "host": host_name(),
         "address": host_address() or "does not resolve",
-        "versions": versions,
+        "versions": {name: version for name, version in versions(PACKAGES).items() if version is not None},
         "devices": [device.device_kind for device in local],
         "platform": local[0].platform,
         "cpus": len(os.sched_getaffinity(0)),
@@ -87,30 +80,15 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def from_all(own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The reports of all processes, in the order of ranks. Every process must call it."""
-    if jax.process_count() == 1:
-        return [dict(own)]
-    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size))).ravel()
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: text.size] = text
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
-
-
 def clock_differences() -> list[float]:
     """The seconds by which each process's clock is ahead of process 0's. The clocks are read when a barrier opens, so
     the result is right to some milliseconds. Every process must call it."""
-    if jax.process_count() == 1:
-        return [0.0]
     differences = []
     for _ in range(MEASURES):
         multihost_utils.sync_global_devices("clock")
-        now = time.time() - 1.6e9  # 32 bits hold that until 2088
-        parts = np.asarray(multihost_utils.process_allgather(np.array([now // 1, now % 1 * 1e6], np.int32)))
-        differences.append(parts[:, 0] - parts[0, 0] + (parts[:, 1] - parts[0, 1]) * 1e-6)
-    return [statistics.median(row) for row in np.array(differences, np.float64).T.tolist()]
+        times = from_all(time.time())
+        differences.append([each - times[0] for each in times])
+    return [statistics.median(of_one) for of_one in zip(*differences, strict=True)]
 
 
 def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -142,12 +120,6 @@ def addresses_shared(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def link_text(link: SlowLink, names: Sequence[str]) -> str:
-    """ "link of rank 2 (host2): 2.4 MB/s; others 12.1"."""
-    ends = " - ".join(names[end] for end in link.ends)
-    return f"slow link of {ends}: {link.mb_per_s:.4g} MB/s; usual is {link.usual:.4g}"
-
-
 def diagnose(mib: float | None, port: int | None) -> dict[str, Any]:
     """All checks of a process or job that has its devices. The result is the same on every process; `findings` are the
     faults."""
@@ -167,7 +139,9 @@ def diagnose(mib: float | None, port: int | None) -> dict[str, Any]:
         for name, seconds in zip(names, clocks, strict=False)
         if abs(seconds) > CLOCK_S
     ]
-    findings += [link_text(link, names) for link in links]
+    for link in links:
+        between = " - ".join(names[end] for end in link.ends)
+        findings.append(f"slow link of {between}: {link.mb_per_s:.4g} MB/s; usual is {link.usual:.4g}")
     return {
         "processes": reports,
         "clock_differences_s": clocks,

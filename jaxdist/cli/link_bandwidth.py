@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxdist.processes import from_all
 
 ALL_PAIRS = 16  # ends; of more, only pairs at distances 1, 2, 4, ... are measured: n log n in place of n squared
 SLOW = 0.5  # of the usual bandwidth
@@ -59,25 +60,14 @@ def bandwidths(devices: Sequence[jax.Device], *, mib: float, repetitions: int = 
         )
         jax.block_until_ready(send(x))  # compiles and connects
         for _ in range(repetitions):
-            _together()
+            multihost_utils.sync_global_devices("probe")
             begun = time.perf_counter()
             jax.block_until_ready(send(x))
             seconds[pair] = min(seconds[pair], time.perf_counter() - begun)
-    return _of_the_receivers(seconds, devices, count * 4)
-
-
-def _together() -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("probe")
-
-
-def _of_the_receivers(seconds: np.ndarray, devices: Sequence[jax.Device], size: int) -> np.ndarray:
-    """The bandwidths that the receivers have measured: a sender may be done when its bytes lie in a buffer."""
-    if jax.process_count() > 1:
-        measured = np.asarray(multihost_utils.process_allgather(jnp.asarray(seconds, jnp.float32)))
-        columns = [measured[device.process_index][:, i] for i, device in enumerate(devices)]
-        seconds = np.stack(columns, axis=1)
-    return np.where(np.isfinite(seconds), size / 1e6 / seconds, np.nan)
+    # The times of the receivers count: a sender may be done when its bytes lie in a buffer.
+    measured = np.array(from_all(seconds.tolist()))
+    seconds = np.stack([measured[device.process_index, :, i] for i, device in enumerate(devices)], axis=1)
+    return np.where(np.isfinite(seconds), count * 4 / 1e6 / seconds, np.nan)
 
 
 def slow_links(mb_per_s: np.ndarray) -> list[SlowLink]:

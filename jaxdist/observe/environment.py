@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,10 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: REDACTED if _SECRET.search(name) else redact(environ[name]) for name in names}
 
 
-def versions() -> dict[str, str | None]:
+def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str | None]:
     """The versions of Python and of the packages that a run needs. None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -24,6 +24,8 @@ from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import specs_of_arrays
 from jaxdist.trainer.run import RunPlan
 
+TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
+
 
 def _unused_keys(rows: int) -> jax.Array:
     """Dropout keys that are never read: a model for evaluation has no dropout."""
@@ -42,9 +44,7 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))
 
 
-def make_sampler(
-    model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy, *, temperature: float = 0.8
-) -> Callable[..., jax.Array]:
+def make_sampler(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., jax.Array]:
     """Compiled (params, tokens [R, S], start, stop, key) -> tokens with positions start..stop-1 sampled in turn.
 
     R must be divisible by the batch shards, stop at most S. Each token costs a forward pass over S positions: this is
@@ -63,7 +63,7 @@ def make_sampler(
     def sample(params: PyTree, tokens: jax.Array, start: jax.Array, stop: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
             logits = forward(params, tokens, position - 1)
-            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / TEMPERATURE)
             return lax.dynamic_update_slice_in_dim(tokens, drawn[:, None].astype(tokens.dtype), position, axis=1)
 
         return lax.fori_loop(start, stop, extend, tokens)

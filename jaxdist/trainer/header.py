@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxdist.config.entries import ModelFacts
@@ -14,6 +13,7 @@ from jaxdist.config.grad_sync import GradSync
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
 from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import resident_bytes
+from jaxdist.processes import from_all
 from jaxdist.runtime.cache import cache_row
 from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.trainer.run import TrainingRun
@@ -36,13 +36,6 @@ def with_commas(number: int | None) -> str:
     return "?" if number is None else f"{number:,}"
 
 
-def process_hosts() -> list[str]:
-    """The host name of every process. Every process must call it."""
-    own = np.frombuffer(platform.node().encode()[:64].ljust(64, b"\0"), np.uint8)
-    names = np.asarray(multihost_utils.process_allgather(own))
-    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]
-
-
 def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     """Ranks, hosts, devices, and which axes of the mesh cross them.
 
@@ -56,16 +49,12 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     counts = np.unique(np.unique(process, return_counts=True)[1]).tolist()
     each = f"{counts[0]} {plural('device', counts[0])}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
     host = np.unique(np.array(hosts), return_inverse=True)[1][process]
-    crossing = [
-        [axis for i, axis in enumerate(mesh.axis_names) if (np.diff(place, axis=i) != 0).any()]
-        for place in (host, process)
-    ]
-    crossing[1] = [axis for axis in crossing[1] if axis not in crossing[0]]
-    links = [
-        f"{', '.join(axes)} between {between}"
-        for axes, between in zip(crossing, ("hosts", "processes of a host"), strict=True)
-        if axes
-    ]
+    links, rest = list[str](), list(mesh.axis_names)  # rest: axes that cross nothing looked at so far
+    for place, between in ((host, "hosts"), (process, "processes of a host")):
+        crossing = [axis for axis in rest if np.diff(place, axis=mesh.axis_names.index(axis)).any()]
+        rest = [axis for axis in rest if axis not in crossing]
+        if crossing:
+            links.append(f"{', '.join(crossing)} between {between}")
     number = len(places)
     return f"{len(hosts)} ranks on {number} {plural('host', number)} ({shown}), {each} each; mesh: " + (
         "; ".join(links) or "no axis between processes"
@@ -103,7 +92,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
         rows["cache"] = cache
     if jax.process_count() > 1:
-        rows["job"] = describe_ranks(mesh, process_hosts())
+        rows["job"] = describe_ranks(mesh, from_all(platform.node()))
     if run.baselines:
         marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"

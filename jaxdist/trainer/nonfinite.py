@@ -1,6 +1,5 @@
 """Non-finite steps and loss spikes in a run: how they are found, reported, and rolled back."""
 
-import math
 import statistics
 from collections import deque
 
@@ -8,7 +7,7 @@ from jaxdist.data import GlobalBatches
 from jaxdist.errors import UserError
 from jaxdist.precision.loss_scale import released
 from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis
-from jaxdist.trainer.run import Outputs, TrainingRun
+from jaxdist.trainer.run import TrainingRun
 from jaxdist.trainer.saving import settle
 
 MAX_ROLLBACKS = 3  # to one checkpoint; the next ends the run
@@ -43,12 +42,6 @@ class Spikes:
                     step, f"loss of step {step} is {loss:.4g}, {times}, more than train.loss_spike", guarded=False
                 )
         self._losses.append(loss)
-
-
-def skip_line(step: int, loss: float, norm: float, scale: float | None) -> str:
-    """The line on the console for a skipped step."""
-    after = "" if scale is None else f"; loss scale now {scale:g}"
-    return f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}"
 
 
 def look_into(run: TrainingRun, error: NonFinite, loader: GlobalBatches) -> Finding | None:
@@ -88,14 +81,3 @@ def roll_back(run: TrainingRun, error: NonFinite) -> str:
     skipped = f"the batches of steps {latest + 1} to {error.step} are passed over"
     outputs.console.line(f"rolled back to step {latest}; {skipped}")
     return ""
-
-
-def write_down(outputs: Outputs, error: NonFinite, finding: Finding | None, *, action: str, passed: int) -> None:
-    """Add the step to incidents.jsonl."""
-    found = None if finding is None else finding._asdict()
-    outputs.note({"step": error.step, "what": str(error), "action": action, "batches_passed": passed, "found": found})
-
-
-def is_bad(loss: float, norm: float) -> bool:
-    """Whether a step's loss or gradient norm is not finite."""
-    return not (math.isfinite(loss) and math.isfinite(norm))

@@ -11,32 +11,10 @@ from jaxdist.config.schema import Config
 from jaxdist.data import Source, leaves_of
 from jaxdist.optim import learning_rates
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.trainer.nonfinite import NonFinite, Spikes, is_bad, skip_line
+from jaxdist.trainer.nonfinite import NonFinite, Spikes
 from jaxdist.trainer.run import Outputs, RunPlan
 
 _Batch = TypeVar("_Batch")
-
-
-class LateMetrics:
-    """The metrics of the previous step. Reading them never waits for the step that was just dispatched."""
-
-    def __init__(self) -> None:
-        self._waiting: tuple[int, dict[str, jax.Array]] | None = None
-
-    def push(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, float]] | None:
-        """Take a dispatched step's metrics. Returns the values of the previous step, if one is waiting."""
-        for value in metrics.values():
-            value.copy_to_host_async()
-        ready = self.flush()
-        self._waiting = (step, metrics)
-        return ready
-
-    def flush(self) -> tuple[int, dict[str, float]] | None:
-        """The waiting step's values, after waiting for it."""
-        if self._waiting is None:
-            return None
-        (step, metrics), self._waiting = self._waiting, None
-        return step, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 class Clock:
@@ -89,29 +67,33 @@ class Recorder:
     def __init__(self, plan: RunPlan, outputs: Outputs, watch: Watch, spikes: Spikes) -> None:
         self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
         self._max_skips = plan.parts.options.max_skips
-        self._late, self._unwritten = LateMetrics(), False
+        self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
+        self._unwritten = False
         self._rates = learning_rates(plan.config.optimizer, plan.config.train.steps)
         self._clock = Clock(*work_of_a_step(plan.config, plan.source))
         self.awaited = self._clock.awaited
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """A step was handed to the device: record the one before it."""
-        self._record(self._late.push(step, metrics))
+        """A step was handed to the device: record the one before it, which never waits for this one."""
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._record()
+        self._dispatched = step, metrics
 
     def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
         """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes.
         Returns that evaluation, {} without one."""
-        evaluation = self._record(self._late.flush(), evaluate)
+        evaluation = self._record(evaluate)
         self._clock.restart()
         return evaluation
 
-    def _record(
-        self, finished: tuple[int, dict[str, float]] | None, evaluate: Callable[[], dict[str, float]] | None = None
-    ) -> dict[str, float]:
-        if finished is None:
+    def _record(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
+        """Wait for the dispatched step, if there is one, and record it. Returns its evaluation."""
+        if self._dispatched is None:
             return {}
+        (step, waiting), self._dispatched = self._dispatched, None
+        values = {name: float(value) for name, value in jax.device_get(waiting).items()}
         self._crumbs.at_step("record")
-        step, values = finished
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
@@ -122,7 +104,7 @@ class Recorder:
         if evaluation:
             self._outputs.console.evaluation(step, evaluation)
         self._write(step, metrics | evaluation)
-        if is_bad(loss, norm) or in_a_row:
+        if in_a_row or not (math.isfinite(loss) and math.isfinite(norm)):
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:
             self._spikes.check(step, loss)
@@ -146,7 +128,8 @@ class Recorder:
         """Say that a step was skipped, or raise `NonFinite`."""
         limit = self._max_skips
         if 0 < in_a_row <= limit:
-            self._outputs.console.line(skip_line(step, loss, norm, scale))
+            after = "" if scale is None else f"; loss scale now {scale:g}"
+            self._outputs.console.line(f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}{after}")
             return
         name, value = ("grad_norm", norm) if math.isfinite(loss) else ("loss", loss)
         row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""

@@ -1,17 +1,14 @@
-"""Resuming: the newest intact checkpoint, what must not differ from it, and what may differ but is said."""
+"""Resuming: the record beside a checkpoint, which settings must not differ from it, and which may but are said."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
-from jaxdist.precision.loss_scale import released
-from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import settings_by_key
 
 PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # on resuming
@@ -19,21 +16,20 @@ PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # on resuming
 
 def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
     """The values as JSON gives them back: lists in place of tuples."""
-    found: dict[str, Any] = json.loads(json.dumps(values))
-    return found
+    return json.loads(json.dumps(values))
 
 
-def what(section: Any) -> dict[str, Any]:
-    """The keys of a section that say what is computed, or from what; not how (`Rule.how`)."""
+def content_settings(section: Any) -> dict[str, Any]:
+    """The settings of a section that change what a run computes, not only how (`Rule.how`)."""
     return {each.name: getattr(section, each.name) for each in fields(section) if not each.metadata["rule"].how}
 
 
 def identity(config: Config, source: Source) -> dict[str, Any]:
     """The settings that make a run this experiment. Resuming with another value of one is refused."""
-    data = {**what(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
+    data = {**content_settings(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
     whole = {
-        "model": what(config.model.resolved()),
+        "model": content_settings(config.model.resolved()),
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
         "precision": precision,
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
@@ -62,8 +58,13 @@ def show_changes(changed: dict[str, list[Any]], limit: int | None = None) -> str
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if limit and len(texts) > limit else "")
 
 
-def identity_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """The keys of `identity` that differ: {key: [value in a checkpoint's record, value now]}."""
+def check_identity(
+    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, force: bool = False
+) -> dict[str, list[Any]]:
+    """The keys of `identity` that differ: {key: [value in a checkpoint's record, value now]}.
+
+    saved: the record. now: of `identity`. Raises `UserError` naming what differs, unless `force` is set.
+    """
     # Older versions knew no other values of these keys.
     older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}}
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
@@ -75,14 +76,6 @@ def identity_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, li
             before = saved.get(section, {}).get(key, value)  # an older version did not know the key
             if before != value:
                 found[f"{section}.{key}"] = [before, value]
-    return found
-
-
-def check_identity(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, force: bool = False
-) -> dict[str, list[Any]]:
-    """Raise `UserError` naming what differs, unless `force` is set. Returns `identity_changes`."""
-    found = identity_changes(saved, now)
     if found and not force:
         key, (before, value) = next(iter(found.items()))
         others = {name: values for name, values in found.items() if name != key}
@@ -92,47 +85,3 @@ def check_identity(
             "another run with --run-dir, or checkpoint.resume=force to go on all the same"
         )
     return found
-
-
-class Restored(NamedTuple):
-    """The content of a checkpoint that a run goes on from.
-
-    - meta: the record that was saved with the state.
-    - forced: what `checkpoint.resume=force` let pass, {key: [before, now]}.
-    """
-
-    state: TrainState
-    meta: dict[str, Any]
-    forced: dict[str, list[Any]]
-
-
-def restore_newest(
-    checkpoints: Checkpoints,
-    config: Config,
-    source: Source,
-    target: TrainState,
-    *,
-    folder: Path,
-    say: Callable[[str], None],
-) -> Restored | None:
-    """The newest intact checkpoint in the layout of `target`, or None if there is none.
-
-    say: is called with one line about each damaged checkpoint. Raises `UserError` where `checkpoint.resume` or the
-    run's identity does not allow it.
-    """
-    latest = checkpoints.latest()
-    if latest is not None and config.checkpoint.resume == "never":
-        raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
-    if latest is None and config.checkpoint.resume == "must":
-        raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
-    latest = checkpoints.newest_intact(say)
-    if latest is None:
-        return None
-    if latest > config.train.steps:
-        raise UserError(
-            f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
-        )
-    meta, force = checkpoints.meta(latest), config.checkpoint.resume == "force"
-    forced = check_identity(meta, identity(config, source), folder, force=force)
-    state = checkpoints.restore(latest, target)
-    return Restored(state._replace(guard=released(state.guard)), meta, forced)

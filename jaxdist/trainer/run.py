@@ -25,13 +25,14 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, write_environment
+from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import facts_of_program
-from jaxdist.trainer.resume import changed_settings, restore_newest, show_changes
+from jaxdist.trainer.resume import changed_settings, check_identity, identity, show_changes
 
 
 class RunPlan(NamedTuple):
@@ -88,16 +89,14 @@ class Outputs:
         except OSError as error:
             self.console.line(f"incidents.jsonl: {error.strerror}; not written: {json.dumps(record)}")
 
-    def report_damage(self, line: str) -> None:
-        """Say on the console and in incidents.jsonl what is wrong with a checkpoint."""
-        self.console.line(f"warning: {line}")
-        self.note({"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
+    def warn(self, record: dict[str, Any]) -> None:
+        """Say what is in the record under "what" on the console, as a warning, and add it to incidents.jsonl."""
+        self.console.line(f"warning: {record['what']}")
+        self.note(record)
 
-    def report_forced(self, step: int, changed: dict[str, list[Any]]) -> None:
-        """Say on the console and in incidents.jsonl that the run goes on with another identity."""
-        line = f"checkpoint.resume=force: goes on after step {step} as another run: {show_changes(changed)}"
-        self.console.line(f"warning: {line}")
-        self.note({"step": step, "what": line, "action": "forced", "changed": changed})
+    def report_damage(self, line: str) -> None:
+        """Warn about a damaged checkpoint, or one without checksums."""
+        self.warn({"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
 
     def open_files(self, plan: RunPlan, stack: ExitStack, *, resume_step: int | None) -> None:
         """Write what is known before the first step, and open the files of metrics."""
@@ -153,23 +152,36 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Train
 
 
 def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:
-    """The progress of the newest intact checkpoint if the run directory has one, otherwise a new state."""
-    config, parts = plan.config, plan.parts
-    found = restore_newest(
-        outputs.checkpoints, config, plan.source, parts.target, folder=outputs.folder, say=outputs.report_damage
-    )
-    if found is None:
-        state = init_state(parts.model, parts.optimizer, plan.mesh, parts.options)
-        return Progress(state=state, first_step=int(jax.device_get(state.step)))
-    step, forced = int(jax.device_get(found.state.step)), found.meta.get("forced", [])
-    if found.forced:
-        forced = [*forced, {"step": step, "changed": found.forced}]
-        outputs.report_forced(step, found.forced)
+    """The progress of the newest intact checkpoint if the run directory has one, otherwise a new state.
+
+    Raises `UserError` where `checkpoint.resume` or the run's identity does not allow it.
+    """
+    config, parts, checkpoints, folder = plan.config, plan.parts, outputs.checkpoints, outputs.folder
+    resume, latest = config.checkpoint.resume, checkpoints.latest()
+    if latest is not None and resume == "never":
+        raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
+    if latest is None and resume == "must":
+        raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
+    latest = checkpoints.newest_intact(outputs.report_damage)
+    if latest is None:
+        return Progress(state=init_state(parts.model, parts.optimizer, plan.mesh, parts.options), first_step=0)
+    if latest > config.train.steps:
+        raise UserError(
+            f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
+        )
+    meta = checkpoints.meta(latest)
+    let_pass = check_identity(meta, identity(config, plan.source), folder, force=resume == "force")
+    state = checkpoints.restore(latest, parts.target)
+    step, forced = int(jax.device_get(state.step)), meta.get("forced", [])
+    if let_pass:
+        forced = [*forced, {"step": step, "changed": let_pass}]
+        what = f"checkpoint.resume=force: goes on after step {step} as another run: {show_changes(let_pass)}"
+        outputs.warn({"step": step, "what": what, "action": "forced", "changed": let_pass})
     return Progress(
-        state=found.state,
+        state=state._replace(guard=released(state.guard)),
         first_step=step,
-        passed=found.meta.get("batches_passed", 0),
-        changed=changed_settings(found.meta, config),
+        passed=meta.get("batches_passed", 0),
+        changed=changed_settings(meta, config),
         forced=forced,
     )
 

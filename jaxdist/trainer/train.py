@@ -33,7 +33,7 @@ from jaxdist.trainer.evaluation import Evaluator, sample_text
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
-from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back, write_down
+from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
 from jaxdist.trainer.recorder import Recorder
 from jaxdist.trainer.run import RunPlan, TrainingRun, build
 from jaxdist.trainer.sample_hashes import log_samples
@@ -70,14 +70,16 @@ def loop(run: TrainingRun, stop: StopSignal) -> tuple[int, bool]:
             begin_save(run, failed.step)
         finding = look_into(run, failed, loader)
         why = roll_back(run, failed) if rolling else "stopped"
-        write_down(run.outputs, failed, finding, action=why or "rolled back", passed=run.progress.passed)
+        record = {"step": failed.step, "what": str(failed), "action": why or "rolled back"}
+        found = None if finding is None else finding._asdict()
+        run.outputs.note(record | {"batches_passed": run.progress.passed, "found": found})
         if why:
             raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
 
 
 def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     """Save the state. Raises `NonFinite` where it is not finite."""
-    if run.outputs.checkpoints.under_way:
+    if run.outputs.checkpoints.under_way is not None:
         run.watch.crumbs.enter("settle")
         settle(run.outputs)
     run.watch.crumbs.enter("save")
@@ -86,7 +88,7 @@ def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
         return
     except FloatingPointError as error:
         text = str(error)
-    raise NonFinite(step, text, guarded=False)
+    raise NonFinite(step, text, guarded=False)  # not within `except`: the first error's frames hold the state
 
 
 def steps(run: TrainingRun, loader: GlobalBatches, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
@@ -154,11 +156,6 @@ def refuse_links(folder: Path) -> None:
                 )
 
 
-def agree_on(folder: Path) -> Path:
-    """Process 0's folder, on every process: a new folder is named after the second in which a process started."""
-    return Path(from_first(str(folder)))
-
-
 def train(config: Config, folder: Path) -> int:
     """Train into `folder`, or resume the run that is there.
 
@@ -179,7 +176,7 @@ def train(config: Config, folder: Path) -> int:
 
 
 def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
-    folder = agree_on(folder)
+    folder = Path(from_first(str(folder)))  # a new one is named after the second in which its process started
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -87,7 +87,12 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     kind = found.get("model_type")
     if kind not in CONFIG_KEYS:
         raise UserError(f"{CONFIG}: model_type is {kind!r}; allowed: {', '.join(CONFIG_KEYS)}")
-    _check_fixed(found, kind)
+    for key, allowed in FIXED[kind].items():
+        if found.get(key, allowed[0]) not in allowed:
+            raise UserError(
+                f"{CONFIG}: {key} is {found[key]!r}, which no configuration makes; allowed:"
+                f" {', '.join(map(repr, allowed))}"
+            )
     wanted = {ours: found.get(theirs, usual) for theirs, (ours, usual) in CONFIG_KEYS[kind].items()}
     wanted["mlp_width"] = 4 * wanted["width"] if wanted["mlp_width"] is None else wanted["mlp_width"]
     if wanted.get("kv_heads") is None:
@@ -116,15 +121,6 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     return other
 
 
-def _check_fixed(found: dict[str, Any], kind: str) -> None:
-    for key, allowed in FIXED[kind].items():
-        if found.get(key, allowed[0]) not in allowed:
-            raise UserError(
-                f"{CONFIG}: {key} is {found[key]!r}, which no configuration makes; allowed:"
-                f" {', '.join(map(repr, allowed))}"
-            )
-
-
 def _rope_theta(found: dict[str, Any]) -> Any:
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
@@ -133,9 +129,19 @@ def _rope_theta(found: dict[str, Any]) -> Any:
     return rope.get("rope_theta") or found.get("rope_theta") or 10000.0
 
 
-def _places(each: Tensor, layers: int) -> list[Any]:
-    """The indices of our leaf at which the tensors of this kind lie: the numbers of blocks, or the whole leaf."""
-    return list(range(layers)) if each.leaf.partition(".")[0] == STACKED else [...]
+def _pieces(model: ModelConfig, *, positions: int) -> list[tuple[Tensor, Any, str]]:
+    """(tensor, index, name) of every tensor in the order of the files. index: where it lies in our leaf, the number of
+    its block or the whole leaf."""
+    return [
+        (each, index, each.name.format(index))
+        for each in tensors(model, positions=positions)
+        for index in (range(model.layers) if each.leaf.startswith(STACKED + ".") else [...])
+    ]
+
+
+def _by_leaf(pieces: list[tuple[Tensor, Any, str]]) -> Iterator[tuple[str, Iterator[tuple[Tensor, Any, str]]]]:
+    """(our leaf, its pieces), so that one leaf at a time is in memory."""
+    return groupby(pieces, lambda piece: piece[0].leaf)
 
 
 def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes: int = FILE_BYTES) -> str:
@@ -152,8 +158,8 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     kept = model.vocab if vocab is None else vocab
     if not 1 <= kept <= model.vocab:
         raise UserError(f"--vocab: {kept}; allowed: 1 to {model.vocab}, the rows that the model has (model.vocab)")
-    table, layers = tensors(model, positions=positions), model.layers
-    assert {each.leaf for each in table} == set(found), {each.leaf for each in table} ^ set(found)
+    pieces = _pieces(model, positions=positions)
+    assert {each.leaf for each, _, _ in pieces} == set(found), found.keys()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already; give a new folder")
 
@@ -161,15 +167,11 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
         return (kept, *each.shape[1:]) if each.leaf in TABLES else each.shape
 
     def arrays() -> Iterator[np.ndarray]:
-        for leaf, group in groupby(table, lambda each: each.leaf):
+        for leaf, group in _by_leaf(pieces):
             array = stored.param(leaf)
-            yield from (each.take(array[place])[: shape(each)[0]] for each in group for place in _places(each, layers))
+            yield from (each.take(array[index])[: shape(each)[0]] for each, index, _ in group)
 
-    entries = [
-        TensorEntry(each.name.format(block), str(found[each.leaf].dtype), shape(each))
-        for each in table
-        for block in _places(each, layers)
-    ]
+    entries = [TensorEntry(name, str(found[each.leaf].dtype), shape(each)) for each, _, name in pieces]
     output.mkdir(parents=True, exist_ok=True)
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
@@ -196,22 +198,18 @@ def check_model(
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
     if family(model) != kind:
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
-    table, expected, rows, dtypes = tensors(model, positions=positions), set(), set(), set()
-    for each in table:
-        for block in _places(each, model.layers):
-            name = actual_name(files, each.name.format(block), kind)
-            expected.add(name)
-            if name not in files.names:
-                raise UserError(f"{each.name.format(block)}: is not in the file, and this configuration has it{hint}")
-            shape, wanted = files.shape(name), each.shape
-            padded = each.leaf in TABLES and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
-            if shape != wanted and not padded:
-                raise UserError(
-                    f"{name}: is {list(shape)} in the file, this configuration makes it {list(wanted)}{hint}"
-                )
-            rows |= {shape[0]} if each.leaf in TABLES else set()
-            dtypes.add(files.dtype(name))
-    known = expected | ({HEAD} if model.tied else set())
+    known, rows, dtypes = {HEAD} if model.tied else set(), set(), set()
+    for each, _, usual in _pieces(model, positions=positions):
+        name = actual_name(files, usual, kind)
+        known.add(name)
+        if name not in files.names:
+            raise UserError(f"{usual}: is not in the file, and this configuration has it{hint}")
+        shape, wanted = files.shape(name), each.shape
+        padded = each.leaf in TABLES and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
+        if shape != wanted and not padded:
+            raise UserError(f"{name}: is {list(shape)} in the file, this configuration makes it {list(wanted)}{hint}")
+        rows |= {shape[0]} if each.leaf in TABLES else set()
+        dtypes.add(files.dtype(name))
     if extra := sorted(name for name in files.names - known if not name.endswith(CONSTANT_BUFFERS)):
         raise UserError(f"{extra[0]}: is in the file, and this configuration has no such parameter{hint}")
     if len(rows) > 1:
@@ -230,20 +228,19 @@ def load_params(
     that is not the embedding though config.json says so.
     """
     kind = family(model)
-    for leaf, group in groupby(tensors(model, positions=positions), lambda each: each.leaf):
+    for leaf, group in _by_leaf(_pieces(model, positions=positions)):
         array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
-        for each in group:
-            for block in _places(each, model.layers):
-                name = actual_name(files, each.name.format(block), kind)
-                tensor = files.read(name)
-                if not np.isfinite(tensor).all():
-                    raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
-                if leaf in TABLES:
-                    _fill(array, tensor)
-                else:
-                    each.put(array[block], tensor)
+        for each, index, usual in group:
+            name = actual_name(files, usual, kind)
+            tensor = files.read(name)
+            if not np.isfinite(tensor).all():
+                raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
+            if leaf in TABLES:
+                _fill(array, tensor)
+            else:
+                each.put(array[index], tensor)
         if leaf == TABLES[0] and model.tied and HEAD in files.names:
-            if files.read(HEAD).tobytes() != files.read(actual_name(files, each.name, kind)).tobytes():
+            if files.read(HEAD).tobytes() != tensor.tobytes():
                 raise UserError(
                     f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
                     " it to false there, and model.tied=false"

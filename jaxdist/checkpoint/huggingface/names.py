@@ -16,6 +16,7 @@ import numpy as np
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
+from jaxdist.specs import STACKED
 
 FAMILIES = {"gpt2": ("learned", "layernorm", "gelu"), "llama": ("rope", "rmsnorm", "swiglu")}
 HEAD = "lm_head.weight"  # the one name without the prefix
@@ -28,14 +29,14 @@ class Tensor(NamedTuple):
 
     - leaf: the name of our parameter. Of a stacked one, this is about one block.
     - name: the tensor's name, {} for the number of the block.
-    - view: our leaf -> a view of it with the elements of the tensor, in order.
     - shape: of the tensor.
+    - view: our leaf -> a view of it with the elements of the tensor, in order. As it is, if left out.
     """
 
     leaf: str
     name: str
-    view: Callable[[np.ndarray], np.ndarray]
     shape: tuple[int, ...]
+    view: Callable[[np.ndarray], np.ndarray] = np.asarray
 
     def take(self, leaf: np.ndarray) -> np.ndarray:
         """The tensor, from our leaf."""
@@ -76,16 +77,6 @@ def family(model: ModelConfig) -> str:
     return found
 
 
-def whole(leaf: np.ndarray) -> np.ndarray:
-    """The same elements in the same order."""
-    return leaf
-
-
-def transposed(leaf: np.ndarray) -> np.ndarray:
-    """[in, out] -> [out, in]."""
-    return leaf.T
-
-
 def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
     """All tensors of a model (`resolved`); the tensors of one leaf are neighbours.
 
@@ -93,86 +84,71 @@ def tensors(model: ModelConfig, *, positions: int) -> list[Tensor]:
     """
     kind = family(model)
     prefix, table = PREFIXES[kind], (model.vocab, model.width)
-    found = [
-        Tensor("embed.tokens.table", prefix + ("wte" if kind == "gpt2" else "embed_tokens") + ".weight", whole, table)
-    ]
     if kind == "gpt2":
-        found.append(Tensor("embed.positions.table", prefix + "wpe.weight", whole, (positions, model.width)))
-    of_block = _gpt2_block(model) if kind == "gpt2" else _llama_block(model)
-    layers = prefix + ("h" if kind == "gpt2" else "layers") + ".{}."
-    found += [each._replace(leaf="blocks." + each.leaf, name=layers + each.name) for each in of_block]
-    found += _norm("head.norm", prefix + ("ln_f" if kind == "gpt2" else "norm"), model)
-    return found if model.tied else [*found, Tensor("head.projection.table", HEAD, whole, table)]
+        tokens, layers, last_norm, of_block = "wte", "h", "ln_f", _gpt2_block(model)
+    else:
+        tokens, layers, last_norm, of_block = "embed_tokens", "layers", "norm", _llama_block(model)
+    found = [Tensor("embed.tokens.table", f"{prefix}{tokens}.weight", table)]
+    if kind == "gpt2":
+        found.append(Tensor("embed.positions.table", f"{prefix}wpe.weight", (positions, model.width)))
+    found += [
+        each._replace(leaf=f"{STACKED}.{each.leaf}", name=f"{prefix}{layers}.{{}}.{each.name}") for each in of_block
+    ]
+    found += _norm("head.norm", prefix + last_norm, model)
+    return found if model.tied else [*found, Tensor("head.projection.table", HEAD, table)]
 
 
 def _norm(leaf: str, name: str, model: ModelConfig) -> list[Tensor]:
-    scale = Tensor(f"{leaf}.scale", f"{name}.weight", whole, (model.width,))
+    scale = Tensor(f"{leaf}.scale", f"{name}.weight", (model.width,))
     if model.norm == "rmsnorm":
         return [scale]
-    return [scale, Tensor(f"{leaf}.bias", f"{name}.bias", whole, (model.width,))]
+    return [scale, Tensor(f"{leaf}.bias", f"{name}.bias", (model.width,))]
 
 
 def _gpt2_block(model: ModelConfig) -> list[Tensor]:
     """The tensors of a block. Our kernel [D, n, q k v, K] has q, k and v of a head together; c_attn has all q, then all
     k, then all v."""
     width, hidden = model.width, model.mlp_width or 0
-
-    def linear(
-        leaf: str,
-        name: str,
-        sizes: tuple[int, int],
-        kernel: Callable[[np.ndarray], np.ndarray] = whole,
-        bias: Callable[[np.ndarray], np.ndarray] = whole,
-    ) -> list[Tensor]:
-        weight = Tensor(f"{leaf}.kernel", f"{name}.weight", kernel, sizes)
-        return [weight, Tensor(f"{leaf}.bias", f"{name}.bias", bias, sizes[1:])]
-
+    qkv, c_attn = "attention.qkv.linear", "attn.c_attn"
     return [
         *_norm("norm1", "ln_1", model),
-        *linear(
-            "attention.qkv.linear",
-            "attn.c_attn",
-            (width, 3 * width),
-            lambda kernel_DnQK: kernel_DnQK.transpose(0, 2, 1, 3),
-            lambda bias_nQK: bias_nQK.transpose(1, 0, 2),
-        ),
-        *linear("attention.out", "attn.c_proj", (width, width)),
+        Tensor(f"{qkv}.kernel", f"{c_attn}.weight", (width, 3 * width), lambda x_DnQK: x_DnQK.transpose(0, 2, 1, 3)),
+        Tensor(f"{qkv}.bias", f"{c_attn}.bias", (3 * width,), lambda x_nQK: x_nQK.transpose(1, 0, 2)),
+        Tensor("attention.out.kernel", "attn.c_proj.weight", (width, width)),
+        Tensor("attention.out.bias", "attn.c_proj.bias", (width,)),
         *_norm("norm2", "ln_2", model),
-        *linear("mlp.up", "mlp.c_fc", (width, hidden)),
-        *linear("mlp.down", "mlp.c_proj", (hidden, width)),
+        Tensor("mlp.up.kernel", "mlp.c_fc.weight", (width, hidden)),
+        Tensor("mlp.up.bias", "mlp.c_fc.bias", (hidden,)),
+        Tensor("mlp.down.kernel", "mlp.c_proj.weight", (hidden, width)),
+        Tensor("mlp.down.bias", "mlp.c_proj.bias", (width,)),
     ]
 
 
 def _llama_block(model: ModelConfig) -> list[Tensor]:
     """The tensors of a block. Our kernel [D, n, G + 2, K] has a key/value head's queries, key and value together."""
     width, hidden, heads, kv_heads = model.width, model.mlp_width or 0, model.heads, model.kv_heads or 0
-    groups, head = heads // kv_heads, width // heads
-
-    def tensor(leaf: str, name: str, view: Callable[[np.ndarray], np.ndarray], *shape: int) -> Tensor:
-        return Tensor(leaf, name, view, shape)
-
-    qkv, up, attention = "attention.qkv.linear", "mlp.up", "self_attn"
-    kernel, bias = f"{qkv}.kernel", f"{qkv}.bias"
-    queries, keys = heads * head, kv_heads * head
+    G, head = heads // kv_heads, width // heads
+    kernel, bias, attention = "attention.qkv.linear.kernel", "attention.qkv.linear.bias", "self_attn"
+    up, queries, keys = "mlp.up", heads * head, kv_heads * head
     found = [
-        tensor(kernel, f"{attention}.q_proj.weight", lambda x: x[:, :, :groups].transpose(1, 2, 3, 0), queries, width),
-        tensor(kernel, f"{attention}.k_proj.weight", lambda x: x[:, :, groups].transpose(1, 2, 0), keys, width),
-        tensor(kernel, f"{attention}.v_proj.weight", lambda x: x[:, :, groups + 1].transpose(1, 2, 0), keys, width),
-        tensor("attention.out.kernel", f"{attention}.o_proj.weight", transposed, width, queries),
-        tensor(f"{up}.kernel", "mlp.gate_proj.weight", lambda x: x[:, 0].T, hidden, width),
-        tensor(f"{up}.kernel", "mlp.up_proj.weight", lambda x: x[:, 1].T, hidden, width),
-        tensor("mlp.down.kernel", "mlp.down_proj.weight", transposed, width, hidden),
+        Tensor(kernel, f"{attention}.q_proj.weight", (queries, width), lambda x: x[:, :, :G].transpose(1, 2, 3, 0)),
+        Tensor(kernel, f"{attention}.k_proj.weight", (keys, width), lambda x: x[:, :, G].transpose(1, 2, 0)),
+        Tensor(kernel, f"{attention}.v_proj.weight", (keys, width), lambda x: x[:, :, G + 1].transpose(1, 2, 0)),
+        Tensor("attention.out.kernel", f"{attention}.o_proj.weight", (width, queries), np.transpose),
+        Tensor(f"{up}.kernel", "mlp.gate_proj.weight", (hidden, width), lambda x: x[:, 0].T),
+        Tensor(f"{up}.kernel", "mlp.up_proj.weight", (hidden, width), lambda x: x[:, 1].T),
+        Tensor("mlp.down.kernel", "mlp.down_proj.weight", (width, hidden), np.transpose),
         *_norm("norm1", "input_layernorm", model),
         *_norm("norm2", "post_attention_layernorm", model),
     ]
     if model.bias:
         found += [
-            tensor(bias, f"{attention}.q_proj.bias", lambda x: x[:, :groups], queries),
-            tensor(bias, f"{attention}.k_proj.bias", lambda x: x[:, groups], keys),
-            tensor(bias, f"{attention}.v_proj.bias", lambda x: x[:, groups + 1], keys),
-            tensor("attention.out.bias", f"{attention}.o_proj.bias", whole, width),
-            tensor(f"{up}.bias", "mlp.gate_proj.bias", lambda x: x[0], hidden),
-            tensor(f"{up}.bias", "mlp.up_proj.bias", lambda x: x[1], hidden),
-            tensor("mlp.down.bias", "mlp.down_proj.bias", whole, width),
+            Tensor(bias, f"{attention}.q_proj.bias", (queries,), lambda x: x[:, :G]),
+            Tensor(bias, f"{attention}.k_proj.bias", (keys,), lambda x: x[:, G]),
+            Tensor(bias, f"{attention}.v_proj.bias", (keys,), lambda x: x[:, G + 1]),
+            Tensor("attention.out.bias", f"{attention}.o_proj.bias", (width,)),
+            Tensor(f"{up}.bias", "mlp.gate_proj.bias", (hidden,), lambda x: x[0]),
+            Tensor(f"{up}.bias", "mlp.up_proj.bias", (hidden,), lambda x: x[1]),
+            Tensor("mlp.down.bias", "mlp.down_proj.bias", (width,)),
         ]
     return found

@@ -117,17 +117,13 @@ class TensorFiles:
             if missing := sorted(set(names or ()) - inside):
                 raise UserError(f"{path}: has no tensor {missing[0]!r}, which {INDEX} says is there")
             self._where |= dict.fromkeys(names or inside, file)
+        self.names = set(self._where)  # of all tensors
 
     def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor. Its elements are not read."""

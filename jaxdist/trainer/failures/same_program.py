@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from jaxdist.build import Parts
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config
@@ -32,14 +34,7 @@ def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
 
 def settings_by_key(config: Config) -> dict[str, Any]:
     """All settings by their full keys, such as "optimizer.lr"."""
-
-    def flat(section: Mapping[str, Any], start: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in section.items():
-            found |= flat(value, f"{start}{name}.") if isinstance(value, dict) else {start + name: value}
-        return found
-
-    return flat(asdict(config), "")
+    return flatten_dict(asdict(config), sep=".")
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
