@@ -178,9 +178,7 @@ class OtherHost(Peers):
     def __init__(self, where: tuple[str, int], *, node: int, nnodes: int, seconds: float) -> None:
         self.where, self.node, self.nnodes, self.seconds = where, node, nnodes, seconds
         self.connection: Connection | None = None
-        self.failed = self.told = (
-            False  # whether another host has failed, and whether host 0 was told that this one has
-        )
+        self.failed = self.told = False  # whether another host has failed; whether host 0 knows that this one has
         self.verdict: JsonObject | None = None  # of host 0 on the last attempt
         self.begin: JsonObject | None = None  # what host 0 has said of the next one
         self.attempt, self.launcher = 0, secrets.token_hex(8)
