@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh, has_host_memory
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target

@@ -23,7 +23,6 @@ from jax import lax
 from optax import MaskedNode
 
 from jaxdist.parallel.blocks.branch import Choose, work_or_pass
-from jaxdist.parallel.blocks.split_backward import SplitBackward, split_backward
 from jaxdist.specs import PyTree
 
 # (diff of one block, captured of one block, which leaves are wanted, or None for all) -> the block's parameters, ready
@@ -282,6 +281,8 @@ class ScannedBlocks(NamedTuple):
 
         return lax.scan(step, None, (jnp.arange(len(rows.layers)), saved, crossing))[1]
 
-    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> SplitBackward:
+    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> Any:
+        from jaxdist.parallel.blocks.split_backward import split_backward  # of zero bubble alone
+
         unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))
         return split_backward(kept, unit, jax.eval_shape(lambda: grad))
