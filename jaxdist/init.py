@@ -46,14 +46,14 @@ def state_target(
     optimizer, placing = only_trained(optimizer, options.freeze), get_strategy(options)
     placed = placing.place(shapes, specs, mesh)
     if rules and isinstance(source, ModelDef):
-        raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they rest")
+        raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they are sharded")
     placed = apply_rules(placed, rules) if rules else placed
     check_divisible(shapes, placed, mesh)
-    resting = map_specs(lambda spec: without_idle(spec, mesh), placed)
+    stored = map_specs(lambda spec: without_idle(spec, mesh), placed)
     residual = residual_target(
-        leave_out(shapes, options.freeze), leave_out(resting, options.freeze), mesh, options.grad_sync
+        leave_out(shapes, options.freeze), leave_out(stored, options.freeze), mesh, options.grad_sync
     )
-    target = abstract_state(shapes, resting, optimizer, mesh, residual)
+    target = abstract_state(shapes, stored, optimizer, mesh, residual)
     return on_host(target) if options.offload and has_host_memory(mesh) else target
 
 

@@ -135,8 +135,8 @@ def _check_stages(config: Config, stages: int) -> None:
     check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers or 0)
     chunked = facts.chunks is not False
     check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks, chunked=chunked)
-    if facts.halves:
-        check_pairs(parallel.microbatches)
+    if facts.power_of_two:
+        check_pairs(parallel.microbatches, schedule)
 
 
 def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
@@ -157,7 +157,7 @@ def _check_blocks(config: Config) -> None:
     if remat == "sqrt" and parallel.sequence_parallel:
         refuse_split_sequence()
     if remat == "sqrt" and facts.split_backward:
-        refuse_split_backward()
+        refuse_split_backward(parallel.schedule)
     check_offload(remat, schedule=parallel.schedule, several=several)
     if not parallel.prefetch:
         return

@@ -1,2 +1,2 @@
-"""Strategies (how parameters rest, meet the computation and come back) and schedules (in which order microbatches
+"""Strategies (how parameters are stored, meet the computation and come back) and schedules (in which order microbatches
 run)."""

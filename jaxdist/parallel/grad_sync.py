@@ -116,7 +116,7 @@ def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) 
 
 
 def reduce_late(grads: PyTree, specs: PyTree, *, sync: GradSync, reduce_dtype: Any) -> PyTree:
-    """Whole gradients of parameters that rest as shards over fsdp -> the gradients of the shards."""
+    """Whole gradients of parameters that are sharded over fsdp -> the gradients of the shards."""
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
         dim = dim_of(spec, "fsdp")

@@ -1,4 +1,4 @@
-"""Precision policies: which dtype parameters rest in, matrices multiply in, and gradients are summed in."""
+"""Precision policies: which dtype parameters are stored in, matrices multiply in, and gradients are summed in."""
 
 import re
 from collections.abc import Iterable

@@ -236,7 +236,7 @@ def test_an_outsider_without_options_has_the_keys_of_the_shipped_entries() -> No
 
 def test_facts_of_a_schedule_are_those_of_its_function() -> None:
     """A step that is given the function itself reduces in the backward pass, too."""
-    assert ScheduleFacts.with_fact(one_backward_pass=True) == ["accumulate"]
+    assert "accumulate" in ScheduleFacts.with_fact(one_backward_pass=True)
     assert ScheduleFacts.of(accumulate) == ScheduleFacts.of("accumulate")
 
 
