@@ -5,6 +5,7 @@ deep nesting and duplicate keys are refused before anything is built from them.
 """
 
 import functools
+import logging
 import re
 import stat
 import typing
@@ -102,7 +103,7 @@ def _checked(top: type, cls: type, tree: dict[str, Any], prefix: str = "") -> di
     out: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = prefix + name
-        if name not in known and _without_effect(_entries(top, prefix.rstrip(".")), name, value):
+        if name not in known and _without_effect(_entries(top, prefix.rstrip(".")), dotted, value):
             continue
         key = known.get(name) or _unknown(top, cls, dotted, value)
         if key.nested and isinstance(value, str) and key.shorthand is not None:
@@ -122,9 +123,17 @@ def _entries(top: Any, section: str) -> Entries:
     return found
 
 
-def _without_effect(entries: Entries, name: str, value: Any) -> bool:
-    """Whether it is the default of a key of another entry than these: older versions wrote such keys into files."""
-    return all(entry.shipped for entry in entries) and value in owners(entries, name).values()
+def _without_effect(entries: Entries, dotted: str, value: Any) -> bool:
+    """Whether a key belongs to another entry of jaxdist than these. Older versions had such keys beside all entries and
+    wrote them into files: for one release a value other than the default gets a line in the log."""
+    section, _, name = dotted.rpartition(".")
+    found = owners(entries, name) if all(entry.shipped for entry in entries) else {}
+    if found and value not in found.values():
+        here = ", ".join(f"{section}.{entry.key}={entry.name}" for entry in entries)
+        belongs = " or ".join(f"{section}.{entry}" for entry in found)
+        text = "%s: %s has no effect with %s; write it with %s, or leave it out: the next release refuses it"
+        logging.getLogger(__name__).warning(text, dotted, show(value), here, belongs)
+    return bool(found)
 
 
 def _bare(name: str) -> str:
@@ -324,6 +333,10 @@ def _override(cls: type, text: str) -> dict[str, Any]:
     parts = dotted.strip().split(".")
     if not equals or not all(parts):
         raise UserError(f"override {show(text)}: allowed: section.key=value, such as train.steps=100")
+    section = keys(cls).get(parts[0])
+    if len(parts) == 2 and section is not None and section.nested and parts[1] not in keys(section.kind):
+        if _without_effect(_entries(cls, parts[0]), dotted.strip(), parse_yaml(raw, dotted)):
+            return {}
     key = _find(cls, parts, raw)
     value = _override_value(key, raw, dotted.strip())
     for part in reversed(parts):
