@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxdist.launcher.spawn import SpawnError as SpawnError
     from jaxdist.launcher.spawn import spawn as spawn
     from jaxdist.mesh import make_mesh as make_mesh
-    from jaxdist.nn import ModelDef as ModelDef
+    from jaxdist.model import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim import make_optimizer as make_optimizer
     from jaxdist.parallel.options import StepOptions as StepOptions
@@ -39,7 +39,7 @@ _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
     "Config": "jaxdist.config.schema",
     "GradSync": "jaxdist.config.grad_sync",
-    "ModelDef": "jaxdist.nn",
+    "ModelDef": "jaxdist.model",
     "Precision": "jaxdist.precision.policy",
     "Program": "jaxdist.parallel.schedule",
     "SpawnError": "jaxdist.launcher.spawn",

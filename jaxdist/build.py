@@ -19,7 +19,8 @@ from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
-from jaxdist.nn import ModelDef, why_not_cudnn
+from jaxdist.model import ModelDef
+from jaxdist.nn import why_not_cudnn
 from jaxdist.optim import make_optimizer
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks

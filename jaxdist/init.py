@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh, has_host_memory
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
@@ -46,7 +46,7 @@ def state_target(
     optimizer, placing = only_trained(optimizer, options.freeze), get_strategy(options)
     placed = placing.place(shapes, specs, mesh)
     if rules and isinstance(source, ModelDef):
-        raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they rest")
+        raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they are sharded")
     placed = apply_rules(placed, rules) if rules else placed
     check_divisible(shapes, placed, mesh)
     stored = map_specs(lambda spec: without_idle(spec, mesh), placed)

@@ -16,8 +16,6 @@ import optax
 
 from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
-from jaxdist.jaxpr.evaluate import CALLS
-from jaxdist.jaxpr.walk import every_equation
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded, rounded
 from jaxdist.specs import PyTree, fitting, is_model
@@ -224,6 +222,9 @@ def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_sta
 
 def _sums(jaxpr: Any) -> set[str]:
     """Names of the primitives in a jaxpr that add up elements of an array, or multiply inside a loop or condition."""
+    from jaxdist.jaxpr.evaluate import CALLS  # deterministic steps alone read jaxprs
+    from jaxdist.jaxpr.walk import every_equation
+
     found: set[str] = set()
     for site in every_equation(jaxpr):
         name, operands = site.equation.primitive.name, site.equation.invars

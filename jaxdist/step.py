@@ -18,16 +18,16 @@ from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
-from jaxdist.parallel.blocks.prefetch import compiler_options
+from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.parallel.schedule import Schedule
+from jaxdist.parallel.program import program_and_region
+from jaxdist.parallel.schedule import Schedule, UserLoss
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.parallel.user_loss import UserLoss, program_and_region
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.precision.policy import check_float8
 from jaxdist.specs import STACKED, PyTree, batch_spec

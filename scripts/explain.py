@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")
     parser.add_argument("--timeline", metavar="FILE", type=Path, help="a picture: the stages of a pipeline in time")
     parser.add_argument("--rows", type=int, default=24, help="collectives, and activations, that are printed; 0: all")
-    parser.add_argument("--parameters", action="store_true", help="also print how every parameter rests")
+    parser.add_argument("--parameters", action="store_true", help="also print how every parameter is sharded")
     parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
     parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices, and compare")
     parser.add_argument("--remedies", action="store_true", help="also compile what would save memory, and rank it")

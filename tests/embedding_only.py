@@ -1,4 +1,4 @@
-"""A strategy of somebody else's: only the embedding rests as shards. One file; tests name it by a dotted path."""
+"""A strategy of somebody else's: only the embedding is sharded. One file; tests name it by a dotted path."""
 
 import jax
 from jax.sharding import PartitionSpec as P

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 from jaxdist.config.schema import ModelConfig
-from jaxdist.nn.model import ModelDef, model_def
+from jaxdist.nn import ModelDef, model_def
 
 
 class Embed(nnx.Module):

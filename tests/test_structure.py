@@ -19,7 +19,7 @@ FLOORS = (
     {"errors", "registry", "mesh", "specs", "processes"},
     {"config", "jaxpr"},
     {"precision"},
-    {"collectives", "data", "optim"},
+    {"collectives", "data", "model", "optim"},
     {"nn"},
     {"models", "parallel", "state"},
     {"step", "train_step", "init", "build", "checkpoint"},

@@ -73,7 +73,7 @@ def stacked_dims(state: TrainState) -> TrainState:
         if before >= 0:
             return before if own[before:] == whole else NONE
         lacking = [dim for dim in range(len(whole)) if whole[:dim] + whole[dim + 1 :] == own]
-        # Which one it is cannot be told from two dims of one size; `check_pipeline` refuses what could have them.
+        # Which one it is cannot be told from two dims of one size; `check_adafactor` refuses what could have them.
         assert 0 not in lacking or lacking == [0], f"{path_name(path)}: {own} of {whole}"
         return 0 if lacking and lacking != [0] else NONE
 

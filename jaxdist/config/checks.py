@@ -134,8 +134,8 @@ def _check_stages(config: Config, stages: int) -> None:
         check_stages(parallel.stages, layers=layers, stages=stages, chunks=chunks)
     check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers or 0)
     check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks)
-    if facts.halves:
-        check_pairs(parallel.microbatches)
+    if facts.power_of_two:
+        check_pairs(parallel.microbatches, schedule)
 
 
 def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
@@ -156,7 +156,7 @@ def _check_blocks(config: Config) -> None:
     if remat == "sqrt" and parallel.sequence_parallel:
         refuse_split_sequence()
     if remat == "sqrt" and facts.split_backward:
-        refuse_split_backward()
+        refuse_split_backward(parallel.schedule)
     check_offload(remat, schedule=parallel.schedule, several=several)
     if not parallel.prefetch:
         return

@@ -97,7 +97,7 @@ class ScheduleFacts(EntryFacts):
     - one_stage: it runs the model in one piece; False: as a pipeline; None: not known.
     - chunks: a stage may have several chunks of blocks; None: not known.
     - split_backward: the backward pass runs in two halves.
-    - halves: it halves the microbatches until one is left, so that they are a power of two.
+    - power_of_two: it halves the microbatches until one is left, so that they are a power of two.
     - deterministic: `parallel.grad_sync.deterministic`, which runs pairwise, may stand beside it.
     - one_backward_pass: with one microbatch it differentiates the model once, so that gradients may be reduced in that
       backward pass.
@@ -107,7 +107,7 @@ class ScheduleFacts(EntryFacts):
     one_stage: bool | None = None
     chunks: bool | None = None
     split_backward: bool = False
-    halves: bool = False
+    power_of_two: bool = False
     deterministic: bool = False
     one_backward_pass: bool = False
 

@@ -5,6 +5,7 @@ deep nesting and duplicate keys are refused before anything is built from them.
 """
 
 import functools
+import logging
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ def _checked(top: _Section, section: _Section, tree: dict[str, Any]) -> dict[str
     """
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        if name not in section.keys and _without_effect(section.entries, name, value):
+        if name not in section.keys and _without_effect(section, name, value):
             continue
         key = section.keys.get(name) or _unknown(top, section, name, value)
         if not key.nested:
@@ -123,9 +124,16 @@ def _checked(top: _Section, section: _Section, tree: dict[str, Any]) -> dict[str
     return out
 
 
-def _without_effect(entries: Entries, name: str, value: Any) -> bool:
-    """Whether it is the default of a key of another entry than these: older versions wrote such keys into files."""
-    return all(entry.shipped for entry in entries) and value in owners(entries, name).values()
+def _without_effect(section: _Section, name: str, value: Any) -> bool:
+    """Whether a key belongs to another entry of jaxdist than those of this section. Older versions had such keys beside
+    all entries and wrote them into files: for one release a value other than the default gets a line in the log."""
+    found = owners(section.entries, name) if all(entry.shipped for entry in section.entries) else {}
+    if found and value not in found.values():
+        here = ", ".join(section.dotted(f"{entry.key}={entry.name}") for entry in section.entries)
+        belongs = " or ".join(map(section.dotted, found))
+        text = "%s: %s has no effect with %s; write it with %s, or leave it out: the next release refuses it"
+        logging.getLogger(__name__).warning(text, section.dotted(name), show(value), here, belongs)
+    return bool(found)
 
 
 def _bare(name: str) -> str:
@@ -319,6 +327,8 @@ def _override(top: _Section, text: str) -> dict[str, Any]:
             owner = section.dotted(part)
             raise UserError(f"{dotted.strip()}: unknown key (value {show(raw)}); {owner} is one value, not a section")
         section = section.sections.get(part) or _unknown(top, section, part, raw)
+    if last not in section.keys and _without_effect(section, last, parse_yaml(raw, dotted)):
+        return {}
     key = section.keys.get(last) or _unknown(top, section, last, raw)
     value = _override_value(key, raw, dotted.strip())
     for part in reversed(parts):

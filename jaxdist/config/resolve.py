@@ -121,7 +121,7 @@ def _process_count() -> int | None:
     sources = [(name, "JAXDIST_INIT_METHOD") for name in ("JAXDIST_NUM_PROCESSES", "WORLD_SIZE", "JAX_NUM_PROCESSES")]
     sources += [("JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), ("WORLD_SIZE", "MASTER_ADDR")]
     for name, beside in sources:
-        text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job: `runtime.job`
+        text = os.environ.get(name, "") if os.environ.get(beside) else ""  # alone it describes no job
         if text:
             return read_count(os.environ, name, at_least=1)
     alone = all(os.environ.get(name, "1") in ("", "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))

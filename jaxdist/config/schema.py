@@ -112,9 +112,9 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How parameters, gradients and microbatches are spread."""
+    """How parameters and gradients are sharded, and in what order microbatches run."""
 
-    strategy: str = setting("ddp", "how parameters and gradients are stored", folder="jaxdist.parallel.strategies")
+    strategy: str = setting("ddp", "how parameters and gradients are sharded", folder="jaxdist.parallel.strategies")
     schedule: str = setting("accumulate", "order of the microbatches", folder="jaxdist.parallel.schedules")
     microbatches: int = setting(1, "parts of the batch that are computed one after the other", at_least=1)
     chunks: int = setting(1, "interleaved: parts of a stage's blocks, from as many places of the model", at_least=1)
@@ -146,7 +146,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What is kept in host memory instead of on the devices."""
+    """What is stored in host memory instead of on the devices."""
 
     optimizer: bool = setting(False, "the optimizer state, which is fetched for each update and put back")
     activations: bool = setting(False, "inputs of blocks until the backward pass: the same as memory.remat=offload")
@@ -154,7 +154,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is computed again instead of kept, and what is kept in host memory: docs/memory.md."""
+    """What is computed again instead of kept, and what is stored in host memory: docs/memory.md."""
 
     remat: str | tuple[str, ...] = setting(
         "none",
@@ -162,7 +162,7 @@ class MemoryConfig:
         choices=MODES,
         listed=NAMES,
     )
-    offload: OffloadConfig = section(OffloadConfig, "what is kept in host memory")
+    offload: OffloadConfig = section(OffloadConfig, "what is stored in host memory")
 
 
 @dataclass(frozen=True)

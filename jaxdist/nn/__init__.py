@@ -3,6 +3,7 @@
 Layers read sizes and dtypes from their arrays, so that the same code runs on a shard and on the whole.
 """
 
+from jaxdist.model import ModelDef
 from jaxdist.nn.attention import Attention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
@@ -11,7 +12,7 @@ from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear, add_bias
 from jaxdist.nn.loss import chunked_cross_entropy, loss_chunk
 from jaxdist.nn.matmul.float8 import product
 from jaxdist.nn.mlp import MLP
-from jaxdist.nn.model import ModelDef, model_def
+from jaxdist.nn.model import model_def
 from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
 from jaxdist.nn.param import normal, param, zeros
 from jaxdist.nn.sequence_parallel import whole_sequence

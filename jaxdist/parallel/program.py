@@ -1,10 +1,13 @@
 """The program of a model: the loss that schedules run, made of the model's units and a strategy.
 
 diff, captured: the differentiated parameters, and those read without gradients; see `jaxdist.parallel.schedule`.
+
+Modules that only some options need are imported where these options are read.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,23 +20,25 @@ from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
-from jaxdist.nn import ModelDef
+from jaxdist.mesh import AnyMesh
+from jaxdist.model import ModelDef
 from jaxdist.parallel.blocks.branch import by_condition, by_mask, typed_like
-from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, ScannedBlocks, blocks_per_round, differentiable
-from jaxdist.parallel.blocks.prefetch import PrefetchedBlocks
-from jaxdist.parallel.blocks.prefetch_embed_head import embed_ahead, only_read, slice_head
-from jaxdist.parallel.blocks.remat import BLOCK_INPUT, after, rematerialise
-from jaxdist.parallel.blocks.sqrt_remat import SegmentedBlocks
+from jaxdist.parallel.blocks.layers import (
+    BlockRows,
+    BlockRunner,
+    OneBlock,
+    ScannedBlocks,
+    blocks_per_round,
+    differentiable,
+)
+from jaxdist.parallel.blocks.remat import BLOCK_INPUT, after, available, rematerialise
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.pipeline.run import blocks_of_chunk, on_first_stage, relay
-from jaxdist.parallel.schedule import Program, Stages
+from jaxdist.parallel.pipeline.relay import blocks_of_chunk, on_first_stage, relay
+from jaxdist.parallel.schedule import Program, Stages, UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.units import EMBED_LAYER, Units, fold
-from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree, unit_specs
-
-EVALUATION = StepOptions()  # of a program that is not differentiated
 
 
 def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
@@ -51,6 +56,8 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     check_collective_matmul(model.collective_matmul, sequence_parallel=True, fp8=model.fp8, per_op=precision.per_op)
     if not precision.per_op:
         return model
+    from jaxdist.precision.autocast import autocast
+
     embed, block, head, logits = (
         autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
     )
@@ -75,15 +82,33 @@ def _check_axes(units: Units) -> None:
         check_axis("context", lax.axis_size("context"))
 
 
-def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: StepOptions = EVALUATION) -> Program:
-    """The program of a model. Its microbatches are dicts of arrays [b, ...]; "keys" holds a dropout key per sample."""
+def program_and_region(
+    model: ModelDef | UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StepOptions
+) -> tuple[Program, Callable[..., Any]]:
+    """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
+    if isinstance(model, ModelDef):
+        options = replace(options, remat=available(options.remat, mesh))
+        return make_program(in_precision(model, options.precision), strategy, specs, options), jax.shard_map
+    from jaxdist.parallel.user_loss import unchecked_region, user_program
+
+    return user_program(model, strategy, specs, mesh, options), unchecked_region
+
+
+def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: StepOptions | None = None) -> Program:
+    """The program of a model. Its microbatches are dicts of arrays [b, ...]; "keys" holds a dropout key per sample.
+
+    options: None for a program that is not differentiated.
+    """
+    options = options or StepOptions()
     _check(model, options)
     isolated, conditions = options.grad_sync.deterministic, options.pipeline_cond
     units = Units(model, strategy, unit_specs(specs), specs[STACKED], isolated, conditions)
     choose = by_condition if conditions else by_mask
     one = OneBlock(units.gather_block, units.run_block, choose if model.stages else None)
-    runner: ScannedBlocks | SegmentedBlocks
+    runner: BlockRunner
     if options.remat == "sqrt":
+        from jaxdist.parallel.blocks.sqrt_remat import SegmentedBlocks
+
         runner = SegmentedBlocks(one)
         run_blocks = differentiable(runner)
     else:
@@ -136,7 +161,11 @@ def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch:
         diff, captured = after(h, (diff["embed"], captured["embed"]))
 
         gather = functools.partial(units.gather, "embed", diff, captured)
-        table = only_read(gather, units.model.head, params, h, batch) if units.strategy.drops else gather()
+        if not units.strategy.drops:
+            return units.run_head(params, gather(), h, batch)
+        from jaxdist.parallel.blocks.prefetch_embed_head import only_read
+
+        table = only_read(gather, units.model.head, params, h, batch)
     return units.run_head(params, table, h, batch)
 
 
@@ -144,6 +173,9 @@ def _prefetched_loss(
     units: Units, embed: Callable[..., Any], head: Callable[..., Any], options: StepOptions
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The loss of a model whose blocks are gathered ahead: see `PrefetchedBlocks`."""
+    from jaxdist.parallel.blocks.prefetch import PrefetchedBlocks
+    from jaxdist.parallel.blocks.prefetch_embed_head import embed_ahead, slice_head
+
     reduce_block, sums = units.strategy.reduce_block, None
     if reduce_block is not None:
         # The runner sums a block's gradients itself: after their reduction, beside another block.

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxdist.parallel.blocks.layers import ScannedBlocks
-from jaxdist.parallel.blocks.sqrt_remat import SegmentedBlocks
+from jaxdist.parallel.blocks.layers import BlockRunner
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
 
 Seed = float | jax.Array
+# (parameters, batch, keys) -> (loss sum, weight sum): a loss of the user's own, in place of a model.
+UserLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Stages(NamedTuple):
@@ -33,7 +34,7 @@ class Stages(NamedTuple):
 
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
-    blocks: ScannedBlocks | SegmentedBlocks
+    blocks: BlockRunner
     head_units: tuple[str, ...]
     chunks: int
     counts: tuple[int, ...]

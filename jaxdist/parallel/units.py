@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxdist.collectives import active_axes
 from jaxdist.config.rules.collective_matmul import check_conditions
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.parallel.wrappers.reduce_in_backward import reduced_behind
 from jaxdist.specs import STACKED, PyTree, only

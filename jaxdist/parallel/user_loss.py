@@ -6,28 +6,22 @@ all reductions are the strategy's, explicit and outside autodiff, and the check 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config.rules.remat import Remat
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import named_axes
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
-from jaxdist.nn import ModelDef
-from jaxdist.parallel.blocks.remat import available, rematerialise
+from jaxdist.parallel.blocks.remat import rematerialise
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.program import in_precision, make_program
-from jaxdist.parallel.schedule import Program
+from jaxdist.parallel.schedule import Program, UserLoss
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
-
-UserLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def unchecked_region(
@@ -48,21 +42,21 @@ def refuse_collectives(jaxpr: Any) -> None:
             )
 
 
-def user_program(
-    loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, *, remat: Remat = "none"
-) -> Program:
+def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StepOptions) -> Program:
     """A `Program` around loss_fn(params, batch, keys) -> (sum, weight).
 
     The whole tree is one unit: under zero3 the state is sharded, but a step gathers all parameters at once.
     weight: the sum of losses is divided by the sum of weights, over the global batch. No gradient flows through it.
     params: in the dtype that the policy gives layers; the loss casts its inputs to it.
     """
+    _check_options(options)
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
     if idle:
         raise UserError(
             f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} "
             "to 1, or build the model from jaxdist.nn layers"
         )
+    loss_fn = autocast(loss_fn, options.precision.compute) if options.precision.per_op else loss_fn
 
     def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         result: Any = loss_fn(params, batch, keys)
@@ -79,26 +73,19 @@ def user_program(
         refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
         return run(params, batch["batch"], batch["keys"])
 
-    return Program(rematerialise(loss, remat, gathers=regathers(strategy, specs), in_scan=False))
+    return Program(rematerialise(loss, options.remat, gathers=regathers(strategy, specs), in_scan=False))
 
 
-def program_and_region(
-    model: ModelDef | UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StepOptions
-) -> tuple[Program, Callable[..., Any]]:
-    """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
-    mode = options.remat
-    if isinstance(model, ModelDef):
-        options = replace(options, remat=available(mode, mesh))
-        program = make_program(in_precision(model, options.precision), strategy, specs, options)
-        return program, jax.shard_map
+def _check_options(options: StepOptions) -> None:
+    """Raise `UserError` for options of a step that need a model with blocks."""
     if options.prefetch:
         raise UserError(
             "prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
             "model from jaxdist.nn layers"
         )
-    if mode in ("sqrt", "offload"):
+    if options.remat in ("sqrt", "offload"):
         raise UserError(
-            f"memory.remat: {mode!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
+            f"memory.remat: {options.remat!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
             "dots, a list of names; or build the model from jaxdist.nn layers"
         )
     if options.precision.fp8:
@@ -106,5 +93,3 @@ def program_and_region(
             "precision: fp8 is for models of jaxdist.nn layers; allowed with a user's loss_fn: bf16, in"
             " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself"
         )
-    loss_fn = autocast(model, options.precision.compute) if options.precision.per_op else model
-    return user_program(loss_fn, strategy, specs, mesh, remat=mode), unchecked_region

@@ -101,15 +101,15 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         return leaf.size * (min(size, reduced[unit]) if unit in reduced else max(4, size))
 
     def region(params: PyTree) -> jax.Array:
-        diff, held = strategy.begin(params, specs, STACKED)
+        diff, captured = strategy.begin(params, specs, STACKED)
         trained = leave_out(diff, config.optimizer.freeze)
         sizes["gradients"] = sum(gradient(unit, leaf) for unit in trained for leaf in jax.tree.leaves(trained[unit]))
 
-        def kept(_: P, rest: jax.Array, leaf: Any, copy: Any) -> Any:  # a shard that is used as it is is no copy
+        def kept(_: P, shard: jax.Array, leaf: Any, copy: Any) -> Any:  # a shard that is used as it is is no copy
             used = next(iter(jax.tree.leaves(copy)), leaf)
-            return () if used.shape == rest.shape else used
+            return () if used.shape == shard.shape else used
 
-        copies = jax.tree.leaves(map_specs(kept, specs, params, diff, held))
+        copies = jax.tree.leaves(map_specs(kept, specs, params, diff, captured))
         sizes["gathered copies, the whole step"] = sum(leaf.size * leaf.dtype.itemsize for leaf in copies)
         return jax.numpy.zeros(())
 

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.jaxpr import evaluate
-
 PRODUCTS = {"mul", "div", "square", "integer_pow", "pow"}  # a quotient by a constant becomes a product
 
 # erf_inv(x) = x p(w), w = -log((1 - x)(1 + x)): Giles 2010, "Approximating the erfinv function", table 1.
@@ -49,6 +47,7 @@ def products_rounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Its results are then the same bits for shards of any shape. Loops and conditions in it stay as they are.
     """
+    from jaxdist.jaxpr import evaluate  # deterministic steps alone read jaxprs
 
     def rounding(equation: Any, operands: Sequence[Any]) -> list[Any]:
         name = equation.primitive.name

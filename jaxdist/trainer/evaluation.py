@@ -15,7 +15,7 @@ from jaxdist.build import make_model
 from jaxdist.collectives import psum, to_varying
 from jaxdist.data import BLOCK, Part, make_eval_loader
 from jaxdist.mesh import BATCH_LIKE, batch_shards, on_cpu
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.program import in_precision, make_logits, make_program
 from jaxdist.parallel.strategy import Strategy

@@ -109,7 +109,7 @@ def test_only_narrow_values_travel(wire_dtype: str) -> None:
         (np.int32, {"wire_dtype": "int8", "algorithm": "ring"}, "for floats, not for int32"),
         (np.float32, {"wire_dtype": "int8", "algorithm": "ring", "op": "max"}, "not with op='max'"),
         *[
-            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed algorithms: balanced_fusion, ring")
+            (np.float32, {"wire_dtype": "int8", "algorithm": name}, "allowed algorithms: .*balanced_fusion, .*ring")
             for name in BY_HAND
             if name not in LOSSY
         ],

@@ -265,7 +265,7 @@ def test_clip_by_ordered_norm_is_optax_clip() -> None:
         ),
         (GradSync("ring", wire_dtype="fp8"), {"data": 2}, 1, "'fp8' is not known"),
         (GradSync(wire_dtype="int8"), {"data": 2}, 1, "native"),
-        (GradSync("tree", wire_dtype="int8"), {"data": 2}, 1, "balanced_fusion, ring"),
+        (GradSync("tree", wire_dtype="int8"), {"data": 2}, 1, "balanced_fusion, .*ring"),
         (GradSync("auto", link="fast"), {"data": 2}, 1, "'fast' is not known"),
     ],
 )

@@ -262,11 +262,11 @@ def test_layer_specs_that_do_not_divide_are_named() -> None:
 
 
 def test_unknown_strategy_lists_the_folder() -> None:
-    with pytest.raises(UserError, match="'zero33' is not known; allowed: ddp, zero1, .*did you mean 'zero3'"):
+    with pytest.raises(UserError, match="'zero33' is not known; allowed: .*ddp, .*zero1, .*did you mean 'zero3'"):
         get_strategy(StrategyOptions(POLICIES["fp32"], strategy="zero33"))
 
 
-def test_optimizer_state_rests_like_its_parameter() -> None:
+def test_optimizer_state_is_sharded_like_its_parameter() -> None:
     mesh, tx = make_mesh(fsdp=8), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     target = state_target(gpt(LLAMA, max_length=8), tx, mesh, strategy="zero3")
     sharded = [leaf for leaf in jax.tree.leaves(target.opt_state) if "fsdp" in spec_axes(leaf.sharding.spec)]

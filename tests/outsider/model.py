@@ -6,7 +6,7 @@ from typing import Any
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import ModelConfig
 from jaxdist.models.gpt import gpt
-from jaxdist.nn.model import ModelDef
+from jaxdist.nn import ModelDef
 
 
 @dataclass(frozen=True)

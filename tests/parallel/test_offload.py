@@ -74,7 +74,7 @@ def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, in
     ],
 )
 def test_trains_as_on_the_device(optimizer: str, strategy: str, options: dict[str, Any]) -> None:
-    """Bit for bit: the program is the same but for where the state rests."""
+    """Bit for bit: the program is the same but for where the state is stored."""
     case = {"optimizer": optimizer, "strategy": strategy, "sizes": {"data": 2, "fsdp": 2}} | options
     with jax.enable_x64(True):
         want, got = trained(False, **case), trained(True, **case)

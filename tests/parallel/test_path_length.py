@@ -1,5 +1,7 @@
-"""How far a reader walks from the manual region to the first collective: frames and files between them."""
+"""How far a reader walks: frames and files from the manual region to a collective, and lines that a step loads."""
 
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,12 @@ from jaxdist.mesh import abstract_mesh
 PACKAGE = Path(jaxdist.__file__).parent
 CONFIG = PACKAGE.parent / "configs" / "quickstart.yaml"
 FRAMES, FILES = 12, 5  # at most, `region` included
+LOADED_LINES = 5_800  # at most, of jaxdist's own, by `import jaxdist.step`
+COUNT = """
+import sys, jaxdist.step
+files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "jaxdist"]
+print(sum(len(open(file).readlines()) for file in files))
+"""
 
 
 def frames_to_first_gather(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -50,3 +58,15 @@ def test_the_first_gather_is_near_the_region(monkeypatch: pytest.MonkeyPatch) ->
     for file in files:
         names = ", ".join(f"`{frame.partition(':')[2]}`" for frame in frames if frame.startswith(f"{file}:"))
         assert f"| `jaxdist/{file}` | {names} |" in page, told
+
+
+def test_a_step_loads_only_what_every_step_needs() -> None:
+    """Layers, prefetching, pipelines, autocast and users' losses are imported by who uses them."""
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT],
+        env={"PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) <= LOADED_LINES

@@ -29,11 +29,7 @@ from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, at
 from jaxdist.parallel.blocks.prefetch import (
-    AT_ONCE,
-    BY_TWO,
-    LATENCY_HIDING,
     PrefetchedBlocks,
-    compiler_options,
     largest_gradient,
     opaque_index,
     order_after,
@@ -41,6 +37,7 @@ from jaxdist.parallel.blocks.prefetch import (
     split_first_fetch,
 )
 from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
+from jaxdist.parallel.blocks.prefetch_flags import AT_ONCE, BY_TWO, LATENCY_HIDING, compiler_options
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision

@@ -26,7 +26,7 @@ from jaxdist.parallel.blocks.branch import by_condition, by_mask
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, ScannedBlocks
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.parallel.pipeline.run import blocks_of_chunk
+from jaxdist.parallel.pipeline.relay import blocks_of_chunk
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
 from jaxdist.parallel.program import make_logits
 from jaxdist.precision.policy import POLICIES

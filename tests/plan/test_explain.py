@@ -220,7 +220,7 @@ def test_without_remat_everything_is_kept_of_one_microbatch(strategy: str) -> No
 
 
 def test_copies_of_parameters_are_told_apart() -> None:
-    """In bf16, which no parameter rests in: a matrix product keeps its matrix, a norm its scale in fp32; a look-up
+    """In bf16, which no parameter is stored in: a matrix product keeps its matrix, a norm its scale in fp32; a look-up
     keeps no table."""
     width, hidden, vocab, layers = 64, 192, 512, 3
     kernels = layers * (width * 3 * width + width * width + 3 * width * hidden) + vocab * width

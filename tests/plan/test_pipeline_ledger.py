@@ -282,10 +282,7 @@ def test_uneven_stages_are_described(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["mesh.pipe=1"],
-            "parallel.schedule: 'accumulate' is no pipeline.*: gpipe, interleaved, one_f_one_b, zero_bubble",
-        ),
+        (["mesh.pipe=1"], "parallel.schedule: 'accumulate' is no pipeline.*: .*gpipe, .*interleaved, "),
         (["mesh.pipe=1", "parallel.schedule=gpipe"], "mesh.pipe: 1 is one stage"),
         (["mesh.pipe=1", "parallel.schedule=jaxdist.parallel.schedules.accumulate.accumulate"], "is no pipeline"),
     ],

@@ -57,11 +57,11 @@ def refuse_in_conditions(algorithm: str) -> NoReturn:
     )
 
 
-def check_pairs(microbatches: int) -> None:
-    """Raise `UserError` for a number of microbatches that schedule pairwise cannot halve until one is left."""
+def check_pairs(microbatches: int, schedule: str) -> None:
+    """Raise `UserError` for a number of microbatches that the schedule cannot halve until one is left."""
     if microbatches & (microbatches - 1):
         raise UserError(
-            f"parallel.microbatches: {microbatches} is no power of two, which schedule pairwise needs;"
+            f"parallel.microbatches: {microbatches} is no power of two, which schedule {schedule} needs;"
             " allowed: 1, 2, 4, 8, ..."
         )
 

@@ -34,17 +34,18 @@ def check_one_stage(stages: int, schedule: str = "") -> None:
     """Raise `UserError` for several stages under a schedule that has one."""
     if stages > 1:
         raise UserError(
-            f"mesh.pipe: {stages} is given, but {_named(schedule)} has one stage;"
+            f"mesh.pipe: {stages} is given, but {named_schedule(schedule)} has one stage;"
             f" allowed: 1; or parallel.schedule={', '.join(ScheduleFacts.with_fact(one_stage=False))}"
         )
 
 
 def refuse_stages(setting: str, schedule: str = "", *, allowed: str) -> NoReturn:
     """Raise the `UserError` for a setting such as "parallel.prefetch: 1" under a schedule of several stages."""
-    raise UserError(f"{setting} is for one stage, {_named(schedule)} has several; allowed: {allowed}")
+    raise UserError(f"{setting} is for one stage, {named_schedule(schedule)} has several; allowed: {allowed}")
 
 
-def _named(schedule: str) -> str:
+def named_schedule(schedule: str) -> str:
+    """A schedule in a message; "" where a step does not know its name."""
     return f"parallel.schedule {schedule}" if schedule else "the parallel.schedule of this step"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxdist.config.rules.fields import Rule, check_value, show
-from jaxdist.config.rules.pipeline import refuse_stages
+from jaxdist.config.rules.pipeline import named_schedule, refuse_stages
 from jaxdist.errors import UserError
 
 REMAT = "memory.remat"
@@ -53,10 +53,10 @@ def check_deterministic(remat: Remat) -> None:
         )
 
 
-def refuse_split_backward() -> NoReturn:
+def refuse_split_backward(schedule: str = "") -> NoReturn:
     """Raise the `UserError` for "sqrt" where the backward pass runs in two halves."""
     raise UserError(
-        f"{REMAT}: 'sqrt' does not go with parallel.schedule zero_bubble, whose backward pass has two halves:"
+        f"{REMAT}: 'sqrt' does not go with {named_schedule(schedule)}, whose backward pass has two halves:"
         " each would compute every segment again; allowed: none, full, dots, a list of names"
     )
 

@@ -25,7 +25,6 @@ from optax import MaskedNode
 
 from jaxdist.collectives import to_varying, zeros_varying_like
 from jaxdist.parallel.blocks.branch import Choose, pack, typed_like, unpack
-from jaxdist.parallel.blocks.split_backward import SplitBackward, split_backward
 from jaxdist.specs import PyTree
 
 # (diff of one block, captured of one block, which leaves are wanted, or None for all) -> the block's parameters, ready
@@ -284,6 +283,8 @@ class ScannedBlocks(NamedTuple):
 
         return lax.scan(step, x, (jnp.arange(len(rows.layers)), own), **how)
 
-    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> SplitBackward:
+    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> Any:
+        from jaxdist.parallel.blocks.split_backward import split_backward  # of zero bubble alone
+
         unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))
         return split_backward(kept, unit, jax.eval_shape(lambda: grad))

@@ -20,7 +20,6 @@ blocks stay gathered, because the backward pass starts with them.
 """
 
 import operator
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,50 +29,10 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jaxdist.collectives import varying_axes, zeros_varying_like
-from jaxdist.config.rules.xla_flags import names_given
 from jaxdist.jaxpr.walk import equations
-from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.blocks.layers import AGAIN, BlockRows, OneBlock, RunBlock, at, put, trained_leaves
 from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
-from jaxdist.parallel.options import StrategyOptions
-from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model, only
-
-AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
-LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
-COMBINED = 1.2  # XLA may combine collectives up to so many times a block's bytes: one block, and a slice of the head
-
-
-def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool] | None:
-    """Options of XLA:GPU for a program that prefetches blocks; None for another program. Figures: docs/plan.md.
-
-    - Combine the collectives of one block, but not those of two. XLA's own thresholds, 30 MiB, would leave every large
-      parameter apart.
-    - Run two collectives at once, or three where shards are summed too.
-    - Unroll loops by two. Otherwise a round would copy what it hands to the next: a gathered block, and gradients.
-    - Hide latency, which XLA does by itself only from Hopper on.
-
-    A flag in XLA_FLAGS wins, but not a flag in a file that XLA_FLAGS names.
-    """
-    if not options.prefetch or not is_model(params) or on_cpu(mesh):
-        return None
-
-    def gathered(leaf: Any) -> int:  # elements, of one block; parameters that are no shards do not travel
-        shard = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
-        return shard * mesh.shape["fsdp"] if dim_of(leaf.sharding.spec, "fsdp") is not None else 0
-
-    block = sum(map(gathered, jax.tree.leaves(params[STACKED])))
-    received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
-    least, parts = 30 * 2**20, mesh.shape["fsdp"]  # the least is XLA's own threshold
-    whole, sums = max(least, int(COMBINED * block * received)), max(least, int(COMBINED * block * reduced))
-    limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # XLA counts the outputs of collectives
-    if mesh.shape["data"] > 1:
-        limits["all_reduce"] = max(least, sums // parts)  # sums shards
-    sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in limits.items()}
-    at_once = 3 if mesh.shape["data"] > 1 else 2
-    told = {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}
-    given = names_given(os.environ.get("XLA_FLAGS", ""))
-    return {name: value for name, value in told.items() if f"--{name}" not in given}
+from jaxdist.specs import PyTree, only
 
 
 def opaque_index(tree: PyTree, i: jax.Array | int) -> jax.Array:

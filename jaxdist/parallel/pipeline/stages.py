@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config.rules.pipeline import check_stages, uneven
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.specs import STACKED, PyTree
 
 

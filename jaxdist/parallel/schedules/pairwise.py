@@ -17,7 +17,7 @@ from jaxdist.parallel.schedule import Program, Seed
 from jaxdist.parallel.schedules.accumulate import run_microbatch
 from jaxdist.specs import PyTree
 
-FACTS = ScheduleFacts(one_stage=True, chunks=False, halves=True, deterministic=True)
+FACTS = ScheduleFacts(one_stage=True, chunks=False, power_of_two=True, deterministic=True)
 
 
 def pairwise(
@@ -28,7 +28,7 @@ def pairwise(
     Its memory: the activations of one microbatch, and log2(M) + 1 copies of the gradients.
     """
     count = jax.tree.leaves(microbatches)[0].shape[0]
-    check_pairs(count)
+    check_pairs(count, "pairwise")
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         result = run_microbatch(program, diff, captured, microbatch, seed=seed, reduce_dtype=reduce_dtype)

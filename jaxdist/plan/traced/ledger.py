@@ -20,7 +20,7 @@ from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, Reached, outermost, reached
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
-from jaxdist.parallel.pipeline.run import TO_BEFORE, TO_NEXT
+from jaxdist.parallel.pipeline.relay import TO_BEFORE, TO_NEXT
 from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
 from jaxdist.plan.traced.readers import first_readers
 from jaxdist.specs import PyTree, path_name

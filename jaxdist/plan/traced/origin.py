@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxdist.parallel.pipeline.run import BACKWARD, FORWARD
+from jaxdist.parallel.pipeline.relay import BACKWARD, FORWARD
 
 PACKAGE = Path(__file__).parents[2]
 SENDING = ("collectives/", "specs.py")  # code that only sends what its caller gave it

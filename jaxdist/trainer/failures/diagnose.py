@@ -27,7 +27,7 @@ from jaxdist.collectives import rank, to_varying
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.precision import LossScale
 from jaxdist.mesh import AXES, batch_shards
-from jaxdist.nn import ModelDef
+from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, path_name, without_idle
 from jaxdist.state import TrainState

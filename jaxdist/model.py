@@ -1,0 +1,68 @@
+"""The type of a model. Layers make one (`jaxdist.nn.model_def`), and a step knows no more of them than this."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.specs import STACKED, PyTree
+
+
+class ModelDef(NamedTuple):
+    """A model as pure functions. Parameters are {"embed", "blocks" (every leaf stacked, [layers, ...]), "head"}.
+
+    For example, the loss of a model of one block, where keys_B is one dropout key a sample:
+
+        h = model.embed(params["embed"], batch, keys_B)
+        h = model.block(jax.tree.map(lambda leaf: leaf[0], params["blocks"]), h, keys_B)
+        loss_sum, weight_sum = model.head(params["head"], params["embed"] if model.tied else None, h, batch)
+
+    init: key -> parameters, in global shapes.
+    specs: the PartitionSpecs of the layers; those of blocks have a leading "pipe".
+    shapes: ShapeDtypeStructs of the parameters.
+    embed: (params of embed, batch, keys_B) -> h.
+    block: (params of one block, h, keys_B) -> h.
+    head: (params of head, params of embed if tied else None, h, batch) -> (loss sum, weight sum).
+    logits: (params of head, params of embed if tied else None, h) -> logits over the whole vocabulary, for sampling.
+    layers: the number of blocks.
+    tied: whether the head reads the parameters of embed.
+    chunks: the number of virtual stages of a pipeline stage.
+    stages: the number of blocks of each virtual stage, if these differ; else (). In the leaves of blocks each stage has
+        as many rows as the largest; rows without a block are zeros. See `jaxdist.parallel.pipeline.stages`.
+    fp8: whether linear layers multiply in float8. The precision of a step must have the same value.
+    scan_blocks: blocks in one round of the loop over blocks; 0: no loop.
+    columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.
+    collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
+    """
+
+    init: Callable[[jax.Array], PyTree]
+    specs: PyTree
+    shapes: PyTree
+    embed: Callable[..., Any]
+    block: Callable[..., Any]
+    head: Callable[..., Any]
+    logits: Callable[..., Any]
+    layers: int
+    tied: bool
+    chunks: int = 1
+    stages: tuple[int, ...] = ()
+    fp8: bool = False
+    scan_blocks: int = 1
+    columns: bool = False
+    collective_matmul: bool = False
+
+    @property
+    def empty_rows(self) -> int:
+        """The number of rows without a block in each leaf of blocks."""
+        return len(self.stages) * max(self.stages, default=0) - sum(self.stages)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters, without the empty rows."""
+
+        def count(tree: PyTree) -> int:
+            return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+        rows = self.layers + self.empty_rows
+        return count(self.shapes) - count(self.shapes[STACKED]) // rows * self.empty_rows
