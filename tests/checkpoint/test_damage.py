@@ -264,7 +264,8 @@ def test_a_listed_path_outside_is_not_opened(copy: Path, name: str, monkeypatch:
     monkeypatch.setattr(Path, "open", functools.partialmethod(_watched, opened, Path.open))
     verdict = check_files(copy / "2", 2)
     assert verdict.problem == f"{CHECKSUMS} names {name!r}, which is no place inside the folder" and verdict.sealed
-    assert {path.name for path in opened} <= {CHECKSUMS}
+    # The thread of an earlier test's save may look at its threads in /proc meanwhile.
+    assert {path.name for path in opened if "proc" not in path.parts} <= {CHECKSUMS}
 
 
 def _watched(self: Path, opened: list[Path], real: Callable[..., object], *args: object, **options: object) -> object:
