@@ -176,6 +176,7 @@ observe: {{console: plain, report: false}}
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_cpus_says_that_it_is_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data").mkdir()
     for i in range(3):

@@ -129,7 +129,8 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
         return int(step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes)
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("zero_bubble", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
 def test_memory_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = temporary_bytes(schedule, 8), temporary_bytes(schedule, 64)
     assert many == pytest.approx(few, rel=0.02)

@@ -147,7 +147,7 @@ CROSSED = [
 
 @pytest.mark.parametrize(
     "case",
-    [*levels(EVERYDAY, everyday=2), *levels((case for case in CROSSED if case not in EVERYDAY), slow=4)],
+    [*levels(EVERYDAY, everyday=4), *levels((case for case in CROSSED if case not in EVERYDAY), slow=4)],
     ids=str,
 )
 def test_spread_parameters_train_like_on_one_device(case: Case) -> None:
@@ -167,7 +167,7 @@ def test_crossed_cases_hold_every_value_of_every_option() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("ddp", {"pipe": 4, "data": 2}),
+        pytest.param("ddp", {"pipe": 4, "data": 2}, marks=pytest.mark.slow),
         ("zero3", {"pipe": 2, "fsdp": 2, "tensor": 2}),
         *(pytest.param(name, {"pipe": 4, "fsdp": 2}, marks=pytest.mark.slow) for name in NAMES),
     ],

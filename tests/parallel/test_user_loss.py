@@ -142,6 +142,7 @@ def test_an_empty_batch_changes_nothing_into_nan() -> None:
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, params)))
 
 
+@pytest.mark.slow
 def test_the_example_of_thirty_lines_runs() -> None:
     code = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
     assert len(code) <= 30

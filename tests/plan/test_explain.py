@@ -139,6 +139,7 @@ def test_memory_of_a_step_is_that_of_the_strategy() -> None:
     assert explain(only_head).memory["gradients"] == 2 * 128 * 4  # of a norm that is too small to shard
 
 
+@pytest.mark.slow
 def test_gradients_of_prefetched_blocks_are_as_wide_as_they_are_reduced() -> None:
     def found(*overrides: str) -> int:
         overrides = (*LLAMA, "parallel.strategy=zero3", "precision.policy=bf16", "parallel.prefetch=1", *overrides)

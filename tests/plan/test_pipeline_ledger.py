@@ -79,7 +79,7 @@ def unit_bytes(definition: Any, *names: str) -> int:
             for sizes in ((2, 1), (2, 6), (4, 2), (4, 8))
             for tied in (False, True)
         ),
-        everyday=5,
+        everyday=9,
     ),
 )
 def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:

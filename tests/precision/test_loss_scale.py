@@ -87,6 +87,7 @@ def test_spikes_are_judged_by_the_median() -> None:
 
 
 LENGTH = 8
+SHARED = pytest.mark.xdist_group("loss scale")  # one compiled step
 
 
 @functools.cache
@@ -130,6 +131,7 @@ def test_a_scale_changes_nothing_but_rounding() -> None:
     assert float(state.guard.scale) == 1024
 
 
+@SHARED
 def test_skipped_steps_are_as_if_they_were_not() -> None:
     """But for the number of the step, which dropout folds: the batches around them are the same ones."""
     bad = math.inf
@@ -166,18 +168,18 @@ def test_what_int8_sums_carry_does_not_move_with_the_scale() -> None:
 def test_on_gpus_a_choice_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for them, here on a CPU: a step that is not finite changes no bit; a condition is not in it."""
     monkeypatch.setattr("jaxdist.step.on_cpu", lambda mesh: False)
-    compiled.cache_clear()
-    mesh, state, step = made("fp32")
+    mesh, make, step = compiled.__wrapped__("fp32")
+    state = make()
     assert "cond[" not in str(step.jitted(state).trace(state, batch_of(mesh, 0)).jaxpr)
     want = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
     for i, weight in enumerate((math.inf, math.nan, 1.0)):
         state, _ = step(state, batch_of(mesh, i, weight))
         got = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
         assert all(a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=True)) == (weight != 1)
-    compiled.cache_clear()
     assert int(state.guard.skipped) == 2
 
 
+@SHARED
 def test_after_too_many_skips_the_state_is_halted() -> None:
     bad, limit = math.inf, StepOptions().max_skips
     one, _ = params_after("fp32", [1.0])
@@ -203,6 +205,7 @@ def test_no_false_alarm_in_500_steps(precision: str) -> None:
     assert all(finite) or precision in ("fp16", "O1")
 
 
+@SHARED
 def test_a_weight_that_is_not_a_number_is_not_finite() -> None:
     mesh, state, step = made("fp32")
     state, metrics = step(state, batch_of(mesh, 0, math.nan))
@@ -214,6 +217,7 @@ def test_a_state_that_goes_on_is_released() -> None:
     assert (int(released(guard).in_a_row), int(released(guard).skipped), released(())) == (0, 4, ())
 
 
+@SHARED
 def test_a_state_without_a_guard_is_refused() -> None:
     mesh, state, _ = made("fp32")
     step = make_train_step(gpt(ModelConfig(layers=1), max_length=LENGTH), optax.adamw(1e-3), mesh)

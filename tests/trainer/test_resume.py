@@ -192,6 +192,7 @@ def test_the_time_limit_knows_steps_and_saves(monkeypatch: pytest.MonkeyPatch) -
     assert not TimeLimit(None, 0.0, lambda: 0.0).is_near()
 
 
+@pytest.mark.slow
 def test_max_hours(configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Saved, with status 75, long before the last step. How early is the business of the test above."""
     options = ("train.steps=100000", "checkpoint.every=0", "optimizer.schedule=constant")

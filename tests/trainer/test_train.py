@@ -336,7 +336,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, key: str, at: int) -> None:
     monkeypatch.setattr(TrainStep, "__call__", step)
 
 
-@pytest.mark.parametrize("key", ["loss", pytest.param("grad_norm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
 def test_non_finite_step_fails_and_is_not_saved(
     key: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
