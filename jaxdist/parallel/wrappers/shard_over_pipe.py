@@ -29,9 +29,8 @@ def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy
 
     def place(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
         placed = strategy.place(shapes, specs, mesh)
-        if (
-            not is_model(placed) or options.grad_sync.wire_dtype == "int8"
-        ):  # its residual has the shape of what is summed
+        # The residual of int8 sums has the shape of what is summed, on every stage.
+        if not is_model(placed) or options.grad_sync.wire_dtype == "int8":
             return placed
         return placed | map_specs(functools.partial(split, mesh=mesh), _others(placed), _others(shapes))
 
