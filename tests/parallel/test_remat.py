@@ -193,7 +193,7 @@ def test_a_cpu_has_nowhere_to_offload_to(caplog: pytest.LogCaptureFixture) -> No
         ),
         (
             {"remat": "sqrt", "schedule": "zero_bubble", "microbatches": 2},
-            "memory.remat: 'sqrt' does not go with parallel.schedule zero_bubble",
+            "memory.remat: 'sqrt' does not go with the parallel.schedule of this step, whose backward",
         ),
         (
             {"remat": "offload", "schedule": "one_f_one_b", "microbatches": 2},

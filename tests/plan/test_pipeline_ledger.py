@@ -97,7 +97,7 @@ def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, mi
         some = (ticks,) * (stages - 1)
         assert each.stages == ((*some, 0) if each.phase == "forward" else (0, *some))
         assert each.used == microbatches
-        assert each.source.startswith("jaxdist/parallel/pipeline/run.py:") and pytorch_term(each) == "point to point"
+        assert each.source.startswith("jaxdist/parallel/pipeline/relay.py:") and pytorch_term(each) == "point to point"
     others, spread = (stages - 1) / stages, unit_bytes(model(tied=tied), "embed", "head")
     assert found.total("op") == pytest.approx(
         {
