@@ -222,7 +222,7 @@ def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_sta
 
 def _sums(jaxpr: Any) -> set[str]:
     """Names of the primitives in a jaxpr that add up elements of an array, or multiply inside a loop or condition."""
-    from jaxdist.jaxpr.evaluate import CALLS  # deterministic steps alone read jaxprs
+    from jaxdist.jaxpr.evaluate import CALLS  # only deterministic steps come here
     from jaxdist.jaxpr.walk import every_equation
 
     found: set[str] = set()

@@ -106,9 +106,9 @@ class Console:
         if self._rich:
             if now - self._drawn >= _REFRESH_S or step >= self._total:
                 self._drawn = now
-                self._bar.start()  # at the first step: what is written before has no bar under it
                 fields = "  ".join(self._fields(metrics))
                 self._bar.update(self._task, completed=step, fields=fields, eta=self._eta(step))
+                self._bar.start()  # at the first step: what is written before has no bar under it
         elif first or step % self._log_every == 0 or step == self._total:
             place = f"step  {step:>{len(str(self._total))}}/{self._total}"
             self.line("  ".join([place, *self._fields(metrics), f"eta {self._eta(step)}"]))

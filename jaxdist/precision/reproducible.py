@@ -47,7 +47,7 @@ def products_rounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Its results are then the same bits for shards of any shape. Loops and conditions in it stay as they are.
     """
-    from jaxdist.jaxpr import evaluate  # deterministic steps alone read jaxprs
+    from jaxdist.jaxpr import evaluate  # only deterministic steps come here
 
     def rounding(equation: Any, operands: Sequence[Any]) -> list[Any]:
         name = equation.primitive.name

@@ -1,6 +1,6 @@
 """The stages of a pipeline, as the program of a model sees them: the blocks of a stage, and sends between stages.
 
-Of a mesh with one stage, every function here does nothing. The loop of a training step is in `pipeline.run`.
+With one stage nothing is sent. The loop of a training step is in `pipeline.run`.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import PyTree, entry_axes, path_name, shard_count, spec_axes, spec_leaves, without_idle
+from jaxdist.specs import (
+    PyTree,
+    check_divisible,
+    entry_axes,
+    path_name,
+    shard_count,
+    spec_axes,
+    spec_leaves,
+    without_idle,
+)
 
 
 class Row(NamedTuple):
@@ -25,7 +34,9 @@ class Row(NamedTuple):
 
 
 def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
-    """A row for every leaf of `params` (arrays or ShapeDtypeStructs), in tree order."""
+    """A row for every leaf of `params` (arrays or ShapeDtypeStructs), in tree order. Raises `UserError` for a spec that
+    does not divide a dim."""
+    check_divisible(params, specs, mesh)
     rows = []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), spec_leaves(specs), strict=True):
         spec = without_idle(spec, mesh)
