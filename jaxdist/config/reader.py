@@ -129,7 +129,7 @@ def _without_effect(section: _Section, name: str, value: Any) -> bool:
     all entries and wrote them into files: for one release a value other than the default gets a line in the log."""
     found = owners(section.entries, name) if all(entry.shipped for entry in section.entries) else {}
     if found and value not in found.values():
-        here = ", ".join(section.dotted(f"{entry.key}={entry.name}") for entry in section.entries)
+        here = ", ".join(dict.fromkeys(section.dotted(f"{entry.key}={entry.name}") for entry in section.entries))
         belongs = " or ".join(map(section.dotted, found))
         text = "%s: %s has no effect with %s; write it with %s, or leave it out: the next release refuses it"
         logging.getLogger(__name__).warning(text, section.dotted(name), show(value), here, belongs)
@@ -327,8 +327,9 @@ def _override(top: _Section, text: str) -> dict[str, Any]:
             owner = section.dotted(part)
             raise UserError(f"{dotted.strip()}: unknown key (value {show(raw)}); {owner} is one value, not a section")
         section = section.sections.get(part) or _unknown(top, section, part, raw)
-    if last not in section.keys and _without_effect(section, last, parse_yaml(raw, dotted)):
-        return {}
+    if last not in section.keys and owners(section.entries, last):
+        if _without_effect(section, last, parse_yaml(raw, dotted)):
+            return {}
     key = section.keys.get(last) or _unknown(top, section, last, raw)
     value = _override_value(key, raw, dotted.strip())
     for part in reversed(parts):

@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from io import BufferedRandom
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,36 +143,46 @@ def file_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(path.name, 1 + max(model.get_vocab().values()), hashlib.sha256(content).hexdigest(), encode)
 
 
+class _File:
+    """A file that is being written, with its size and the hash of what was given: not of what a disk made of it."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.stream = stack.enter_context(path.open("wb"))
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def add(self, values: np.ndarray) -> None:
+        piece = values.tobytes()
+        self.stream.write(piece)
+        self.digest.update(piece)
+        self.size += len(piece)
+
+    def finish(self) -> dict[str, Any]:
+        """Write to the disk itself. Returns the file's entry in the manifest."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
+
+
 class _Side:
     """The ids and document starts of one side, train or val, while they are written."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, stack: ExitStack) -> None:
         self.name, self.dtype = name, dtype
-        paths = [folder / f"{name}.{kind}" for kind in ("bin", "index")]
-        self.ids, self.index = (stack.enter_context(path.open("w+b")) for path in paths)
+        self.ids, self.index = (_File(folder / f"{name}.{kind}", stack) for kind in ("bin", "index"))
         self.tokens = self.documents = 0
 
     def add(self, ids: np.ndarray) -> None:
         if ids.size:
             assert int(ids.max()) <= np.iinfo(self.dtype).max
-            self.index.write(np.array([self.tokens], "<u8").tobytes())
-            self.ids.write(ids.astype(self.dtype).tobytes())
+            self.index.add(np.array([self.tokens], "<u8"))
+            self.ids.add(ids.astype(self.dtype))
             self.tokens += ids.size
             self.documents += 1
 
     def finish(self) -> dict[str, Any]:
         """The entries of both files in the manifest."""
         counts = {"tokens": self.tokens, "documents": self.documents}
-        return {f"{self.name}.bin": counts | _finished(self.ids), f"{self.name}.index": _finished(self.index)}
-
-
-def _finished(stream: BufferedRandom) -> dict[str, Any]:
-    """Write a file to the disk itself. Returns its size and hash."""
-    stream.flush()
-    os.fsync(stream.fileno())
-    size = stream.tell()
-    stream.seek(0)
-    return {"bytes": size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {f"{self.name}.bin": counts | self.ids.finish(), f"{self.name}.index": self.index.finish()}
 
 
 class Preparation(NamedTuple):

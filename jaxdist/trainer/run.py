@@ -164,7 +164,8 @@ def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:
         raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
     latest = checkpoints.newest_intact(outputs.report_damage)
     if latest is None:
-        return Progress(state=init_state(parts.model, parts.optimizer, plan.mesh, parts.options), first_step=0)
+        state = init_state(parts.model, parts.optimizer, plan.mesh, parts.options)
+        return Progress(state=state, first_step=int(jax.device_get(state.step)))  # waits: a failure belongs here
     if latest > config.train.steps:
         raise UserError(
             f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"

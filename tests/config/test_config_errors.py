@@ -453,6 +453,13 @@ OVERRIDES = [
     case("o-range", OK, "optimizer.b1", "1.5", "< 1", args=("optimizer.b1=1.5",)),
     case("o-control", OK, "U+001B", args=("train.sample_prompt=\x1b[31m",)),
     case("o-file-still-wrong", b"train: {steps: 0}\n", "train.steps", "0", args=("train.steps=5",)),
+    case(
+        "o-typo-no-yaml",
+        OK,
+        "train.sample_promt",
+        "did you mean train.sample_prompt?",
+        args=("train.sample_promt=@you",),
+    ),
 ]
 
 CASES = [*FILES, *KEYS, *TYPES, *VALUES, *TOGETHER, *OVERRIDES]

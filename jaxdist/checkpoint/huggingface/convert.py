@@ -159,7 +159,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     if not 1 <= kept <= model.vocab:
         raise UserError(f"--vocab: {kept}; allowed: 1 to {model.vocab}, the rows that the model has (model.vocab)")
     pieces = _pieces(model, positions=positions)
-    assert {each.leaf for each, _, _ in pieces} == set(found), found.keys()
+    assert {each.leaf for each, _, _ in pieces} == found.keys(), {each.leaf for each, _, _ in pieces} ^ found.keys()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already; give a new folder")
 
