@@ -159,13 +159,13 @@ def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch:
     params, table = units.gather("head", diff["head"], captured["head"]), None
     if units.model.tied:
         diff, captured = after(h, (diff["embed"], captured["embed"]))
-
         gather = functools.partial(units.gather, "embed", diff, captured)
-        if not units.strategy.drops:
-            return units.run_head(params, gather(), h, batch)
-        from jaxdist.parallel.blocks.prefetch_embed_head import only_read
+        if units.strategy.drops:
+            from jaxdist.parallel.blocks.prefetch_embed_head import only_read
 
-        table = only_read(gather, units.model.head, params, h, batch)
+            table = only_read(gather, units.model.head, params, h, batch)
+        else:
+            table = gather()
     return units.run_head(params, table, h, batch)
 
 

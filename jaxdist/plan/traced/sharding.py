@@ -34,9 +34,7 @@ class Row(NamedTuple):
 
 
 def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
-    """A row for every leaf of `params` (arrays or ShapeDtypeStructs), in tree order. Raises `UserError` for a spec that
-    does not divide a dim."""
-    check_divisible(params, specs, mesh)
+    """A row for every leaf of `params` (arrays or ShapeDtypeStructs), in tree order."""
     rows = []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), spec_leaves(specs), strict=True):
         spec = without_idle(spec, mesh)
@@ -47,7 +45,9 @@ def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
 
 
 def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> str:
-    """The rows as text, with totals: of all parameters, and of those that every device holds whole."""
+    """The rows as text, with totals: of all parameters, and of those that every device holds whole. Raises `UserError`
+    for a spec that does not divide a dim."""
+    check_divisible(params, specs, mesh)
     return rows_as_text(sharding_rows(params, specs, mesh))
 
 
