@@ -11,7 +11,7 @@ biases) are cast with `to_varying`, so that their gradients are summed over `ten
 import jax
 from jax import lax
 
-from jaxdist.collectives import active_axes, rank, to_varying
+from jaxdist.collectives import active_axes, all_gather, rank, reduce_scatter, to_varying
 from jaxdist.nn.matmul.collective import check_positions
 
 
@@ -19,7 +19,8 @@ def whole_sequence(x_BSD: jax.Array) -> jax.Array:
     """An all-gather of positions: [B, S / tensor, ...] -> [B, S, ...] on every device, typed varying."""
     if not active_axes("tensor"):
         return x_BSD
-    return lax.all_gather(x_BSD, "tensor", axis=1, tiled=True)
+    whole: jax.Array = all_gather(x_BSD, "tensor", dim=1)
+    return whole
 
 
 def sum_to_positions(x_BSD: jax.Array) -> jax.Array:
@@ -27,7 +28,8 @@ def sum_to_positions(x_BSD: jax.Array) -> jax.Array:
     if not active_axes("tensor"):
         return x_BSD
     check_positions(x_BSD.shape[1])
-    return lax.psum_scatter(to_varying(x_BSD, ("tensor",)), "tensor", scatter_dimension=1, tiled=True)
+    own: jax.Array = reduce_scatter(x_BSD, "tensor", dim=1)
+    return own
 
 
 def own_positions(x: jax.Array, *, dim: int) -> jax.Array:

@@ -15,6 +15,7 @@ from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group
 from jaxdist.collectives.parts import cut_parts, padded_parts, unpadded
+from jaxdist.collectives.transpose import linear
 from jaxdist.errors import UserError
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -34,11 +35,11 @@ def _all_reduce(x: Array, group: Group, op: str) -> Array:
         return REDUCE[op](x, group.axes)
     # psum, pmax and pmin have no groups under shard_map.
     mine = _reduce_scatter(padded_parts(x, group.n), group, op, 0)
-    return unpadded(lax.all_gather(mine, group.axes, axis_index_groups=groups), x)
+    return unpadded(_gather(mine, group, 0), x)
 
 
 def _scatter_is_unsafe() -> bool:
-    """Whether `lax.psum_scatter` runs over gloo."""
+    """Whether `lax.psum_scatter` runs over gloo. No program of jaxdist then contains it, nor a transpose that does."""
     # gloo's reduce-scatter overwrites data that it is still sending. The end of rank 0's part is then wrong now and
     # then, without an error (jax issue 40830).
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
@@ -59,7 +60,13 @@ def _all_gather(x: Array, group: Group, dim: int) -> Array:
     groups = _index_groups(group)
     if not x.size:  # XLA refuses to gather an empty array
         return jnp.concatenate([x] * group.n, axis=dim)
-    return lax.all_gather(x, group.axes, axis=dim, axis_index_groups=groups, tiled=True)
+
+    def whole(x: Array) -> Array:
+        return lax.all_gather(x, group.axes, axis=dim, axis_index_groups=groups, tiled=True)
+
+    if not _scatter_is_unsafe():
+        return whole(x)
+    return linear(whole, lambda grad: _reduce_scatter(grad, group, "sum", dim), x)  # JAX's transpose is a psum_scatter
 
 
 def _all_to_all(parts: Array, group: Group) -> Array:
@@ -76,7 +83,7 @@ def _reduce(x: Array, group: Group, op: str, root: int) -> Array:
 
 
 def _gather(x: Array, group: Group, root: int) -> Array:
-    return lax.all_gather(x, group.axes, axis_index_groups=_index_groups(group))
+    return _all_gather(x[None], group, 0)
 
 
 def _scatter(parts: Array, group: Group, root: int) -> Array:
