@@ -4,7 +4,6 @@ Manual region: one `jax.shard_map` over all mesh axes: gather -> forward -> back
 Global region: plain `jax.jit` on whole arrays: scaling, clipping and the optimizer, with explicit `out_shardings`.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.program import program_and_region
-from jaxdist.parallel.schedule import Schedule, UserLoss
+from jaxdist.parallel.schedule import Schedule, UserLoss, loss_seed
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.precision.policy import check_float8
@@ -54,8 +53,6 @@ def make_gradients(
     trained = leave_out(specs, options.freeze)
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
-        # About 1 / tokens, so that sums stay near 1; a power of two, so that multiplying by it rounds nothing.
-        loss_seed = 2.0 ** -math.ceil(math.log2(max(leaf.size for leaf in jax.tree.leaves(batch))))
         rule = precision.scale_rule
         scale = scale_of(state.guard, rule)
 
@@ -64,25 +61,24 @@ def make_gradients(
             batch = {**batch, "keys": keys} if is_model else {"batch": batch, "keys": keys}
             diff, captured = strategy.begin(params, specs, STACKED if is_model else None)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), options.microbatches)
-            factor = 1.0 if rule is None else scale
-            whole = loss_seed * factor
+            seed, factor = loss_seed(program, diff, captured, parts), 1.0 if rule is None else scale
+            whole = seed * factor
             loss, weight, grads = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
             # The residual is stored unscaled, because the scale moves.
             grads, residual = strategy.reduce(grads, times(residual, factor), specs)
-            totals = sum_totals(jnp.stack([loss, weight]), sync)
-            return *totals, stack(trained, grads), times(residual, 1 / factor)
+            loss, weight = sum_totals(jnp.stack([loss, weight]), sync)
+            return loss, weight, weight * seed, stack(trained, grads), times(residual, 1 / factor)
 
         run = region_of(
             region,
             mesh=mesh,
             in_specs=(specs, lost, batch_spec(mesh), P(), P()),
-            out_specs=(P(), P(), stacked_specs(trained, mesh), lost),
+            out_specs=(P(), P(), P(), stacked_specs(trained, mesh), lost),
         )
-        loss, weight, grads, residual = run(state.params, state.residual, batch, state.step, scale)
+        loss, weight, divisor, grads, residual = run(state.params, state.residual, batch, state.step, scale)
         grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
-        total = times(weight * loss_seed, scale)
-        grads = divide(grads, total, precision.param, deterministic=sync.deterministic)
+        grads = divide(grads, times(divisor, scale), precision.param, deterministic=sync.deterministic)
         return loss, weight, grads, residual
 
     return gradients

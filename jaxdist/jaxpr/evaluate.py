@@ -10,6 +10,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, interpret, opened
+from jaxdist.specs import PyTree
 
 CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
@@ -112,3 +113,19 @@ def trimmed(function: Callable[..., Any], *arguments: Any) -> Any:
     chosen, _ = needed(equations(traced), traced.jaxpr.outvars, set())
     results = evaluate(traced.jaxpr.replace(eqns=chosen), traced.consts, jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def size_of_count(count: Callable[[PyTree], jax.Array], tree: PyTree) -> float:
+    """The likely size of a count of things in a tree of arrays, such as the targets of a batch: positive.
+
+    That is the count itself where it is a constant; else the size of the largest leaf that it is computed from, such as
+    a mask; and else the rows of the tree.
+    """
+    traced, leaves = inlined(count, tree), jax.tree.leaves(tree)
+    [result], constants = traced.jaxpr.outvars, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    known = result.val if isinstance(result, Literal) else constants.get(result)
+    if known is not None:
+        return abs(float(known)) or 1.0
+    _, reads = needed(equations(traced), [result], set())
+    read = [leaf.size for leaf, own in zip(leaves, traced.jaxpr.invars, strict=True) if own in reads]
+    return max(read, default=leaves[0].shape[0])

@@ -6,11 +6,14 @@ diff, captured: the two trees that `Strategy.begin` makes of the parameters. dif
 with respect to it. captured is what the loss reads besides, without gradients.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax import lax
 
+from jaxdist.mesh import BATCH_AXES
 from jaxdist.parallel.blocks.layers import BlockRunner
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
@@ -83,6 +86,19 @@ class Schedule(Protocol):
     def __call__(
         self, program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
     ) -> tuple[jax.Array, jax.Array, PyTree]: ...
+
+
+def loss_seed(program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree) -> float:
+    """A factor of the loss near 1 / (weight of the global batch), so that sums of gradients are near their mean in size.
+
+    It is a power of two, so that multiplying by it rounds nothing. It must be known before the first backward pass.
+    """
+    from jaxdist.jaxpr.evaluate import size_of_count  # 300 lines, which an import of the step need not load
+
+    first, parts = jax.tree.map(lambda leaf: leaf[0], microbatches), jax.tree.leaves(microbatches)[0].shape[0]
+    parts *= math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
+    weight = size_of_count(lambda batch: program.loss(diff, captured, batch)[1], first)
+    return 2.0 ** -math.ceil(math.log2(parts * weight))
 
 
 def seeded_loss(loss: jax.Array, seed: Seed) -> jax.Array:

@@ -206,3 +206,44 @@ def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
     state = init_state(params, tx, mesh, strategy=strategy)
     state, metrics = make_train_step(loss, tx, mesh, strategy=strategy)(state, np.ones((8, 8), np.float32))
     assert np.isfinite(metrics["loss"])
+
+
+def labels_loss(params: Any, batch: Any, keys: Any) -> Any:
+    """Of labels [B], one a row. Images [B, S, S, 3] are read by a product with ones, which leaves the loss near 1."""
+    pixels = batch["images"].reshape(batch["images"].shape[0], -1)
+    error = pixels.mean(1).astype(params["v"].dtype) * params["v"][0, :1] - batch["labels"]
+    return (error**2).sum(), error.size
+
+
+@pytest.mark.parametrize("weight", ["constant", "mask"])
+@pytest.mark.parametrize(("strategy", "sizes", "microbatches"), [("ddp", {}, 1), ("zero3", {"data": 2, "fsdp": 2}, 2)])
+def test_gradients_do_not_shrink_with_an_input(weight: str, strategy: str, sizes: Any, microbatches: int) -> None:
+    """Pure half precision without a loss scale: a seed that went by the pixels would lose the gradient of 8 labels."""
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        total, count = labels_loss(params, batch, keys)
+        return total, count if weight == "constant" else batch["mask"].sum()
+
+    params = {"w": jnp.ones((16, 16), jnp.float16), "v": jnp.ones((1, 16), jnp.float16)}
+    mesh, tx = make_mesh(**sizes), optax.sgd(0.0)
+    step = make_train_step(
+        loss, tx, mesh, strategy=strategy, precision="O3", microbatches=microbatches, return_grads=True
+    )
+    images = np.ones((8, 1024, 1024, 3), np.float16)
+    batch = {"images": images, "labels": np.full(8, 0.5, np.float16), "mask": np.ones(8, np.float16)}
+    _, metrics = step(init_state(params, tx, mesh, strategy=strategy), batch)
+    assert float(metrics["grads"]["v"][0, 0]) == pytest.approx(1.0, rel=1e-2)  # 2 * (1 - 0.5) * 1
+
+
+@pytest.mark.parametrize("policy", ["fp32", "O3"])
+def test_a_leaf_that_is_not_read_changes_no_bit(policy: str) -> None:
+    results = []
+    for more in ({}, {"unread": np.ones((32, 4096, 2), np.float32)}):
+        dtype = jnp.float16 if policy == "O3" else jnp.float32
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), make_params())
+        mesh, tx = make_mesh(data=2), optax.sgd(0.1)
+        batch = {name: leaf.astype(dtype) for name, leaf in make_batch(0).items()} | more
+        step = make_train_step(rnn_loss, tx, mesh, precision=policy, return_grads=True)
+        state, metrics = step(init_state(params, tx, mesh), batch)
+        results.append(jax.device_get((metrics["grads"], state.params)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
