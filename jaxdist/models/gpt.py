@@ -80,8 +80,9 @@ class Head(nnx.Module):
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
         h_BSD, table_VD, targets_BS = self._normed(h_BSD), self._table(embed), batch["targets"]
-        # A negative target, such as PyTorch's ignore_index -100, counts nothing.
+        # A negative target, such as PyTorch's ignore_index -100, counts nothing; what counts nothing may be any number.
         weights_BS = jnp.where(targets_BS < 0, 0, batch["weights"]).astype(accumulation_dtype(h_BSD.dtype))
+        targets_BS = jnp.where(weights_BS == 0, 0, targets_BS)
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
             total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk)
         else:

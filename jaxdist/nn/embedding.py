@@ -22,8 +22,16 @@ def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(local, 0, local_vocab - 1), here
 
 
+def _or_nan(x: jax.Array, ids: jax.Array, local_vocab: int) -> jax.Array:
+    """x [*ids, ...], and nan where an id is outside the vocabulary: silence would train on whatever stands there."""
+    known = (ids >= 0) & (ids < local_vocab * lax.axis_size("tensor"))
+    return jnp.where(jnp.expand_dims(known, range(ids.ndim, x.ndim)), x, jnp.asarray(jnp.nan, x.dtype))
+
+
 class VocabEmbed(nnx.Module):
     """Token embedding: ids [B, S] -> [B, S, D]. Table [V, D], split by rows over `tensor`. Initial std 0.02 (GPT-2).
+
+    An id outside 0 to V - 1 gets nan, so that the step's guard skips it.
 
     sequence: the result is this device's positions, [B, S / tensor, D] (`jaxdist.nn.sequence_parallel`).
     """
@@ -37,7 +45,7 @@ class VocabEmbed(nnx.Module):
         local, here = _local_ids(ids_BS, table.shape[0])
         # The lookup is in at least fp32, so that the backward pass adds a frequent token's gradients in it.
         rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
-        own = jnp.where(here[..., None], rows, jnp.zeros((), table.dtype))
+        own = _or_nan(jnp.where(here[..., None], rows, jnp.zeros((), table.dtype)), ids_BS, table.shape[0])
         return sum_to_positions(own) if self.sequence else psum(own, "tensor")
 
 
@@ -78,10 +86,13 @@ def whole_vocab(logits_BSV: jax.Array) -> jax.Array:
 
 
 def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Cross-entropy of each token in nats, [B, S], from logits [B, S, V_t]. Three reductions over `tensor`."""
+    """Cross-entropy of each token in nats, [B, S], from logits [B, S, V_t]. Three reductions over `tensor`.
+
+    A target outside the vocabulary gives nan.
+    """
     peak = pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
     total = psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
     local, here = _local_ids(targets_BS, logits_BSV.shape[-1])
     mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
     target = psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
-    return jnp.log(total) + peak - target
+    return _or_nan(jnp.log(total) + peak - target, targets_BS, logits_BSV.shape[-1])

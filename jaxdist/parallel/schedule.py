@@ -89,7 +89,7 @@ class Schedule(Protocol):
 
 
 def loss_seed(program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree) -> float:
-    """A factor of the loss near 1 / (weight of the global batch), so that sums of gradients are near their mean in size.
+    """A factor of the loss near 1 / (weight of the global batch): sums of gradients are then near their mean in size.
 
     It is a power of two, so that multiplying by it rounds nothing. It must be known before the first backward pass.
     """

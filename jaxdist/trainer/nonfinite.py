@@ -6,7 +6,7 @@ from collections import deque
 from jaxdist.data import GlobalBatches
 from jaxdist.errors import UserError
 from jaxdist.precision.loss_scale import released
-from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis
+from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis, unknown_ids
 from jaxdist.trainer.run import TrainingRun
 from jaxdist.trainer.saving import settle
 
@@ -53,8 +53,10 @@ def look_into(run: TrainingRun, error: NonFinite, loader: GlobalBatches) -> Find
     state = progress.state._replace(opt_state=())
     progress.state = state._replace(params=())  # makes room for the diagnosis
     diagnose = make_diagnosis(parts.model, run.plan.mesh, numbers=parts.order.tolist(), options=parts.options)
-    finding = diagnose(state, loader.batch(error.step - 1 + progress.passed))
-    console.line(f"found: {finding or 'nothing: run again, all of it is finite'}")
+    batch = loader.batch(error.step - 1 + progress.passed)
+    finding = diagnose(state, batch)
+    unknown = unknown_ids(batch, getattr(run.plan.config.model, "vocab", None))
+    console.line(f"found: {unknown or finding or 'nothing: run again, all of it is finite'}")
     return finding
 
 

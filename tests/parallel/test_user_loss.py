@@ -1,5 +1,6 @@
 """A user's own loss under every strategy: exact against one device, and what it may not contain is refused."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -237,10 +238,9 @@ def test_gradients_do_not_shrink_with_an_input(weight: str, strategy: str, sizes
 
 @pytest.mark.parametrize("policy", ["fp32", "O3"])
 def test_a_leaf_that_is_not_read_changes_no_bit(policy: str) -> None:
-    results = []
+    results, dtype = [], jnp.float16 if policy == "O3" else jnp.float32
     for more in ({}, {"unread": np.ones((32, 4096, 2), np.float32)}):
-        dtype = jnp.float16 if policy == "O3" else jnp.float32
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), make_params())
+        params = jax.tree.map(functools.partial(jnp.asarray, dtype=dtype), make_params())
         mesh, tx = make_mesh(data=2), optax.sgd(0.1)
         batch = {name: leaf.astype(dtype) for name, leaf in make_batch(0).items()} | more
         step = make_train_step(rnn_loss, tx, mesh, precision=policy, return_grads=True)

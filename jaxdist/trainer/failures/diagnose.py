@@ -171,6 +171,26 @@ def make_diagnosis(
     return diagnose
 
 
+def unknown_ids(batch: PyTree, vocab: int | None) -> str:
+    """The first token id of a batch that is outside the vocabulary, in words; "" if there is none.
+
+    - batch: of a language model, "inputs" and "targets"; a negative target counts nothing and is allowed.
+    - vocab: the number of token ids; None if the model has none.
+    """
+    ids = {name: batch[name] for name in ("inputs", "targets") if vocab is not None and name in batch}
+    if not ids:
+        return ""
+    sharding = NamedSharding(jax.tree.leaves(ids)[0].sharding.mesh, P())
+    ends = jax.jit(lambda ids: jax.tree.map(lambda x: (x.min(), x.max()), ids), out_shardings=sharding)(ids)
+    for name, (least, most) in jax.device_get(ends).items():
+        wrong = most if most >= vocab else least if name == "inputs" else 0
+        if not 0 <= wrong < vocab:
+            return (
+                f"the batch's {name} hold the token id {wrong}, and the model's vocabulary has the ids 0 to {vocab - 1}"
+            )
+    return ""
+
+
 def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: LossScale | None) -> TrainState:
     """The state before the failing step, with probes."""
     params = dict(state.params)

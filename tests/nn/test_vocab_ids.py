@@ -1,0 +1,86 @@
+"""Token ids outside the vocabulary: the loss is nan, the step is skipped, and the diagnosis names the id."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from batches import random_tokens
+from jax.sharding import NamedSharding
+
+from jaxdist import init_state, make_mesh, make_train_step
+from jaxdist.config.schema import ModelConfig
+from jaxdist.models.gpt import gpt
+from jaxdist.specs import BATCH_SPEC
+from jaxdist.trainer.failures.diagnose import unknown_ids
+
+VOCAB = 32
+
+
+@functools.cache
+def compiled(tensor: int, chunk: int | None) -> tuple[Any, Any]:
+    """(a new state, the step) of a small GPT; with sequence parallelism where there is a chunk."""
+    mesh, config = make_mesh(tensor=tensor), ModelConfig(layers=1, width=16, heads=2, vocab=VOCAB, loss_chunk=chunk)
+    model, tx = gpt(config, max_length=8, sequence_parallel=chunk is not None), optax.sgd(0.1)
+    return lambda: init_state(model, tx, mesh), make_train_step(model, tx, mesh)
+
+
+def batch_with(changes: dict[tuple[str, int, int], int]) -> dict[str, np.ndarray]:
+    """changes: (leaf, row, position) -> value."""
+    batch = {name: leaf.copy() for name, leaf in random_tokens(vocab=VOCAB).items()}
+    for (name, row, place), value in changes.items():
+        batch[name][row, place] = value
+    return batch
+
+
+def train(changes: dict[tuple[str, int, int], int], how: tuple[int, int | None]) -> tuple[Any, Any, dict[str, Any]]:
+    """(parameters before, parameters after, metrics) of one step."""
+    new, step = compiled(*how)
+    state = new()
+    before = jax.device_get(state.params)
+    state, metrics = step(state, batch_with(changes))
+    return before, jax.device_get(state.params), jax.device_get(metrics)
+
+
+LAYOUTS = [(1, None), (2, None), (2, 24)]  # devices of `tensor`, loss_chunk
+
+
+@pytest.mark.parametrize("how", LAYOUTS, ids=str)
+@pytest.mark.parametrize("where", [("inputs", 3, 4, VOCAB), ("inputs", 0, 7, -1), ("targets", 5, 7, VOCAB)], ids=str)
+def test_a_step_with_an_unknown_id_is_skipped(where: tuple[str, int, int, int], how: tuple[int, int | None]) -> None:
+    *place, value = where
+    before, after, metrics = train({tuple(place): value}, how)  # type: ignore[dict-item]
+    assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize("how", LAYOUTS, ids=str)
+def test_a_target_that_counts_nothing_may_be_any_number(how: tuple[int, int | None]) -> None:
+    """Its weight is 0, or it is negative, as PyTorch's ignore_index."""
+    none = {("weights", 1, 1): 0, ("weights", 3, 4): 0}
+    _, want, metrics = train(none, how)
+    ignored = {("weights", 3, 4): 0, ("targets", 3, 4): 70_000, ("targets", 1, 1): -100}
+    _, got, other = train(ignored, how)
+    assert metrics["loss"] == other["loss"] and other["skipped"] == 0
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, ""),
+        ({("targets", 0, 0): -100}, ""),
+        ({("inputs", 7, 2): 99}, "inputs hold the token id 99.* ids 0 to 31"),
+        ({("inputs", 7, 2): -1}, "inputs hold the token id -1"),
+        ({("targets", 7, 2): 32}, "targets hold the token id 32"),
+    ],
+)
+def test_the_diagnosis_names_the_id(change: dict[Any, int], told: str) -> None:
+    shards = jax.device_put(batch_with(change), NamedSharding(make_mesh(data=2), BATCH_SPEC))
+    found = unknown_ids(shards, VOCAB)
+    assert re.search(told, found) if told else found == ""
+    assert unknown_ids(shards, None) == "" and unknown_ids({"images": jnp.ones(3)}, VOCAB) == ""
