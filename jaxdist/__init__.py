@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxdist.mesh import make_mesh as make_mesh
     from jaxdist.model import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
-    from jaxdist.optim import make_optimizer as make_optimizer
+    from jaxdist.optim.make import make_optimizer as make_optimizer
     from jaxdist.parallel.options import StepOptions as StepOptions
     from jaxdist.parallel.options import StrategyOptions as StrategyOptions
     from jaxdist.parallel.schedule import Program as Program
@@ -53,7 +53,7 @@ _HOME = {
     "ledger": "jaxdist.plan.traced.ledger",
     "load_config": "jaxdist.config.load",
     "make_mesh": "jaxdist.mesh",
-    "make_optimizer": "jaxdist.optim",
+    "make_optimizer": "jaxdist.optim.make",
     "make_train_step": "jaxdist.step",
     "model_def": "jaxdist.nn",
     "sharding_table": "jaxdist.plan.traced.sharding",

@@ -21,7 +21,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.nn import why_not_cudnn
-from jaxdist.optim import make_optimizer
+from jaxdist.optim.make import make_optimizer
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
 from jaxdist.precision.policy import Precision, precision_of

@@ -110,7 +110,13 @@ def on_host(target: TrainState) -> TrainState:
 
 
 def updated(
-    optimizer: optax.GradientTransformation, grads: PyTree, state: TrainState, *, taken: jax.Array, branch: bool
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    state: TrainState,
+    *,
+    taken: jax.Array,
+    branch: bool,
+    shardings: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """(parameters, optimizer state) after the optimizer's update, or unchanged to the bit.
 
@@ -118,14 +124,16 @@ def updated(
 
     taken: whether to update.
     branch: whether to decide by `lax.cond`, not by `where`.
+    shardings: of the parameters; an extra argument for optimizers that communicate by themselves.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def move(leaf: jax.Array, *, like: Any) -> jax.Array:
         return leaf if jax.typeof(leaf).memory_space == like else jax.device_put(leaf, like)
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            updates, opt_state = optimizer.update(grads, opt_state, params)
+            updates, opt_state = optimizer.update(grads, opt_state, params, shardings=shardings)
         return apply_updates(params, updates), opt_state
 
     rest = state.opt_state

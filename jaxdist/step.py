@@ -112,7 +112,7 @@ def make_train_step(
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
         check_update(optimizer, state.params, state.opt_state, state.residual, sync=sync)
-        specs, lost = specs_of_arrays(state.params), specs_of_arrays(state.residual)
+        specs, lost, layout = specs_of_arrays(state.params), specs_of_arrays(state.residual), shardings_of(state)
         gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -121,7 +121,9 @@ def make_train_step(
             metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
-            params, opt_state = updated(optimizer, grads, state, taken=taken, branch=on_cpu(mesh))
+            params, opt_state = updated(
+                optimizer, grads, state, taken=taken, branch=on_cpu(mesh), shardings=layout.params
+            )
             new = TrainState(state.step + 1, params, opt_state, residual, guard)
             state = advanced(state, new, taken=taken, halted=halted)
             metrics |= guard_metrics(state.guard, policy.scale_rule) | (
@@ -129,7 +131,6 @@ def make_train_step(
             )
             return state, metrics
 
-        layout = shardings_of(state)
         names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, options.freeze)} if options.return_grads else {}

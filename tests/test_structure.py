@@ -348,7 +348,7 @@ BAD = [
     (import_floors, "jaxdist/mesh.py", "from jaxdist import step"),
     (import_floors, "jaxdist/mesh.py", "if TYPE_CHECKING:\n    from jaxdist.nn import ModelDef"),
     (import_floors, "jaxdist/data/loader.py", "from jaxdist.collectives import all_reduce"),
-    (import_floors, "jaxdist/optim.py", "from jaxdist.data import Loader"),
+    (import_floors, "jaxdist/optim/make.py", "from jaxdist.data import Loader"),
     (import_floors, "jaxdist/parallel/strategies/ddp.py", "from ...models.gpt import gpt"),
     (import_floors, "jaxdist/state.py", "from jaxdist.parallel.strategy import Strategy"),
     (import_floors, "jaxdist/nn/block.py", "from jaxdist import make_mesh"),

@@ -59,7 +59,7 @@ def stacked_dims(state: TrainState) -> TrainState:
     """The dim of each leaf that blocks are stacked along, `NONE` where there is none.
 
     A leaf belongs to the parameter that the end of its path names. It has the parameter's dims, or these after others
-    (a residual), or all but one (Adafactor's factors); what has other dims is no part of a block. Leaves need a shape.
+    (a residual), or a dim of blocks before dims of its own (Adafactor's factors). Leaves need a shape.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_name(state.params).items()}
 
@@ -70,12 +70,9 @@ def stacked_dims(state: TrainState) -> TrainState:
             return NONE
         own, whole = tuple(leaf.shape), shapes[name]
         before = len(own) - len(whole)
-        if before >= 0:
-            return before if own[before:] == whole else NONE
-        lacking = [dim for dim in range(len(whole)) if whole[:dim] + whole[dim + 1 :] == own]
-        # Which one it is cannot be told from two dims of one size; `check_adafactor` refuses what could have them.
-        assert 0 not in lacking or lacking == [0], f"{path_name(path)}: {own} of {whole}"
-        return 0 if lacking and lacking != [0] else NONE
+        if before >= 0 and own[before:] == whole:
+            return before
+        return 0 if own[:1] == whole[:1] else NONE
 
     return jax.tree_util.tree_map_with_path(one, state)
 

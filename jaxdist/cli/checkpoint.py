@@ -24,7 +24,8 @@ from jaxdist.config.schema import Config
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
-from jaxdist.optim import make_optimizer, only_trained
+from jaxdist.optim import only_trained
+from jaxdist.optim.make import make_optimizer
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of

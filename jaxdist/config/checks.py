@@ -15,7 +15,7 @@ from jaxdist.config.rules.collective_matmul import check_collective_matmul, chec
 from jaxdist.config.rules.fields import show
 from jaxdist.config.rules.grad_sync import ORDERED_OPTIMIZERS, check_pairs, check_shards, refuse_optimizer
 from jaxdist.config.rules.mesh import check_axis
-from jaxdist.config.rules.pipeline import check_adafactor, check_counts, check_one_stage, check_stages, refuse_stages
+from jaxdist.config.rules.pipeline import check_counts, check_one_stage, check_stages, refuse_stages
 from jaxdist.config.rules.precision import check_float64, check_half_state, check_scale, check_skips
 from jaxdist.config.rules.prefetch import check_prefetch
 from jaxdist.config.rules.remat import (
@@ -127,12 +127,11 @@ def _check_axes(config: Config) -> None:
 
 def _check_stages(config: Config, stages: int) -> None:
     parallel, layers, chunks = config.parallel, config.model.layers, config.parallel.chunks
-    schedule, optimizer, facts = parallel.schedule, config.optimizer.name, ScheduleFacts.of(parallel.schedule)
+    schedule, facts = parallel.schedule, ScheduleFacts.of(parallel.schedule)
     if facts.one_stage:
         check_one_stage(stages, schedule)
     if layers is not None and (not parallel.stages or config.mesh.pipe != -1):
         check_stages(parallel.stages, layers=layers, stages=stages, chunks=chunks)
-    check_adafactor(optimizer, blocks=parallel.stages, chunks=chunks, layers=layers or 0)
     check_counts(schedule, stages=stages, microbatches=parallel.microbatches, chunks=chunks)
     if facts.power_of_two:
         check_pairs(parallel.microbatches, schedule)

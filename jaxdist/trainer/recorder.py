@@ -9,7 +9,7 @@ import jax
 
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, leaves_of
-from jaxdist.optim import learning_rates
+from jaxdist.optim.make import learning_rates
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.trainer.nonfinite import NonFinite, Spikes
 from jaxdist.trainer.run import Outputs, RunPlan

@@ -112,7 +112,7 @@ def make_ours(config: Config) -> tuple[Any, Any, Any, Any]:
     from jaxdist.init import init_state
     from jaxdist.mesh import make_mesh
     from jaxdist.models.gpt import gpt
-    from jaxdist.optim import make_optimizer
+    from jaxdist.optim.make import make_optimizer
     from jaxdist.specs import BATCH_SPEC
     from jaxdist.step import make_train_step
 

@@ -26,7 +26,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.optim import make_optimizer
+from jaxdist.optim.make import make_optimizer
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.state import TrainState
 

@@ -12,7 +12,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.optim import make_optimizer
+from jaxdist.optim.make import make_optimizer
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.step import make_train_step
 

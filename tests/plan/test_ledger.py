@@ -22,7 +22,7 @@ from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import embedding, linear
 from jaxdist.nn.mlp import MLP
-from jaxdist.optim import make_optimizer
+from jaxdist.optim.make import make_optimizer
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
 from jaxdist.plan.explain import memory_at_rest
 from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, collectives_of, hosts_of, ledger
@@ -362,21 +362,21 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], bool]] = {
 }
 KERNELS = ("qkv", "out", "up", "down")  # what Muon takes
 # Beside what mirrors parameters: two int32, of the optimizer and its schedule; Muon has a pair for its Adam as well,
-# and three coefficients. sgd counts for the schedule only.
-COUNTS = {"adamw": 8, "lion": 8, "sgd": 4, "momentum": 4, "adafactor": 8, "muon": 28}
+# and three coefficients; Adafactor one for blocks and one for the rest. sgd counts for the schedule only.
+COUNTS = {"adamw": 8, "lion": 8, "sgd": 4, "momentum": 4, "adafactor": 16, "muon": 28}
 
 
 def optimizer_bytes(optimizer: str, name: str, shard: int) -> int:
     """Of one parameter, on one device, of which it has `shard` elements: fp32."""
     shape, _ = PARAMETERS[name]
     if optimizer == "adafactor":
-        # Shazeer and Stern 2018: where two dims are 128 or more, means over the largest and over the second largest in
-        # place of the second moment, and an empty moment of one element. They lack a dim of the parameter, so that its
-        # PartitionSpec says nothing of them: they rest whole on every device. Elsewhere a moment like the parameter,
-        # and two empty factors. No first moment.
-        second, largest = sorted(shape)[-2:] if len(shape) > 1 else (0, 0)
-        count = math.prod(shape)
-        return 4 * (count // largest + count // second + 1) if second >= 128 else 4 * (shard + 2)
+        # Shazeer and Stern 2018, for each block: where a matrix has 128 inputs and outputs or more, a mean for each of
+        # them in place of the second moment, and an empty moment of one element. No parameter has their shape, so that
+        # they are whole on every device. Elsewhere a moment like the parameter, and two empty factors. No first moment.
+        blocks, (inputs, *outputs) = (shape[0], shape[1:]) if shape[0] == L else (1, shape)
+        if outputs and min(inputs, math.prod(outputs)) >= 128:
+            return 4 * blocks * (inputs + math.prod(outputs) + 1)
+        return 4 * (shard + 2 * blocks)
     elements = {"adamw": 2, "lion": 1, "sgd": 0, "momentum": 1, "muon": 1 if name in KERNELS else 2}[optimizer]
     return 4 * elements * shard
 

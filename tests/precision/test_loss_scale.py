@@ -24,7 +24,7 @@ from jaxdist.data import Loader
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
-from jaxdist.optim import learning_rates
+from jaxdist.optim.make import learning_rates
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.loss_scale import fresh_guard, next_guard, released, scale_of, tree_is_finite
 from jaxdist.precision.policy import Precision

@@ -23,7 +23,7 @@ from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
-from jaxdist.optim import make_optimizer
+from jaxdist.optim.make import make_optimizer
 from jaxdist.runtime.watch.stop import StopSignal
 from jaxdist.specs import BATCH_SPEC, path_name
 from jaxdist.step import make_train_step

@@ -10,8 +10,6 @@ from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
-FACTORED = 128  # the smallest dim that optax.adafactor factors
-
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive integer, in order."""
@@ -67,24 +65,6 @@ def check_counts(schedule: str, *, stages: int, microbatches: int, chunks: int) 
             f"parallel.microbatches: {microbatches} is no multiple of mesh.pipe {stages}, as parallel.schedule"
             f" {schedule} with parallel.chunks {chunks} needs; nearest that work:"
             f" {near(multiples_around(microbatches, stages), microbatches)}; or parallel.chunks=1"
-        )
-
-
-def check_adafactor(optimizer: str, *, blocks: Sequence[int], chunks: int, layers: int) -> None:
-    """Raise `UserError` where adafactor's statistics would depend on the order of stacked blocks, or on rows of zeros
-    among them. blocks: `parallel.stages`."""
-    if optimizer != "adafactor":
-        return
-    if uneven(blocks):  # empty rows would change its means
-        raise UserError(
-            f"optimizer.name: 'adafactor' takes means over all blocks, parallel.stages {show(tuple(blocks))} adds rows"
-            " of zeros; allowed: adamw, sgd, lion, muon, or stages with equally many blocks"
-        )
-    if chunks > 1 and layers >= FACTORED:
-        raise UserError(
-            f"optimizer.name: 'adafactor' factors over blocks if model.layers is {FACTORED} or more, whose order a"
-            f" checkpoint could then not tell with parallel.chunks {chunks}; allowed: adamw, sgd, lion, muon; or"
-            " parallel.chunks=1"
         )
 
 

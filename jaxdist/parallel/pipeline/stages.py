@@ -54,8 +54,8 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
     blocks: the number of blocks of each stage, such as [7, 8, 8, 7]; with chunks, of each virtual stage, chunk 0 of all
         stages first. Equal numbers if left out.
 
-    With unequal numbers the optimizer must leave a zero parameter with a zero gradient at zero. It must not compute
-    means over whole leaves either, as optax.adafactor does. `arrange_rows` reorders parameters that exist already.
+    With unequal numbers the optimizer must leave a zero parameter with a zero gradient at zero, and take no means over
+    all blocks (`jaxdist.optim.per_block`). `arrange_rows` reorders parameters that exist already.
     """
     order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=blocks)
     if chunks == 1 and not uneven(blocks):

@@ -177,8 +177,8 @@ def unknown_ids(batch: PyTree, vocab: int | None) -> str:
     - batch: of a language model, "inputs" and "targets"; a negative target counts nothing and is allowed.
     - vocab: the number of token ids; None if the model has none.
     """
-    ids = {name: batch[name] for name in ("inputs", "targets") if vocab is not None and name in batch}
-    if not ids:
+    ids = {name: batch[name] for name in ("inputs", "targets") if name in batch}
+    if vocab is None or not ids:
         return ""
     sharding = NamedSharding(jax.tree.leaves(ids)[0].sharding.mesh, P())
     ends = jax.jit(lambda ids: jax.tree.map(lambda x: (x.min(), x.max()), ids), out_shardings=sharding)(ids)

@@ -1,0 +1,13 @@
+"""Optimizers, learning rates, and norms of gradients.
+
+Optimizers are optax's. They run in the global region, on whole arrays: Adafactor, Muon and clipping need statistics of
+a whole tensor, and in the manual region they would silently use those of a shard.
+"""
+
+from jaxdist.optim.norms import clip_by_ordered_norm, global_norm, ordered_norm, ordered_sum
+from jaxdist.optim.update import apply_updates, check_order, leave_out, only_trained, with_rounded_products
+
+__all__ = [
+    "apply_updates", "check_order", "clip_by_ordered_norm", "global_norm", "leave_out", "only_trained", "ordered_norm",
+    "ordered_sum", "with_rounded_products",
+]  # fmt: skip

@@ -1,0 +1,80 @@
+"""The optimizer of a configuration, and its learning rates."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.errors import UserError
+from jaxdist.optim.muon import muon
+from jaxdist.optim.norms import clip_by_ordered_norm
+from jaxdist.optim.per_block import adafactor
+from jaxdist.specs import PyTree
+
+if TYPE_CHECKING:
+    from jaxdist.config.schema import OptimizerConfig
+
+NOT_DECAYED = ("bias", "scale")  # vectors, even if stacked blocks give them a second dim
+
+
+def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
+    """The learning rate schedule: linear warm-up to `lr`, then `cosine`, `linear` or `constant`.
+
+    Cosine and linear end at `final_lr_ratio * lr` at the last step.
+    """
+    after, final = max(1, steps - config.warmup_steps - 1), config.lr * config.final_lr_ratio
+    tail = {
+        "cosine": lambda: optax.cosine_decay_schedule(config.lr, after, alpha=config.final_lr_ratio),
+        "linear": lambda: optax.linear_schedule(config.lr, final, after),
+        "constant": lambda: optax.constant_schedule(config.lr),
+    }[config.schedule]()
+    if not config.warmup_steps:
+        return tail
+    # Step 0 must change the parameters, so it has lr / warmup_steps, the first of warmup_steps equal rises.
+    rise = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, max(1, config.warmup_steps - 1))
+    return optax.join_schedules([rise, tail], [config.warmup_steps])
+
+
+def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
+    """The learning rate of every step, [steps], on the host: metrics must not wait for the device."""
+    with jax.numpy_dtype_promotion("standard"):  # optax divides its int32 counts
+        return np.asarray(jax.vmap(learning_rate(config, steps))(jnp.arange(steps)), np.float64)
+
+
+def decay_mask(params: PyTree) -> PyTree:
+    """The mask of weight decay: true for matrices and tables, false for biases and the scales of norms."""
+
+    def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+        return (not path or getattr(path[-1], "key", None) not in NOT_DECAYED) and leaf.ndim >= 2
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTransformation:
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decay_mask}
+    makers: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "adamw": lambda: optax.adamw(rate, config.b1, config.b2, config.eps, **decay),
+        "lion": lambda: optax.lion(rate, config.b1, config.b2, **decay),
+        "sgd": lambda: optax.chain(optax.add_decayed_weights(**decay), optax.sgd(rate, config.momentum or None)),
+        "adafactor": lambda: adafactor(rate, **decay),
+        "muon": lambda: muon(rate, beta=config.momentum, adam_b1=config.b1, adam_b2=config.b2, **decay),
+    }
+    if config.name not in makers:
+        raise UserError(f"optimizer.name: {config.name!r} is not known; allowed: {', '.join(makers)}")
+    return makers[config.name]()
+
+
+def make_optimizer(
+    config: "OptimizerConfig", *, steps: int, deterministic: bool = False
+) -> optax.GradientTransformation:
+    """The optimizer of a configuration: clipping by global norm (unless `clip_norm` is 0), then the update.
+
+    steps: the length of the learning rate schedule.
+    deterministic: clip by `ordered_norm`.
+    """
+    core = _core(config, learning_rate(config, steps))
+    clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
+    return optax.chain(clip(config.clip_norm), core) if config.clip_norm else core

@@ -1,0 +1,97 @@
+"""Optimizers with statistics of a tensor, run on each block of a stack by itself.
+
+The parameters of a model's blocks are stacked: one array [L, ...] holds a parameter of all L blocks. To an optimizer
+that takes means over a parameter, such as Adafactor, the stack would be one parameter, and a block with small gradients
+would move as far as the others.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxdist.specs import STACKED, PyTree, is_model
+
+FACTORED = 128  # the smallest dim of a matrix that Adafactor factors (optax's default)
+
+
+class PerBlock(NamedTuple):
+    """The state of a `per_block` optimizer.
+
+    blocks: the optimizer's state for one block, all but its counts with a leading dim of blocks.
+    others: its state for embedding and head.
+    """
+
+    blocks: Any
+    others: Any
+
+
+def _as_matrices(blocks: PyTree) -> PyTree:
+    """A block's kernels [input, *outputs] as matrices [input, outputs], where Adafactor would factor these.
+
+    Smaller ones keep their dims: their statistics then have the parameter's shape, and are sharded like it.
+    """
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        large = leaf.ndim > 2 and min(leaf.shape[0], leaf.size // leaf.shape[0]) >= FACTORED
+        return leaf.reshape(leaf.shape[0], -1) if large and getattr(path[-1], "key", "") == "kernel" else leaf
+
+    return jax.tree_util.tree_map_with_path(one, blocks)
+
+
+def per_block(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, as if every block of a `ModelDef`'s parameters were a tree of its own. Other trees are one."""
+
+    def parts(params: PyTree) -> tuple[PyTree, PyTree] | None:
+        if not is_model(params) or not jax.tree.leaves(params[STACKED]):
+            return None
+        return {STACKED: params[STACKED]}, {name: unit for name, unit in params.items() if name != STACKED}
+
+    def init_block(block: PyTree) -> Any:
+        return optimizer.init(_as_matrices(block))
+
+    def axes_of(blocks: PyTree) -> PyTree:
+        """The stacked dim of each leaf of the state: 0, but None for counts, of which all blocks have one."""
+        of_one = jax.eval_shape(
+            init_block, jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), blocks)
+        )
+        return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, of_one)
+
+    def init(params: PyTree) -> Any:
+        if (cut := parts(params)) is None:
+            return optimizer.init(params)
+        blocks, others = cut
+        return PerBlock(jax.vmap(init_block, out_axes=axes_of(blocks))(blocks), optimizer.init(others))
+
+    def update_block(grads: PyTree, state: Any, block: PyTree) -> tuple[PyTree, Any]:
+        updates, state = optimizer.update(_as_matrices(grads), state, _as_matrices(block))
+        return jax.tree.map(lambda update, grad: update.reshape(grad.shape), updates, grads), state
+
+    def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        cut, own = parts(grads), None if params is None else parts(params)
+        if cut is None:
+            return optimizer.update(grads, state, params)
+        assert own is not None, "these optimizers read the parameters"
+        axes = axes_of(own[0])
+        run = jax.vmap(update_block, in_axes=(0, axes, 0), out_axes=(0, axes))
+        blocks, of_blocks = run(cut[0], state.blocks, own[0])
+        others, of_others = optimizer.update(cut[1], state.others, own[1])
+        return {**blocks, **others}, PerBlock(of_blocks, of_others)
+
+    return optax.GradientTransformation(init, update)
+
+
+def adafactor(rate: optax.Schedule, *, weight_decay: float, mask: Any) -> optax.GradientTransformation:
+    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235): the parts of `optax.adafactor`, per block.
+
+    The decay is multiplied by the learning rate, as adamw's is; optax's own adafactor takes it as it stands, so that it
+    would not follow the schedule.
+    """
+    parts = (
+        optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(rate),
+    )
+    return per_block(optax.chain(*parts))

@@ -1,0 +1,188 @@
+"""Learning-rate schedules, what is decayed, what Muon takes; and that every optimizer sees whole tensors in every
+layout."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from levels import levels
+
+from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.init import state_target
+from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.optim.make import decay_mask, learning_rates, make_optimizer
+from jaxdist.optim.muon import muon_dims
+from jaxdist.specs import path_name
+from jaxdist.state import place_params
+from jaxdist.step import make_train_step
+
+MODEL = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32)
+
+
+@pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
+def test_schedules(schedule: str, middle: float) -> None:
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, final_lr_ratio=0.1)
+    rates = learning_rates(config, 24)
+    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0], rtol=1e-6)  # the first step already moves
+    assert rates[13] > middle * 0.99 > rates[14] * 0.9
+    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, rel=1e-5)
+    assert np.all(np.diff(rates[4:]) <= 0)
+
+
+def test_without_warm_up_the_first_rate_is_the_peak() -> None:
+    assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
+
+
+def test_vectors_are_not_decayed_however_they_are_stacked() -> None:
+    shapes = gpt(MODEL, max_length=8).shapes
+    mask = {path_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decay_mask(shapes))}
+    assert {name for name, decays in mask.items() if not decays} == {
+        name for name in mask if name.endswith((".bias", ".scale"))
+    }
+    assert mask["blocks.mlp.up.kernel"] and mask["embed.tokens.table"]
+
+
+def test_muon_takes_the_kernels_of_blocks() -> None:
+    shapes = gpt(MODEL, max_length=8).shapes
+    dims = {
+        path_name(path): value
+        for path, value in jax.tree_util.tree_leaves_with_path(
+            muon_dims(shapes), is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+        )
+    }
+    taken = {name for name, value in dims.items() if value is not None}
+    layers = ("attention.qkv.linear", "attention.out", "mlp.up", "mlp.down")
+    assert taken == {f"blocks.{name}.kernel" for name in layers}
+    assert dims["blocks.attention.qkv.linear.kernel"].output_axis == (2, 3, 4)
+    foreign = muon_dims({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
+    assert foreign["b"] is None and foreign["w"] is not None
+
+
+@pytest.mark.parametrize("name", levels(("adamw", "sgd", "muon", "lion", "adafactor"), everyday=5, slow=2))
+def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
+    """Adafactor, Muon and clipping look across a tensor: local statistics would differ here."""
+    options = OptimizerConfig(name=name, lr=1e-2, clip_norm=0.1, eps=1e-6)
+    ids = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((8, 8), np.float32)}
+
+    def params_after(strategy: str, **sizes: int) -> object:
+        with jax.numpy_dtype_promotion("standard"):
+            tx, mesh = make_optimizer(options, steps=3), make_mesh(**sizes)
+            width = 128 if name == "adafactor" else 16  # it factors dims of 128 and more
+            config = dataclasses.replace(MODEL, style="llama", width=width, vocab=width * 2)
+            model = gpt(config, max_length=8, param_dtype=jnp.float64)
+            state = place_params(model.init(jax.random.key(0)), tx, state_target(model, tx, mesh, strategy=strategy))
+            step = make_train_step(model, tx, mesh, strategy=strategy, precision="fp64")
+            for _ in range(2):
+                state, _ = step(state, batch)
+        return jax.device_get(state.params)
+
+    # Llama has no biases: the gradient of a key bias is zero but for rounding, and Lion would take the sign of that.
+    with jax.enable_x64(True):
+        assert oracle.error(params_after("zero3", data=2, fsdp=2, tensor=2), params_after("ddp")) < 1e-9
+
+
+def random_tree(shapes: object, seed: int) -> object:
+    rng = np.random.default_rng(seed)
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape)), shapes, is_leaf=is_shape)
+
+
+LAYERS, WIDTH = 3, 128
+STACKED_SHAPES = {
+    "embed": {"table": (160, WIDTH)},
+    "blocks": {
+        "qkv": {"kernel": (LAYERS, WIDTH, 4, 3, 32), "bias": (LAYERS, 4, 3, 32)},
+        "down": {"kernel": (LAYERS, 256, WIDTH), "bias": (LAYERS, WIDTH)},
+        "small": {"kernel": (LAYERS, 8, 4, 4)},
+    },
+    "head": {"norm": {"scale": (WIDTH,)}},
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion", "adafactor"])
+def test_a_block_moves_as_if_it_were_alone(name: str) -> None:
+    """An optimizer that takes means over a parameter takes them over one block's: stacked blocks are as many layers.
+
+    The gradients of block 1 are a thousand times smaller. Kernels are matrices of the input by all outputs.
+    """
+    options = OptimizerConfig(name=name, lr=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=0)
+
+    def alone(tree: Any, block: int) -> Any:
+        def one(path: Any, leaf: jax.Array) -> jax.Array:
+            return leaf[block].reshape(leaf.shape[1], -1) if "kernel" in str(path) else leaf[block].ravel()
+
+        return jax.tree_util.tree_map_with_path(one, tree["blocks"])
+
+    def steps(params: Any, grads: list[Any]) -> Any:
+        tx = make_optimizer(options, steps=5)
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = tx.update(grad, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params, grads = random_tree(STACKED_SHAPES, 0), [random_tree(STACKED_SHAPES, seed) for seed in (1, 2, 3)]
+        size = np.array([1.0, 1e-3, 1.0])
+        by_block = lambda leaf: leaf * jnp.asarray(size).reshape(-1, *[1] * (leaf.ndim - 1))  # noqa: E731
+        grads = [{**tree, "blocks": jax.tree.map(by_block, tree["blocks"])} for tree in grads]
+        got = steps(params, grads)
+        for block in range(LAYERS):
+            want = steps(alone(params, block), [alone(tree, block) for tree in grads])
+            assert oracle.error(alone(got, block), want) < 1e-10
+
+
+def test_adafactor_is_optax_with_a_decay_that_follows_the_learning_rate() -> None:
+    """On one layer, with a rate of one value; and its statistics of a kernel with many output dims are factored."""
+    shapes = {"kernel": (WIDTH, 256), "bias": (256,)}
+    options = OptimizerConfig(name="adafactor", lr=1e-2, schedule="constant", weight_decay=0.1, clip_norm=0)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        stock = optax.adafactor(1e-2, weight_decay_rate=1e-2 * 0.1, weight_decay_mask=decay_mask)
+        ours, params, grad = make_optimizer(options, steps=9), random_tree(shapes, 0), random_tree(shapes, 1)
+        want, _ = stock.update(grad, stock.init(params), params)
+        got, _ = ours.update(grad, ours.init(params), params)
+        assert oracle.error(got, want) < 1e-12
+        fading = make_optimizer(dataclasses.replace(options, schedule="linear", final_lr_ratio=0.0), steps=9)
+        state, still = fading.init(params), jax.tree.map(jnp.zeros_like, grad)
+        for _ in range(9):
+            last, state = fading.update(still, state, params)
+        assert not np.asarray(last["kernel"]).any()  # at a rate of 0 nothing moves, decay included
+    factors = ours.init(random_tree(STACKED_SHAPES, 0)).blocks[0]
+    assert factors.v_row["blocks"]["qkv"]["kernel"].shape == (LAYERS, WIDTH)
+    assert factors.v_col["blocks"]["qkv"]["kernel"].shape == (LAYERS, 4 * 3 * 32)
+
+
+def test_muon_is_optax_muon() -> None:
+    """To the state's structure. Adam's part decays no bias."""
+    options = OptimizerConfig(name="muon", lr=1e-2, schedule="constant", weight_decay=0.1, clip_norm=0, momentum=0.9)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        ours = make_optimizer(options, steps=9)
+        stock = optax.contrib.muon(
+            optax.constant_schedule(1e-2),
+            beta=0.9,
+            weight_decay=0.1,
+            adam_b1=options.b1,
+            adam_b2=options.b2,
+            adam_weight_decay=0.0,
+            muon_weight_dimension_numbers=muon_dims,
+            consistent_rms=0.2,
+        )
+        params, grads = random_tree(STACKED_SHAPES, 0), [random_tree(STACKED_SHAPES, seed) for seed in (1, 2)]
+        names = lambda state: [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]  # noqa: E731
+        states = ours.init(params), stock.init(params)
+        assert {name.replace(".inner_state", "") for name in names(states[0])} == {
+            name.replace(".inner_state", "") for name in names(states[1])
+        }
+        for grad in grads:
+            got, first = ours.update(grad, states[0], params)
+            want, second = stock.update(grad, states[1], params)
+            states = first, second
+            assert oracle.error(got["blocks"], want["blocks"]) < 1e-12
+            assert oracle.error(got["head"], want["head"]) < 1e-12
