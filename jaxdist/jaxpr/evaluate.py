@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, interpret, opened
 from jaxdist.specs import PyTree
@@ -104,14 +105,21 @@ def needed(equations: list[Any], outputs: list[Any], given: set[Any]) -> tuple[l
     return chosen[::-1], reads
 
 
-def trimmed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The results of function(*arguments), without the equations that they do not depend on.
+def without_dead_code(closed: Any) -> Any:
+    """The closed jaxpr without the equations, at any depth, whose results nothing reads.
 
-    A compiler drops such equations as well, but the ledger, which reads the traced program, would count them.
+    Differentiation leaves such: the backward pass of an embedding computes the embedding again, for nothing. A compiler
+    drops them, so that a collective among them never runs.
     """
+    alive, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return closed.replace(jaxpr=alive)
+
+
+def trimmed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The results of function(*arguments), `without_dead_code`."""
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    chosen, _ = needed(equations(traced), traced.jaxpr.outvars, set())
-    results = evaluate(traced.jaxpr.replace(eqns=chosen), traced.consts, jax.tree.leaves(arguments))
+    alive = without_dead_code(traced)
+    results = evaluate(alive.jaxpr, alive.consts, jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 

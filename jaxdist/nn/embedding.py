@@ -3,6 +3,8 @@
 Legend: B batch, S sequence, D model width, V vocabulary, V_t this device's part of the vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,10 +24,10 @@ def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(local, 0, local_vocab - 1), here
 
 
-def _or_nan(x: jax.Array, ids: jax.Array, local_vocab: int) -> jax.Array:
-    """x [*ids, ...], and nan where an id is outside the vocabulary: silence would train on whatever stands there."""
+def _nan_outside(ids: jax.Array, local_vocab: int, dtype: Any) -> jax.Array:
+    """nan for an id outside the whole vocabulary, else 0: silence would train on whatever row is read for it."""
     known = (ids >= 0) & (ids < local_vocab * lax.axis_size("tensor"))
-    return jnp.where(jnp.expand_dims(known, range(ids.ndim, x.ndim)), x, jnp.asarray(jnp.nan, x.dtype))
+    return jnp.where(known, jnp.zeros((), dtype), jnp.asarray(jnp.nan, dtype))
 
 
 class VocabEmbed(nnx.Module):
@@ -45,7 +47,7 @@ class VocabEmbed(nnx.Module):
         local, here = _local_ids(ids_BS, table.shape[0])
         # The lookup is in at least fp32, so that the backward pass adds a frequent token's gradients in it.
         rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
-        own = _or_nan(jnp.where(here[..., None], rows, jnp.zeros((), table.dtype)), ids_BS, table.shape[0])
+        own = jnp.where(here[..., None], rows, _nan_outside(ids_BS, table.shape[0], table.dtype)[..., None])
         return sum_to_positions(own) if self.sequence else psum(own, "tensor")
 
 
@@ -95,4 +97,5 @@ def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Arr
     local, here = _local_ids(targets_BS, logits_BSV.shape[-1])
     mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
     target = psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
-    return _or_nan(jnp.log(total) + peak - target, targets_BS, logits_BSV.shape[-1])
+    unknown = _nan_outside(targets_BS, logits_BSV.shape[-1], target.dtype)
+    return jnp.log(total) + peak - target + unknown

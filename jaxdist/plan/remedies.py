@@ -18,6 +18,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger
+from jaxdist.plan.traced.program import traced_program
 
 
 class StepCost(NamedTuple):
@@ -137,7 +138,7 @@ def cost_of(config: Config) -> StepCost:
 
 def _flops(parts: Parts, batch: Any) -> float:
     """FLOPs of the manual region, whose shapes are those of one device. (The optimizer sees whole arrays.)"""
-    jaxpr = parts.step.jitted(parts.target).trace(parts.target, batch).jaxpr
+    jaxpr = traced_program(parts.step, parts.target, batch)
     return sum(flops_of(each.params["jaxpr"]) for each in equations(jaxpr) if each.primitive.name == "shard_map")
 
 

@@ -19,6 +19,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.optim.make import make_optimizer
 from jaxdist.optim.muon import on_whole_matrices
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
+from jaxdist.plan.report.text import pytorch_term
 from jaxdist.plan.traced.ledger import ledger
 
 OPTIONS = OptimizerConfig(name="muon", lr=1e-2, clip_norm=0.5, weight_decay=0.1)
@@ -73,6 +74,7 @@ def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     rows = [each for each in whole.collectives if each.purpose.startswith("optimizer.")]
     kernels = [model.shapes["blocks"][a][b] for a, b in (("attention", "out"), ("mlp", "up"), ("mlp", "down"))]
     kernels = [leaf["kernel"] for leaf in (*kernels, model.shapes["blocks"]["attention"]["qkv"]["linear"])]
+    assert {pytorch_term(each) for each in rows} == {"distributed Muon"}
     assert {each.op for each in rows} == {"all_to_all"} and len({each.purpose for each in rows}) == len(kernels)
     # A device has a quarter of every kernel, and sends half of it at each of four exchanges, over fsdp and tensor.
     assert sum(each.wire_bytes for each in rows) == 4 * 4 * sum(leaf.size for leaf in kernels) / 4 / 2

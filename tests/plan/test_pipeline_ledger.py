@@ -19,6 +19,7 @@ from jaxdist.collectives import psum, to_varying
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.pipeline.stages import arrange
@@ -138,7 +139,6 @@ def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
     purposes = {(each.phase, each.purpose) for each in found.collectives}
     assert {
         ("forward", "activations of embed"),
-        ("recompute", "activations of embed"),
         ("forward", "activations of blocks.mlp"),
         ("forward", "blocks.mlp.up.kernel"),
         ("recompute", "blocks.mlp.up.kernel"),
@@ -295,3 +295,37 @@ def test_what_has_no_timeline_is_refused(overrides: list[str], message: str) -> 
 
 def test_a_schedule_of_somebody_elses_may_have_a_table() -> None:
     assert configured_ticks(configured("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe")).length == 22
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_an_embedding_is_not_computed_again(remat: str) -> None:
+    """Its gradient needs neither the table nor the looked up rows: not in the ledger, not in the program that runs."""
+    mesh, tx, definition = abstract_mesh(pipe=2, fsdp=2, tensor=2), optax.adamw(1e-3), model()
+    options: dict[str, Any] = {"strategy": "zero3", "schedule": "one_f_one_b", "microbatches": 4, "remat": remat}
+    step = make_train_step(definition, tx, mesh, **options)
+    target = state_target(definition, tx, mesh, strategy="zero3", min_shard_bytes=0)
+    rows = ledger(step, target, token_shapes(ROWS)).collectives
+    assert {each.phase for each in rows if each.purpose.endswith("embed")} == {"forward"}
+    gathers = {each.phase for each in rows if "table" in each.purpose and each.op == "all_gather"}
+    assert gathers == {"once a step", "forward"}
+    traced = step.jitted(target).trace(target, token_shapes(ROWS)).jaxpr
+    assert len(collectives_of(traced, mesh, hosts_of(mesh, 8), set())) == len(
+        collectives_of(without_dead_code(traced), mesh, hosts_of(mesh, 8), set())
+    )
+
+
+def test_a_collective_whose_result_nothing_reads_is_not_counted() -> None:
+    """At any depth: in a loop, in a function that is differentiated, beside a result that is read."""
+
+    def body(x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        return x * 2, psum(x, "data")
+
+    def region(x: jax.Array) -> jax.Array:
+        both = jax.checkpoint(lambda x: (psum(x, "data") ** 2, x * 3))
+        return jax.lax.scan(body, x, None, length=3)[0] + jax.grad(lambda x: both(x)[1].sum())(x)
+
+    mesh = abstract_mesh(data=4)
+    run = jax.shard_map(region, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    traced = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((8,), np.float32))
+    assert len(collectives_of(traced, mesh, hosts_of(mesh, 8), set())) >= 1
+    assert collectives_of(without_dead_code(traced), mesh, hosts_of(mesh, 8), set()) == ()

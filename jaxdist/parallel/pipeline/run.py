@@ -18,6 +18,7 @@ from jax import lax
 from jaxdist.collectives import rank, to_varying, varying_axes, zeros_varying_like
 from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import refuse_split_backward
+from jaxdist.jaxpr.evaluate import trimmed
 from jaxdist.parallel.blocks.branch import Choose, by_condition, by_mask, pack, typed_like, unpack
 from jaxdist.parallel.blocks.layers import BlockRows, ScannedBlocks, at, put
 from jaxdist.parallel.pipeline.relay import BACKWARD, FORWARD, blocks_of_chunk, cut_into_chunks, send
@@ -248,7 +249,9 @@ class _Machine(NamedTuple):
 
     def _pull_embed(self, state: _State, microbatch: jax.Array) -> _State:
         batch = at(self.microbatches, microbatch)
-        (grads,) = jax.vjp(functools.partial(self._embed, batch=batch), self.diff[EMBED])[1](state.dh)
+        embed = functools.partial(self._embed, batch=batch)
+        # The gradient of a lookup does not need the looked up rows, nor the table.
+        (grads,) = trimmed(lambda dh: jax.vjp(embed, self.diff[EMBED])[1](dh), state.dh)
         return state._replace(grads=self._added(state.grads, {EMBED: grads}))
 
     def _added(self, total: PyTree, grads: PyTree) -> PyTree:

@@ -17,6 +17,8 @@ def pytorch_term(each: Collective) -> str:
     """The name of a collective in PyTorch."""
     if (each.phase, each.purpose) in SENDS.values():
         return "point to point"
+    if each.purpose.startswith("optimizer."):
+        return "distributed Muon"
     if "tensor" in each.axes:
         return "Megatron tensor parallel"
     if each.purpose == "loss_and_weight":

@@ -14,6 +14,7 @@ import jax
 
 from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, scan_of
 from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
+from jaxdist.plan.traced.program import traced_program
 from jaxdist.specs import STACKED, PyTree, is_model
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
@@ -66,7 +67,7 @@ def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list
 
     The arguments are those of `ledger`.
     """
-    jaxpr = step.jitted(state).trace(state, batch).jaxpr
+    jaxpr = traced_program(step, state, batch)
     marks = (
         jax.tree.map(lambda _: _Value(object()), state)._replace(
             step=_Value(object(), batch=True),

@@ -1,8 +1,8 @@
 """The ledger: every collective of a train step before it runs, with its axes, bytes, calls and source line.
 
 It is read from the jaxpr of the very function that trains. So no devices are needed, and the mesh may be far larger
-than the machine. The compiler adds collectives for the optimizer, in the global region; they are not in the jaxpr, see
-`jaxdist.plan.compiled.hlo`.
+than the machine. The compiler may add collectives around the optimizer, in the global region. They are not in the
+jaxpr; see `jaxdist.plan.compiled.hlo`.
 """
 
 import functools
@@ -22,6 +22,7 @@ from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.pipeline.relay import TO_BEFORE, TO_NEXT
 from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
+from jaxdist.plan.traced.program import traced_program
 from jaxdist.plan.traced.readers import first_readers
 from jaxdist.specs import PyTree, path_name
 from jaxdist.state import TrainState
@@ -124,7 +125,7 @@ def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_hos
     Raises `UserError` for a loop that communicates and whose length is not in the program.
     """
     mesh = state.step.sharding.mesh
-    jaxpr = step.jitted(state).trace(state, batch).jaxpr
+    jaxpr = traced_program(step, state, batch)
     names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
     found = collectives_of(jaxpr, mesh, hosts_of(mesh, devices_per_host), names)
     return Ledger(found, {str(axis): int(size) for axis, size in mesh.shape.items()})
