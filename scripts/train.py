@@ -6,6 +6,7 @@ import sys
 from jaxdist.config.load import load_config
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.runtime.join.environment import add_job_flags, take_job_flags
+from jaxdist.runtime.output import lasting_output
 
 
 @reports_mistakes
@@ -25,4 +26,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with lasting_output():
+        sys.exit(main())
