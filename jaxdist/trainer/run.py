@@ -136,7 +136,8 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Train
     mesh = make_mesh(**asdict(config.mesh))
     parts = assemble(config, mesh)
     keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
-    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", **keeping, order=parts.order))
+    made = Checkpoints(folder / "checkpoints", **keeping, order=parts.order, entered=watch.crumbs.save_enters)
+    checkpoints = stack.enter_context(made)
     checkpoints.look_ahead()  # while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
     if jax.process_count() > 1:

@@ -227,8 +227,10 @@ def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch
         samples = ""
         if complete and config.train.sample_tokens and run.plan.source.info["unit"] == "bytes":
             samples = sample_text(run.plan, run.progress.state.params)
+        watch.crumbs.enter("settle")
         if not all_saved(outputs):
             return FAILED
+        watch.crumbs.enter("finish")
         if jax.process_index() == 0:
             if not complete:
                 if stop.why == "train.max_hours":
