@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,11 @@ def spoil(fault: dict[str, Any]) -> None:
     from jaxdist.checkpoint import Checkpoints
     from jaxdist.checkpoint.barrier import _SharedFuture
     from jaxdist.data import Loader
+    from jaxdist.runtime.watch import watchdog
     from jaxdist.runtime.watch.watchdog import Watch
     from jaxdist.train_step import TrainStep
 
+    watchdog.UNMOVED_S = fault.get("unmoved", watchdog.UNMOVED_S)
     if fault["kind"] == "program":
         norm = jaxdist.step.global_norm
         jaxdist.step.global_norm = lambda grads: norm(grads) * 2
@@ -95,7 +98,7 @@ def spoil(fault: dict[str, Any]) -> None:
     def spoiled_result(self: Any, timeout: float | None = None) -> Any:
         if fault["kind"] == "save" and self._saves._save == 3:
             now()
-            time.sleep(1000)
+            self._future = SimpleNamespace(result=lambda _: time.sleep(1000))
         return result(self, timeout)
 
     def spoiled_due(step: int, every: int, last: int) -> bool:

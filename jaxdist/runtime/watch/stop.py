@@ -226,7 +226,9 @@ class StopSignal:
 def _way_on(folder: Path | None, newest: list[int]) -> str:
     """What to do after a run that has ended at once. newest: of the checkpoints, -1: none, or [] where the disk has not
     answered."""
-    if folder is None or newest == [-1]:
+    if folder is None:
+        return "the same command begins again"
+    if newest == [-1]:
         return "there is no checkpoint yet: the same command begins again"
     found = f"the checkpoint of step {newest[0]}" if newest else "its newest checkpoint, if there is one"
     return f"the same command with --run-dir {folder} goes on from {found}"
