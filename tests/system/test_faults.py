@@ -177,7 +177,7 @@ def check_first_batch(job: Job, rank: int, chance: random.Random) -> None:
     said = (
         rf"^no step for \d s: rank {rank} in first batch of step 1 for \d\.\d s; rank {1 - rank} in \w+ of step 1 for"
     )
-    wait_until(lambda: re.search(said, job.err(0), re.MULTILINE), said, START, logs=job.logs)
+    wait_until(lambda: re.search(said, job.err(0, notices=True), re.MULTILINE), said, START, logs=job.logs)
 
 
 def refused(job: Job, line: str) -> None:
