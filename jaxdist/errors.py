@@ -1,9 +1,10 @@
-"""The exception for mistakes that a user can mend. Invariants of jaxdist itself are asserts."""
+"""The exception for mistakes that a user can mend, on command lines too. Invariants of jaxdist itself are asserts."""
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
 
@@ -16,6 +17,15 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of command lines whose errors are a `UserError`: the argument, what is allowed, and `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error, for mistakes that this parser or its user finds."""
+        usage = self.format_usage().removeprefix("usage: ").strip()
+        raise UserError(f"{message}; allowed: {usage}; {self.prog} --help says more")
 
 
 def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, int]:

@@ -1,17 +1,16 @@
 """Look after checkpoints: python scripts/checkpoint.py ls|verify|export|import|average ... (docs/huggingface.md)"""
 
-import argparse
 import sys
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 
 
 @reports_mistakes
 def main() -> int:
     """Exit status: 0; 1 a checkpoint is damaged; 2 the arguments, the configuration or a file is wrong."""
-    parser = argparse.ArgumentParser(description="List, check, convert and average checkpoints.")
+    parser = CommandParser(description="List, check, convert and average checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("ls", "the steps of a run"),

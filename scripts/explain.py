@@ -1,19 +1,18 @@
 """What a configuration will communicate and hold, without running a step: python scripts/explain.py --config FILE"""
 
-import argparse
 import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 
 
 @reports_mistakes
 def main() -> int:
     """Exit status: 0; 1 over budget; 2 the configuration is wrong."""
-    parser = argparse.ArgumentParser(description="The collectives, memory and layout of one train step.")
+    parser = CommandParser(description="The collectives, memory and layout of one train step.")
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")

@@ -3,6 +3,8 @@
 import sys
 
 from jaxdist.launcher.supervisor import run_launcher
+from jaxdist.runtime.output import lasting_output
 
 if __name__ == "__main__":
-    sys.exit(run_launcher(sys.argv[1:]))
+    with lasting_output():
+        sys.exit(run_launcher(sys.argv[1:]))

@@ -3,19 +3,18 @@
 python scripts/plan.py --compile --gpu h200 --hosts 32 --gpus-per-host 8 --config FILE [section.key=value ...]
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 
 
 @reports_mistakes
 def main() -> int:
     """Exit status: 0 it fits; 1 it does not; 2 the configuration is wrong, or something is not installed."""
-    parser = argparse.ArgumentParser(description="The step of a configuration, compiled for GPUs that are not there.")
+    parser = CommandParser(description="The step of a configuration, compiled for GPUs that are not there.")
     parser.add_argument("--compile", action="store_true", required=True, help="what it does so far")
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--gpu", default="h200", help="a100-40, a100-80, h100, h200, b200, gb200")

@@ -1,16 +1,15 @@
 """Text to token ids: python scripts/prepare_data.py INPUT ... --out DIR [--tokenizer FILE]"""
 
-import argparse
 import sys
 from pathlib import Path
 
-from jaxdist.errors import reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 
 
 @reports_mistakes
 def main() -> int:
     """Exit status: 0 done, 2 something is wrong with the input."""
-    parser = argparse.ArgumentParser(description="Write text as token ids, for data.source=tokens.")
+    parser = CommandParser(description="Write text as token ids, for data.source=tokens.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl files, folders of them")
     parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="a new folder")
     parser.add_argument("--tokenizer", default="bytes", metavar="FILE", help="bytes, or a tokenizer.json")

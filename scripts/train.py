@@ -1,18 +1,18 @@
 """Train: python scripts/train.py --config FILE [section.key=value ...] [--run-dir DIR]"""
 
-import argparse
 import os
 import sys
 
 from jaxdist.config.load import load_config
-from jaxdist.errors import reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.runtime.join.environment import add_job_flags, take_job_flags
+from jaxdist.runtime.output import lasting_output
 
 
 @reports_mistakes
 def main() -> int:
     """Exit status: 0 done, 2 the configuration is wrong, 75 stopped but resumable, 1 anything else."""
-    parser = argparse.ArgumentParser(description="Train a model as a YAML configuration says.")
+    parser = CommandParser(description="Train a model as a YAML configuration says.")
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; every key is in docs/config.md")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept; one that exists is resumed")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of the file")
@@ -26,4 +26,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with lasting_output():
+        sys.exit(main())

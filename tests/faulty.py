@@ -1,6 +1,7 @@
 """scripts/train.py with a fault of the test's choice: faulty.py '{"kind": KIND, "rank": RANK, ...}' ARGUMENTS
 
 Kinds, on one rank: exception, loop (in Python), hiccup (seconds), at the dispatch of a step; data: sleeps in its batch;
+save: its third save hangs;
 program: another one; slow, slow_data: sleeps between steps, or in data, each time; flip: a bit in the memory of one
 device; late: its watch needs a second to notice a lost connection; failing: exception, and closing takes seconds;
 finish: takes seconds after the last step, and then may fail; none.
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,10 +71,13 @@ def spoil(fault: dict[str, Any]) -> None:
     import jaxdist.step
     import jaxdist.trainer.train
     from jaxdist.checkpoint import Checkpoints
+    from jaxdist.checkpoint.barrier import _SharedFuture
     from jaxdist.data import Loader
+    from jaxdist.runtime.watch import watchdog
     from jaxdist.runtime.watch.watchdog import Watch
     from jaxdist.train_step import TrainStep
 
+    watchdog.UNMOVED_S = fault.get("unmoved", watchdog.UNMOVED_S)
     if fault["kind"] == "program":
         norm = jaxdist.step.global_norm
         jaxdist.step.global_norm = lambda grads: norm(grads) * 2
@@ -89,6 +94,12 @@ def spoil(fault: dict[str, Any]) -> None:
         if fault["kind"] == "slow_data":
             time.sleep(fault["seconds"])
         return batch(self, step)
+
+    def spoiled_result(self: Any, timeout: float | None = None) -> Any:
+        if fault["kind"] == "save" and self._saves._save == 3:
+            now()
+            self._future = SimpleNamespace(result=lambda _: time.sleep(1000))
+        return result(self, timeout)
 
     def spoiled_due(step: int, every: int, last: int) -> bool:
         if fault["kind"] == "slow":
@@ -113,6 +124,7 @@ def spoil(fault: dict[str, Any]) -> None:
                 raise RuntimeError("a bug of the user")
         finish(run, samples)
 
+    result, _SharedFuture.result = _SharedFuture.result, spoiled_result  # type: ignore[method-assign]
     close, Checkpoints.close = Checkpoints.close, spoiled_close  # type: ignore[method-assign]
     finish, jaxdist.trainer.train.write_summary = jaxdist.trainer.train.write_summary, spoiled_finish
     hear, Watch._hear = Watch._hear, late_hear  # type: ignore[method-assign]

@@ -81,11 +81,14 @@ class Processes:
             line for line in text.splitlines() if "peer ranks" not in line and not re.fullmatch(r"\d*", line)
         )
 
-    def err(self, rank: int) -> str:
-        return (self.folder / f"err{rank}").read_text()
+    def err(self, rank: int, *, notices: bool = False) -> str:
+        """Standard error. notices: with the lines that a watch writes where nothing moves for 30 s, as on a machine
+        that has much else to do."""
+        text = (self.folder / f"err{rank}").read_text()
+        return text if notices else re.sub(r"^no step for .*\n", "", text, flags=re.MULTILINE)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {i}\n{self.out(i)}\n{self.err(i)}" for i in range(len(self.running)))
+        return "\n".join(f"--- {i}\n{self.out(i)}\n{self.err(i, notices=True)}" for i in range(len(self.running)))
 
     def wait(self, seconds: float = 60) -> list[int]:
         """Exit statuses. Fails, with what they printed, when not all have ended in time."""

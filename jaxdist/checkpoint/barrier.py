@@ -1,19 +1,28 @@
 """A save of several processes fails on all of them when it fails on one.
 
 Orbax makes the processes wait for each other while they save. A process that fails does not come, and the others would
-wait for 20 minutes. Here they wait in the job's key-value store, and look now and then whether one has failed.
+wait for 20 minutes. Here they wait in the job's key-value store, and look now and then whether one has failed. Whoever
+watches the job is told which phase of a save each of them is in.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from jaxdist.processes import JobStore, Place, place
 
 LOOK_S = 0.5  # between two looks whether another process has failed
+# What a process has done more, or less, than others that have met as often. Process 0 makes the folder alone.
+LEADS = {"making its folder": -1, "writing": 1}
+MOST_MET = 1000  # above the number of meetings in a save
+Entered = Callable[[int, str], None]
+
+
+def not_watched(order: int, phase: str) -> None:
+    """Nobody wants to know the phases of saves."""
 
 
 class FailedElsewhere(Exception):
@@ -21,10 +30,15 @@ class FailedElsewhere(Exception):
 
 
 class SaveBarrier:
-    """A barrier for the saves of one `Checkpoints`: all processes of the job make the same ones, in the same order."""
+    """A barrier for the saves of one `Checkpoints`: all processes of the job make the same ones, in the same order.
 
-    def __init__(self) -> None:
-        self._save, self._failed, self._uses = 0, False, Counter[str]()
+    entered: is called with each phase that this process enters, from any thread, and a number that says how far its
+    saves have come.
+    """
+
+    def __init__(self, entered: Entered = not_watched) -> None:
+        self._save, self._failed, self._uses, self._entered = 0, False, Counter[str](), entered
+        self._met, self._phase = 0, ""
         self._lock = threading.Lock()  # orbax meets in the main thread and in one of its own
         self._store: JobStore | None = None
 
@@ -43,6 +57,13 @@ class SaveBarrier:
         if store is not None and here.rank == 0:
             store.delete(str(self._save))  # all have ended that save
         self._save, self._failed, self._uses = self._save + 1, False, Counter()
+        self._met = MOST_MET * self._save
+        self.enter("copying")
+
+    def enter(self, phase: str, *, meeting: int = 0) -> None:
+        """Enter a phase of a save, on this process. meeting: 1 where all processes do at the same point."""
+        self._met, self._phase = self._met + meeting, phase
+        self._entered(2 * self._met + LEADS.get(phase, 0), phase)
 
     @contextmanager
     def failing_everywhere(self) -> Iterator[None]:
@@ -66,6 +87,10 @@ class SaveBarrier:
         with self._lock:
             self._uses[key] += 1
             key = f"{self._save}/{key}/{self._uses[key]}"
+        # Orbax meets before it copies, when all have written, when process 0 has completed that, and at its end.
+        after = {"async_write_complete": "completing", "async_commit_complete": "finishing"}
+        phase = next((name for end, name in after.items() if end in key), self._phase)
+        self.enter("waiting for " + ("rank 0" if phase == "finishing" else "the other ranks"), meeting=1)
         store.set(f"{key}/{here.rank}")
         until = time.monotonic() + timeout_ms / 1000
         if here.rank == 0:
@@ -74,6 +99,7 @@ class SaveBarrier:
             store.set(f"{key}/all")
         else:
             self._wait(store, f"{key}/all", until)
+        self.enter(phase, meeting=1)
 
     def _wait(self, store: JobStore, key: str, until: float) -> None:
         while store.get(key, LOOK_S) is None:
@@ -91,6 +117,7 @@ class _SharedFuture:
         self._future, self._saves = future, saves
 
     def result(self, timeout: float | None = None) -> Any:
+        self._saves.enter("writing")  # orbax waits for futures when all is copied
         with self._saves.failing_everywhere():
             return self._future.result(timeout)
 

@@ -197,6 +197,13 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
         between = super().get_final()
         return between.with_name(between.name.partition(TEMPORARY)[0])
 
+    async def create(self) -> Any:
+        """Make the temporary folder, on process 0."""
+        self.saves.enter("making its folder")
+        made = await super().create()
+        self.saves.enter("copying")
+        return made
+
     async def finalize(self) -> None:
         """Commit: on process 0, in a thread of orbax, while training goes on."""
         with self.saves.failing_everywhere():

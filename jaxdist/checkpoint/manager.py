@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.background import own_copy, writers_step_back
-from jaxdist.checkpoint.barrier import SaveBarrier, share_failures
+from jaxdist.checkpoint.barrier import Entered, SaveBarrier, not_watched, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
 from jaxdist.checkpoint.checksums import CHECKSUMS, RECORD, TEMPORARY, Integrity, SealedFolder, check_files, record_of
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
@@ -60,15 +60,23 @@ class Checkpoints:
 
     - keep, keep_every, keep_best: see `Retention`.
     - order: the block in each row of the run's stacked blocks (`order_of_blocks`); None: the model's order.
+    - entered: see `SaveBarrier`.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, keep_every: int = 0, keep_best: int = 0, order: np.ndarray | None = None
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        order: np.ndarray | None = None,
+        entered: Entered = not_watched,
     ) -> None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
         self._folder, self._order = folder.absolute(), between(None, order)
-        self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier()
+        self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier(entered)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
             create=True,
@@ -189,6 +197,7 @@ class Checkpoints:
         if self.failed is not None and jax.process_index() == 0:
             for path in self._folder.glob(f"*{TEMPORARY}*"):  # what the failed save has left takes room
                 shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
+        self._saves.begin()
         self._check_room(step)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
         record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
@@ -196,7 +205,6 @@ class Checkpoints:
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.PyTreeSave(state.residual)
         self._retention.losses[step], self._began = math.nan if loss is None else loss, time.time()
-        self._saves.begin()
         try:
             saved = self._manager.save(step, args=ocp.args.Composite(**items))
         except FAILURES as error:
@@ -212,11 +220,13 @@ class Checkpoints:
         problem: OSError | None = None
         if jax.process_index() == 0:
             probe = self._folder / f"probe{TEMPORARY}"
+            self._saves.enter("making its folder")
             try:
                 probe.mkdir(parents=True, exist_ok=True)
                 probe.rmdir()
             except OSError as error:
                 problem = error
+            self._saves.enter("copying")
         if anywhere(problem is not None):
             self._fail(step, problem)
 
@@ -321,6 +331,7 @@ class Checkpoints:
         if self.under_way is None:
             return
         step, error = self._await()
+        self._saves.enter("done", meeting=1)
         if anywhere(error is not None):
             self._fail(step, error)
         self.failed = None

@@ -23,7 +23,7 @@ from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
-from jaxdist.observe import read_metrics
+from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
 from jaxdist.optim.make import make_optimizer
 from jaxdist.plan.traced.sharding import aligned
@@ -113,7 +113,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))
-    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (run_dir / "config.yaml").write_text(to_yaml(config, redact_settings), encoding="utf-8")
     now = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
     cast = f", {' and '.join(before)} cast to {' and '.join(now)}" if before != now else ""
     padding = model.vocab - vocab

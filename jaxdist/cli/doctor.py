@@ -1,7 +1,6 @@
 """A check of a machine or a job before it trains: versions, devices, ports, network, environment, clocks, and the
 bandwidth between all pairs. To be started like train.py, on every host of the job."""
 
-import argparse
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxdist.cli.link_bandwidth import bandwidths, one_device_a_process, slow_links
 from jaxdist.config.schema import DevicesConfig
-from jaxdist.errors import UserError
+from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.observe.environment import redact, versions
 from jaxdist.processes import from_all
 from jaxdist.runtime.connection import host_address, host_name, port_problem
@@ -191,9 +190,10 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+@reports_mistakes
 def run_doctor(arguments: Sequence[str]) -> int:
     """Exit status: 0 nothing is wrong, 1 there are findings, 2 wrong arguments or no job can be joined."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--simulated", type=int, default=1, metavar="N", help="simulated CPU devices a process")
     parser.add_argument("--platform", default="auto", choices=("auto", "cpu", "gpu"))
     parser.add_argument("--mib", type=float, help="of a message (default: 4 on CPUs, 256 on GPUs)")
@@ -206,7 +206,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         job = find_job(os.environ)
         if job is not None:
             join_job(job)
-    except (UserError, MissingPeers) as error:
+    except MissingPeers as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with fail_alone():

@@ -1,8 +1,9 @@
 """From a YAML file and command-line overrides to a checked configuration, and back to YAML. Imports no jax."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,6 +22,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     return check_config(read_config(Config, path, overrides), planned=planned)
 
 
-def to_yaml(config: Config) -> str:
-    """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration."""
-    return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> str:
+    """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration. shown:
+    makes what is written of the settings, such as a copy without secrets."""
+    return yaml.dump(shown(asdict(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True)

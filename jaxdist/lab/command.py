@@ -2,10 +2,10 @@
 
 import sys
 
-from jaxdist.errors import UserError, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import clean, unavailable
 from jaxdist.lab.virtual_hosts import HostResult, Output, exit_status, run_on_hosts
-from jaxdist.launcher.options import CommandParser, split_command
+from jaxdist.launcher.options import split_command
 
 LAB_DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N processes of one job, each behind a link
 of the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs

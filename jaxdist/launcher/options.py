@@ -4,9 +4,9 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from jaxdist.errors import UserError
+from jaxdist.errors import CommandParser, UserError
 from jaxdist.runtime.connection import split_address
 from jaxdist.runtime.run_folder import given_run_directory, run_directory_of
 
@@ -17,13 +17,6 @@ checkpoint; a second one kills them. Exit status: 0 done, 2 the configuration is
 anything else."""
 USAGE = "launch.py -n N [options] -- COMMAND ..."
 MAX_COUNT = 100_000  # of processes or hosts
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are a `UserError` of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; usage: {self.usage}")
 
 
 def split_command(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -15,6 +15,7 @@ from typing import IO, NamedTuple
 
 from jaxdist.launcher.options import Plan
 from jaxdist.runtime.exit_status import STOPPED, WRONG
+from jaxdist.runtime.output import LastingFile
 from jaxdist.runtime.run_folder import open_log
 
 POLL_S = 0.02
@@ -50,17 +51,15 @@ class Screen:
     gone, as in `... | head`."""
 
     def __init__(self) -> None:
-        self.lock, self.lost = threading.Lock(), False
+        self.lost = False
+        self.files = {stream: LastingFile(stream, self._lose) for stream in (1, 2)}
+
+    def _lose(self) -> None:
+        self.lost = True
 
     def write(self, stream: int, line: bytes) -> None:
         """Write a whole line, with its end, to stream 1 or 2."""
-        line = line if line.endswith(b"\n") else line + b"\n"
-        with self.lock:
-            try:
-                while not self.lost and line:
-                    line = line[os.write(stream, line) :]
-            except OSError:
-                self.lost = True
+        self.files[stream].write(line if line.endswith(b"\n") else line + b"\n")
 
 
 @dataclass

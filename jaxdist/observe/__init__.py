@@ -4,7 +4,15 @@
 """
 
 from jaxdist.observe.console import Console
-from jaxdist.observe.environment import environment, measured_on, redact, redact_command, redact_urls, write_environment
+from jaxdist.observe.environment import (
+    environment,
+    measured_on,
+    redact,
+    redact_command,
+    redact_settings,
+    redact_urls,
+    write_environment,
+)
 from jaxdist.observe.metrics import MetricsWriter, read_metrics, work_unit
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "read_metrics",
     "redact",
     "redact_command",
+    "redact_settings",
     "redact_urls",
     "work_unit",
     "write_environment",

@@ -1,7 +1,7 @@
 """The environment of a run for env.json, without secrets: versions, devices, command, and a few variables.
 
-Only variables on an allow-list are recorded. If their names look like secrets, the values are redacted. So are
-assignments to such names in the command, and user names and passwords in URLs.
+Only variables on an allow-list are recorded. If their names look like secrets, the values are redacted. So are, in the
+command and in the configuration, values assigned to such names, tokens of a known form, and passwords in URLs.
 """
 
 import datetime
@@ -28,12 +28,27 @@ _ALLOWED = re.compile(
     r"|SLURM_(JOB_ID|JOB_NUM_NODES|NNODES|NTASKS|NTASKS_PER_NODE|PROCID|LOCALID|NODEID|STEP_ID|GPUS_ON_NODE|CPUS_PER_TASK)"
     r"|OMPI_COMM_WORLD_(SIZE|RANK|LOCAL_RANK|LOCAL_SIZE)|(LOCAL_|NODE_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE"
 )
-_WORDS = r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL"
-_SECRET = re.compile(_WORDS, re.IGNORECASE)
+# What a secret looks like. Names, of which a part is one of these words; and those that are such a word, or have it
+# between their separators (`sig`, but not `design`): signed URLs of Azure have `sig` and `sv`.
+_WORDS = r"TOKEN(?!IZ)|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIAL|SIGNATURE|AUTHORIZATION"
+_WHOLE_WORDS = r"SIG|SV|AUTH"
+_NAME = (
+    rf"[\w.\-]*(?:{_WORDS})[\w.\-]*|(?:[\w.\-]*[.\-_])?(?<![A-Z0-9])(?:{_WHOLE_WORDS})(?![A-Z0-9])(?:[.\-_][\w.\-]*)?"
+)
+# Values that are one whatever their name is: by the prefixes that their makers give them, and what HTTP sends.
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{8,}|gh[oprsu]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|sk-[\w-]{8,}|[rs]k_live_\w{8,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|xox[abeoprs]-[\w-]{8,}|AIza[\w-]{30,}|ya29\.[\w-]{8,}|npm_[A-Za-z0-9]{30,}"
+    r"|pypi-[\w-]{30,}|dckr_pat_[\w-]{8,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
+    r"|(?i:bearer)\s+[\w.~+/=-]{8,})"
+)
+_SECRET = re.compile(_NAME, re.IGNORECASE)
 # Keys of jaxdist's own configuration that hold one of the words and no secret; a record without them cannot be rerun.
 _HARMLESS = frozenset({"train.sample_tokens", "data.token_dtype"})
 _ASSIGNMENT = re.compile(
-    rf"""(?P<name>[\w.\-]*(?:{_WORDS})[\w.\-]*)(?P<equals>["']?\s*[=:]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s&;"'}}]+)""",
+    rf"""(?P<name>(?<![\w.\-])(?:{_NAME}))(?P<equals>["']?\s*[=:]\s*)"""
+    r"""(?P<value>"[^"]*"|'[^']*'|(?:basic|bearer|digest|token)\s+[^\s&;"'}]+|[^\s&;"'}]+)""",
     re.IGNORECASE,
 )
 # The second alternative is a password with an unescaped slash; a number and a slash there is a port and a path.
@@ -46,14 +61,31 @@ def redact_urls(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` without URL passwords and without the values assigned (`=` or `:`) to names that look like secrets."""
+    """`text` without URL passwords, without the values assigned (`=` or `:`) to names that look like secrets, and
+    without values that look like one themselves, such as the tokens of well-known services."""
 
     def hide(match: re.Match[str]) -> str:
         if match["name"] in _HARMLESS:
             return match[0]
         return f"{match['name']}{match['equals']}{REDACTED}"
 
-    return _ASSIGNMENT.sub(hide, redact_urls(text))
+    return _TOKEN.sub(REDACTED, _ASSIGNMENT.sub(hide, redact_urls(text)))
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.fullmatch(name) is not None and name not in _HARMLESS
+
+
+def redact_settings(settings: Any, name: str = "") -> Any:
+    """A copy of a configuration, as nested dicts, without the secrets in its texts. name: the key that it belongs to,
+    such as "data.path"."""
+    if isinstance(settings, Mapping):
+        return {key: redact_settings(value, f"{name}.{key}".lstrip(".")) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return type(settings)(redact_settings(value, name) for value in settings)
+    if not isinstance(settings, str):
+        return settings
+    return REDACTED if settings and _is_secret(name) else redact(settings)
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
@@ -62,10 +94,10 @@ def redact_command(command: Sequence[str]) -> list[str]:
     hide_next = False
     for argument in command:
         name, equals, _ = argument.partition("=")
-        secret = _SECRET.search(name) is not None and name not in _HARMLESS and not any(c.isspace() for c in name)
+        secret = _is_secret(name)
         if hide_next and not argument.startswith("-"):
             result.append(REDACTED)
-        elif equals and secret and "://" not in name:
+        elif equals and secret:
             result.append(f"{name}={REDACTED}")
         else:
             result.append(redact(argument))
@@ -75,7 +107,7 @@ def redact_command(command: Sequence[str]) -> list[str]:
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     names = sorted(name for name in environ if _ALLOWED.fullmatch(name))
-    return {name: REDACTED if _SECRET.search(name) else redact(environ[name]) for name in names}
+    return {name: REDACTED if _is_secret(name) else redact(environ[name]) for name in names}
 
 
 def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
+from jaxdist.observe import redact, redact_settings
 from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.processes import from_all
@@ -98,7 +99,8 @@ def describe(run: TrainingRun) -> dict[str, str]:
         rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"
     if progress.first_step:
         new = [
-            f"\n{key} {json.dumps(now)} (was {json.dumps(before)})" for key, (before, now) in progress.changed.items()
+            f"\n{key} {json.dumps(redact_settings(now, key))} (was {json.dumps(redact_settings(before, key))})"
+            for key, (before, now) in progress.changed.items()
         ]
         rows["resumed"] = f"after step {progress.first_step}{', with' if new else ''}{''.join(new)}"
-    return rows
+    return {name: redact(row) for name, row in rows.items()}

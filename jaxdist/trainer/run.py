@@ -24,7 +24,7 @@ from jaxdist.data import Source, batch_shapes, bigram_bits, load_source, trigram
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
-from jaxdist.observe import Console, MetricsWriter, environment, write_environment
+from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
@@ -103,8 +103,10 @@ class Outputs:
         opened = lambda name: stack.enter_context(MetricsWriter(self.folder / name, resume_step=resume_step))  # noqa: E731
         self.metrics = opened("metrics.jsonl")
         self.samples = opened("samples.jsonl") if plan.config.observe.samples else None
-        (self.folder / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")
-        write_environment(self.folder / "env.json", {**run_environment(plan.mesh), "data": plan.source.info})
+        (self.folder / "config.yaml").write_text(to_yaml(plan.config, redact_settings), encoding="utf-8")
+        write_environment(
+            self.folder / "env.json", {**run_environment(plan.mesh), "data": redact_settings(plan.source.info)}
+        )
 
     def close_metrics(self) -> None:
         """Close metrics.jsonl. A full disk is said, and does not end the run."""
@@ -134,7 +136,8 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Train
     mesh = make_mesh(**asdict(config.mesh))
     parts = assemble(config, mesh)
     keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
-    checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", **keeping, order=parts.order))
+    made = Checkpoints(folder / "checkpoints", **keeping, order=parts.order, entered=watch.crumbs.save_enters)
+    checkpoints = stack.enter_context(made)
     checkpoints.look_ahead()  # while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
     if jax.process_count() > 1:

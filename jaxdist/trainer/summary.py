@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.config.load import to_yaml
 from jaxdist.mesh import sizes_of
-from jaxdist.observe import read_metrics, work_unit
+from jaxdist.observe import read_metrics, redact_settings, work_unit
 from jaxdist.specs import bytes_per_device, path_name, shard_count
 from jaxdist.trainer.recorder import work_of_a_step
 from jaxdist.trainer.run import TrainingRun, run_environment
@@ -37,7 +37,7 @@ def write_run_report(run: TrainingRun, samples: str) -> None:
     write_report(
         folder / "report.html",
         title=folder.name,
-        config_yaml=to_yaml(plan.config),
+        config_yaml=to_yaml(plan.config, redact_settings),
         environment=run_environment(plan.mesh),
         metrics=read_metrics(folder / "metrics.jsonl"),
         layout=layout,
@@ -45,7 +45,7 @@ def write_run_report(run: TrainingRun, samples: str) -> None:
         devices=[device.device_kind for device in plan.mesh.devices.flat],
         baselines=run.baselines,
         samples=samples,
-        data_info={**plan.source.info, f"{unit}_per_step": work},
+        data_info={**redact_settings(plan.source.info), f"{unit}_per_step": work},
     )
 
 

@@ -24,6 +24,7 @@ from jaxdist.observe.environment import versions
 from jaxdist.processes import anywhere, from_first
 from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 from jaxdist.runtime.join.roll_call import MissingPeers
+from jaxdist.runtime.output import lasting_output
 from jaxdist.runtime.run_folder import RUN_DIR, leave_stop_note, new_run_directory
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
@@ -162,7 +163,7 @@ def train(config: Config, folder: Path) -> int:
     Returns the exit status: 0 done, 75 stopped and resumable, 1 failed. Raises `UserError` for what the user can mend.
     """
     watch = Watch(config.train.watchdog_s)
-    with StopSignal() as stop:
+    with StopSignal() as stop, lasting_output(stop.reader_gone):
         try:
             config = start(config, lambda config: watch.opened(facts_of_start(config, versions())))
         except MissingPeers as error:
@@ -183,7 +184,7 @@ def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> 
         raise UserError(f"--run-dir: {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
     refuse_links(folder)
     try:
-        watch.folder = folder
+        watch.folder = stop.folder = folder
         return _build_and_loop(config, folder, stop, watch)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
@@ -226,8 +227,10 @@ def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch
         samples = ""
         if complete and config.train.sample_tokens and run.plan.source.info["unit"] == "bytes":
             samples = sample_text(run.plan, run.progress.state.params)
+        watch.crumbs.enter("settle")
         if not all_saved(outputs):
             return FAILED
+        watch.crumbs.enter("finish")
         if jax.process_index() == 0:
             if not complete:
                 if stop.why == "train.max_hours":

@@ -40,7 +40,7 @@ from jaxdist.collectives.compression import SCALE_BLOCK, SCALE_BYTES
 from jaxdist.collectives.cost import LINKS, NOTHING
 from jaxdist.collectives.group import Group, default_link
 from jaxdist.config.schema import DevicesConfig
-from jaxdist.errors import UserError, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import parse_links
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.mesh import make_mesh
@@ -110,14 +110,9 @@ def parse_algorithms(text: str, operation: str, wire: str | None) -> list[str]:
     return names
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message}; see scripts/bench/collectives.py --help")
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The checked options. Starts no device."""
-    parser = _Parser(description="Time collectives, check their results, and compare with the cost model.")
+    parser = CommandParser(description="Time collectives, check their results, and compare with the cost model.")
     parser.add_argument("--operation", default="all_reduce", choices=list(LEAST))
     parser.add_argument("--algorithms", default="all", metavar="NAME,...", help="or all (default)")
     parser.add_argument("--bytes", default="1kb:1mb", metavar="SIZES", help="of a device's input: 64,4kb or 1kb:64mb")

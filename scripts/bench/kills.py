@@ -7,7 +7,6 @@ loss of a run that was left alone, to the bit. After each SIGTERM: status 75 eve
 there was none yet. Exit status 1 where that does not hold.
 """
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -20,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxdist.errors import CommandParser, reports_mistakes
 
 YAML = """
 model: {layers: 2, width: 16, heads: 2, dropout: 0.1}
@@ -267,9 +268,10 @@ def campaign(folder: Path, layout: str, plan: list[str], steps: int, chance: ran
     return endings
 
 
+@reports_mistakes
 def main() -> int:
-    """Exit status: 0 all held, 1 something did not."""
-    parser = argparse.ArgumentParser(description="Kill and restart small training runs; compare with one left alone.")
+    """Exit status: 0 all held, 1 something did not, 2 wrong arguments."""
+    parser = CommandParser(description="Kill and restart small training runs; compare with one left alone.")
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="kill -9 this often (default 200)")
     parser.add_argument("--terms", type=int, default=20, metavar="N", help="SIGTERM this often (default 20)")
     parser.add_argument("--layouts", default="one,two", help="one: a process of 4 devices; two: 2 of 2")

@@ -13,11 +13,13 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import CommandParser, reports_mistakes
 
 PyTree = Any
 NAMED = ("attention.out", "mlp.hidden")
@@ -116,9 +118,10 @@ def name(mode: str | tuple[str, ...]) -> str:
     return mode if isinstance(mode, str) else f"[{','.join(mode)}]"
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@reports_mistakes
+def main() -> int:
+    """Exit status 0, or 2 for wrong arguments."""
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="4,8,16,32,64")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each mode; 0: none")
     parser.add_argument("--json", type=Path)
@@ -148,7 +151,8 @@ def main() -> None:
         print(f"model.loss_chunk={chunk}: {found[f'loss_chunk {chunk}'] / 2**20:.0f} MiB")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import UserError, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on, read_metrics
@@ -155,7 +155,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 @reports_mistakes
 def main() -> int:
     """Exit status 0, 1 where losses differ, 2 for wrong arguments and where a job fails."""
-    parser = argparse.ArgumentParser(description="The same losses from any number of processes and virtual hosts.")
+    parser = CommandParser(description="The same losses from any number of processes and virtual hosts.")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     parser.add_argument("--steps", type=int, default=20)

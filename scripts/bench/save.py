@@ -25,6 +25,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.checksums import CHECKSUMS, check_files
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.data import Loader
+from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.models.gpt import gpt
 from jaxdist.specs import BATCH_SPEC
 
@@ -106,9 +107,10 @@ def report(found: dict[str, Any], what: str) -> None:
     print(f"verify {found['verify_s']:.2f} s, restore {found['restore_s']:.2f} s")
 
 
+@reports_mistakes
 def main() -> int:
-    """Exit status 0."""
-    parser = argparse.ArgumentParser(description="Time steps beside a save, verification and restoring.")
+    """Exit status 0, or 2 for wrong arguments."""
+    parser = CommandParser(description="Time steps beside a save, verification and restoring.")
     sizes = {"width": 1024, "layers": 6, "seq-len": 128, "batch": 8, "data": 1, "saves": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)

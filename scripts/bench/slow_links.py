@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
-from jaxdist.errors import UserError, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on
@@ -174,7 +174,7 @@ def table(result: dict[str, Any]) -> str:
 @reports_mistakes
 def main() -> int:
     """Exit status 0, or 2 for wrong arguments and where there are no virtual hosts."""
-    parser = argparse.ArgumentParser(description="Training on virtual hosts with a slow network, against prediction.")
+    parser = CommandParser(description="Training on virtual hosts with a slow network, against prediction.")
     parser.add_argument("-n", "--hosts", type=int, default=3)
     parser.add_argument("--ratio", type=float, default=0.275 / 0.4, help="communication : computation of the ring")
     parser.add_argument("--steps", type=int, default=8, help="steps that are counted, after 3 that are not")

@@ -9,7 +9,6 @@ the caches of a processor that did something else meanwhile (take 20 steps or mo
 and how long the first step takes to come, XLA's compiling left out.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, MeshConfig
-from jaxdist.errors import UserError, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 PyTree = Any
 WARM_UP = 2  # steps of each
@@ -213,7 +212,7 @@ def report(result: dict[str, Any]) -> None:
 @reports_mistakes
 def main() -> int:
     """Exit status 0, or 2 for a wrong configuration."""
-    parser = argparse.ArgumentParser(description="jaxdist's step against plain JAX on one device.")
+    parser = CommandParser(description="jaxdist's step against plain JAX on one device.")
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", metavar="OUT")

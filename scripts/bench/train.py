@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import UserError, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 BEGAN = time.monotonic()
 ON_GPU = "124m,1.3b,350m"  # the largest is measured before the time is up
@@ -176,7 +176,7 @@ def write(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 def arguments_of() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", help=f"of harness.task.SIZES; on GPUs {ON_GPU}, else toy")
     parser.add_argument("--contenders", default=CONTENDERS, help="the first is compared with the others")
     parser.add_argument("--steps", type=int, default=20, help="rounds that count")

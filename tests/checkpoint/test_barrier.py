@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,64 @@ def test_a_save_that_one_process_cannot_write(tmp_path: Path) -> None:
         assert left == (["3"] if how == "folder" else ["1", "3"]), how
 
 
+HANGS = {"making its folder": 0, "copying": 1, "writing": 1, "completing": 0}  # the phase, and the process
+
+
+@contextmanager
+def hanging(phase: str, rank: int, hang: Callable[[], None]) -> Iterator[None]:
+    """Where this process calls `hang` in a phase of a save."""
+    import orbax.checkpoint as ocp
+
+    from jaxdist.checkpoint import barrier, checksums
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **keywords: (hang(), function(*arguments, **keywords))[1]
+
+    places: dict[str, tuple[Any, str]] = {
+        "making its folder": (Path, "rmdir"),
+        "copying": (ocp.PyTreeCheckpointHandler, "async_save"),
+        "writing": (barrier._SharedFuture, "result"),
+        "completing": (checksums, "seal"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if HANGS.get(phase) == rank:
+            where, name = places[phase]
+            patch.setattr(where, name, before(getattr(where, name)))
+        yield
+
+
+def save_and_hang(rank: int, place: str) -> None:
+    """In each phase, in one process. That one writes down where both are meanwhile."""
+    make = joined()
+    from jaxdist.checkpoint import Checkpoints
+
+    for phase in HANGS:
+        own, other = (Path(place, f"{phase} {each}") for each in (rank, 1 - rank))
+
+        def hang(own: Path = own, other: Path = other) -> None:
+            time.sleep(0.7)
+            found = [json.loads(path.read_text()) for path in (own, other)]
+            own.with_suffix(".hung").write_text(json.dumps(found))
+
+        def entered(*now: Any, own: Path = own) -> None:
+            own.with_suffix(".new").write_text(json.dumps(now))
+            own.with_suffix(".new").replace(own)
+
+        with hanging(phase, rank, hang), Checkpoints(Path(place, phase), keep=3, entered=entered) as checkpoints:
+            checkpoints.save(1, make(1), {})
+            checkpoints.wait()
+
+
+@pytest.mark.slow
+def test_the_process_in_which_a_save_hangs_is_behind(tmp_path: Path) -> None:
+    spawn(save_and_hang, 2, args=(str(tmp_path),))
+    for phase, rank in HANGS.items():
+        own, other = json.loads((tmp_path / f"{phase} {rank}.hung").read_text())
+        assert own[1] == phase and own[0] < other[0], (own, other)
+        for each in (0, 1):
+            assert json.loads((tmp_path / f"{phase} {each}").read_text())[1] == "done"
+
+
 def test_saves_in_two_places_at_once(tmp_path: Path) -> None:
     spawn(save_in_two_places, 2, args=(str(tmp_path),))
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[8, 8], [8, 8]]
@@ -151,10 +210,14 @@ def test_the_job_may_be_joined_after_the_barrier_is_made(monkeypatch: pytest.Mon
     from jaxdist.processes import Place
 
     store = SimpleNamespace(set=lambda key: None, get=lambda key, seconds=0.0: None, delete=lambda folder: None)
-    saves = barrier.SaveBarrier()
+    phases = list[str]()
+    saves = barrier.SaveBarrier(lambda _, phase: phases.append(phase))
     saves.meet(key="alone", timeout_ms=0)
     monkeypatch.setattr(barrier, "place", lambda: Place(0, 2))
     monkeypatch.setattr(barrier, "JobStore", lambda name, rank: store)
     saves.begin()
     with pytest.raises(TimeoutError, match="no answer to 1/together/1/0"):
         saves.meet(key="together", timeout_ms=0)
+    with pytest.raises(TimeoutError):
+        saves.meet(key="async_commit_complete", timeout_ms=0)
+    assert phases == ["copying", "waiting for the other ranks", "waiting for rank 0"]

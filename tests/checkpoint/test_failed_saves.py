@@ -68,6 +68,18 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def test_phases_of_saves(tmp_path: Path) -> None:
+    """As the watch hears of them; progress goes up, but where process 0 makes the folder."""
+    seen: list[tuple[int, str]] = []
+    with Checkpoints(tmp_path, keep=2, entered=lambda order, phase: seen.append((order, phase))) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {})
+            checkpoints.wait()
+    assert list(dict.fromkeys(phase for _, phase in seen)) == ["copying", "making its folder", "writing", "done"]
+    orders = [order for order, phase in seen if phase != "making its folder"]
+    assert orders == sorted(orders) and len(set(orders)) == 6
+
+
 def test_a_full_disk(disk: Path) -> None:
     folder = disk / "checkpoints"
     with Checkpoints(folder, keep=2) as checkpoints:

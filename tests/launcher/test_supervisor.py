@@ -395,6 +395,14 @@ def test_whoever_reads_has_gone(tmp_path: Path) -> None:
     assert job.wait(20) == 75
 
 
+def test_a_full_disk_under_the_launchers_output_ends_nothing(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        job = [*LAUNCH, "-n", "2", "--log-dir", "logs", "--", "sh", "-c", "echo x; sleep 0.3; echo y"]
+        ended = subprocess.run(job, cwd=tmp_path, env=child.environment(), stdout=full, stderr=full, check=False)
+    assert ended.returncode == 0
+    assert (tmp_path / "logs" / "rank1.log").read_text().endswith("\nx\ny\n")
+
+
 def test_cpus_are_shared_out() -> None:
     assert [share_of_cpus([0, 4, 1, 5, 2], i, 2) for i in range(2)] == [[0, 4], [1, 5, 2]]
     assert share_of_cpus([0, 1], 0, 3) == []

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.observe import Console, MetricsWriter, environment, read_metrics, redact, redact_command, write_environment
+from jaxdist.observe import (
+    Console,
+    MetricsWriter,
+    environment,
+    read_metrics,
+    redact,
+    redact_command,
+    redact_settings,
+    write_environment,
+)
 from jaxdist.observe.console import format_duration
 from jaxdist.observe.metrics import replace_file, smooth
 
@@ -318,11 +329,39 @@ def test_environment_holds_no_planted_secret(tmp_path):
         "https://h/?access_token={}&a=1",
         "a=http://x:1@h,http://u:{}@i",
         "--db_passwd='a {} b'",
+        "https://b.s3.amazonaws.com/k?X-Amz-Credential=A&X-Amz-Signature={}&X-Amz-Expires=9",
+        "data.path=https://storage.googleapis.com/b/o?X-Goog-Signature={}",
+        "https://d.cloudfront.net/o?Expires=1&Signature={}&Key-Pair-Id=K",
+        "https://a.blob.core.windows.net/c?sv=2024-01-01&sr=b&sig={}%3D",
+        "sig={}",
+        "db.pwd={}",
+        "--mysql-pwd={}",
+        "Authorization=Bearer {}",
+        "--header=Authorization: Basic {}",
+        "curl -H 'authorization: bearer {}'",
+        "say Bearer {} to nobody",
+        "x=hf_{}",
+        "data.path=/mnt/ghp_{}/a",
+        "github_pat_{}",
+        "sk-{}",
+        "model.name=sk-proj-{}",
+        "prompt 'xoxb-{}'",
+        "a.b=glpat-{}",
     ],
 )
 def test_secrets_in_arguments_are_redacted(argument):
     for shown in (redact_command([argument.format(SECRET)])[0], redact(argument.format(SECRET))):
         assert SECRET not in shown and "[redacted]" in shown
+
+
+def test_access_keys_are_redacted():
+    assert redact("aws AKIAIOSFODNN7EXAMPLE, ASIAIOSFODNN7EXAMPLE") == "aws [redacted], [redacted]"
+
+
+def test_no_key_of_the_configuration_looks_like_a_secret():
+    """Its record could not be run again."""
+    sections = {name: dict.fromkeys(keys, "text") for name, keys in asdict(Config()).items()}
+    assert redact_settings(sections) == sections
 
 
 @given(
@@ -348,6 +387,15 @@ def test_any_secret_assignment_is_redacted(name, secret):
         "host:8080",
         "http://host:8080/x@y",
         "model.kv_heads=2",
+        "design=2",
+        "signal=SIGTERM",
+        "my.sigma=0.1",
+        "train.author=me",
+        "--tokenizer=a.json",
+        "task-1234567890abcdef",
+        "svd=full",
+        "checkpoint.keep_every=5",
+        "the bearer of this",
     ],
 )
 def test_harmless_arguments_stay(argument):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from jaxdist.mesh import AXES
 from jaxdist.processes import Place
 from jaxdist.runtime.connection import Connection
 from jaxdist.runtime.start import heartbeat_s
-from jaxdist.runtime.watch import blame, channel, progress
+from jaxdist.runtime.watch import blame, channel, progress, watchdog
 from jaxdist.runtime.watch.blame import Beat, Failure
 from jaxdist.runtime.watch.channel import Channel, listen_near
 from jaxdist.runtime.watch.progress import PHASES, WARM, WINDOW, Breadcrumbs, Crumb, Pace
@@ -45,6 +46,9 @@ from jaxdist.trainer.train import train
 
 def beats(*each: tuple[int, int, str, float]) -> dict[int, Beat]:
     return {rank: Beat(*beat) for rank, beat in enumerate(each)}
+
+
+WRITES = Beat(31, 8, "settle", 52.0, 0.0, 10, "writing", 55.5)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,15 @@ def beats(*each: tuple[int, int, str, float]) -> dict[int, Beat]:
         # Nobody is behind.
         (beats((31, 8, "wait", 6.0), (31, 8, "wait", 5.5)), (0, 1)),
         (beats((31, 8, "wait", 6.0), (31, 8, "wait", 0.5)), ()),
+        # All wait for a save: whose own part of it is behind.
+        ({0: Beat(31, 8, "settle", 51.0, 0.0, 11, "waiting for the other ranks"), 1: WRITES}, (1,)),
+        ({0: Beat(31, 8, "settle", 49.0, 0.0, 11, "waiting for the other ranks"), 1: WRITES}, (1,)),
+        ({0: WRITES, 1: WRITES}, (0, 1)),
+        ({0: Beat(31, 8, "save", 51.0, 0.0, 8, "making its folder"), 1: Beat(31, 8, "save", 51.0, 0.0, 9, "")}, (0,)),
+        ({0: Beat(31, 8, "first settle", 500.0, 0.0, 11, ""), 1: WRITES._replace(phase="first settle")}, ()),
+        # Saves go on beside the steps, at their own pace.
+        ({0: Beat(31, 8, "wait", 6.0, 0.0, 11, ""), 1: Beat(31, 8, "wait", 6.0, 0.0, 10, "")}, (0, 1)),
+        ({0: Beat(31, 8, "settle", 51.0, 0.0, 11, ""), 1: WRITES._replace(phase="failing")}, ()),
     ],
 )
 def test_who_is_behind(said: dict[int, Beat], ranks: tuple[int, ...]) -> None:
@@ -81,6 +94,12 @@ def test_lines_name_rank_phase_step_and_time() -> None:
     late = blame.stuck(said, (1,)).text
     assert late == "stuck: rank 1 in data of step 7 for 5.1 s; rank 0 in wait of step 8 for 5.0 s"
     assert "no rank is behind" in blame.stuck(said, (0, 1)).text
+    save = {0: Beat(31, 8, "settle", 51.0, 0.0, 11, "waiting for the other ranks", 54.0), 1: WRITES}
+    assert blame.stuck(save, (1,)).text == (
+        "stuck: rank 1 in settle of step 8 for 52.0 s (the save: writing for 55.5 s); rank 0 in settle of step 8 for"
+        " 51.0 s (the save: waiting for the other ranks for 54.0 s)"
+    )
+    assert "the storage, a collective or the devices hang" in blame.stuck(save, (0, 1)).text
     quiet = blame.silent(said, 1, 5.2).text
     assert quiet.startswith("silent: rank 1 has said nothing for 5.2 s, last in data of step 7")
     found = blame.gone(said, [1, 0])
@@ -185,7 +204,7 @@ def test_a_phase_is_judged_by_the_longest_one_before(monkeypatch: pytest.MonkeyP
     assert seen[1::3] == [("first settle", 0), ("settle", 80), ("settle", 80), ("settle", 120)]
     assert set(seen[2::3]) == {("host", 0)}
     crumbs.enter("save")
-    assert blame.beat_of(crumbs.last, now[0] + 3) == Beat(13, 0, "save", 3, 60)
+    assert blame.beat_of(crumbs, now[0] + 3) == Beat(13, 0, "save", 3, 60)
 
 
 def test_the_first_batch_may_take_its_time_and_again_after_a_rollback() -> None:
@@ -357,6 +376,53 @@ def test_no_way_to_rank_0(store: Store) -> None:
     store.kept[FIRST] = json.dumps(["127.0.0.1", port, "token"])
     with pytest.raises(UserError, match=f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port}"):
         Channel(Place(1, 2))
+
+
+def test_a_watch_says_now_and_then_where_the_ranks_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On rank 0, every half a minute in which nothing moves; in steps that last long, less often."""
+    now = [0.0]
+    for module in (progress, watchdog):
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    watch = Watch(0)  # there is no verdict
+    watch._here, watch._heard = Place(0, 4), {1: 0.0, 2: 0.0, 3: 0.0}
+    watch._channel = cast("Any", SimpleNamespace(poll=lambda _: [], connected={1, 2, 3}, broadcast=lambda _: None))
+    watch._turned = -1.0
+    watch.crumbs.enter("compile", 1)
+    for rank in (1, 2, 3):
+        watch._hear(rank, {"beat": [2, 1, "first batch" if rank == 1 else "compile", 2.0]}, 0.0)
+
+    def said_by(second: int) -> list[str]:
+        while now[0] < second:
+            now[0] += 1
+            watch._turn()
+        return capfd.readouterr().err.splitlines()
+
+    watch._beats[1] = (watch._beats[1][0]._replace(order=0), 0.0)
+    assert said_by(29) == []
+    assert said_by(31) == [
+        "no step for 30 s: rank 1 in first batch of step 1 for 32.0 s; rank 0 in compile of step 1 for 30.0 s;"
+        " ranks 2 and 3 in compile of step 1 for 32.0 s"
+    ]
+    assert len(said_by(61)) == 1 and len(said_by(91)) == 1
+    watch.crumbs.enter("wait", 2)
+    assert said_by(119) == []
+    monkeypatch.setattr(Breadcrumbs, "median_step", 100.0)
+    assert said_by(300) == [] and len(said_by(400)) == 1
+
+
+def test_alone_a_process_says_where_it_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(watchdog, "UNMOVED_S", 0.3, raising=False)
+    watch = Watch()
+    with watch.opened({}):
+        watch.crumbs.enter("first batch", 1)
+    time.sleep(0.8)
+    watch.close()
+    first = capfd.readouterr().err.splitlines()[:1]
+    assert first and re.fullmatch(r"no step for \d s: in first batch of step 1 for 0\.\d s", first[0])
+    time.sleep(0.5)
+    assert capfd.readouterr().err == ""
 
 
 def test_alone_there_is_no_watch() -> None:

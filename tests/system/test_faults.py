@@ -157,6 +157,29 @@ def check_loop(job: Job, rank: int, chance: random.Random) -> None:
     assert "in_step" in stacks(job, rank)
 
 
+def check_save(job: Job, rank: int, chance: random.Random) -> None:
+    """The others wait for the save before, all in the same phase; saving has ten times the limit."""
+    job.begin({"kind": "save", "rank": rank}, "checkpoint.every=4")
+    for each in (0, 1):
+        job.ended(each, START)
+    survivors_end(job, (0, 1), job.fault_time(rank), 10 * T + 10)
+    line = (
+        rf"^stuck: rank {rank} in settle of step \d+ for [\d.]+ s \(the save: writing for [\d.]+ s\); rank {1 - rank} "
+    )
+    for each in (0, 1):
+        assert re.search(line, job.err(each), re.MULTILINE), job.logs()
+        assert "faulty.py" in stacks(job, rank)
+
+
+def check_first_batch(job: Job, rank: int, chance: random.Random) -> None:
+    """It has no limit. Rank 0 says where the ranks are; before gloo gives up, which it does after 30 s."""
+    job.begin({"kind": "data", "rank": rank, "step": 0, "unmoved": 4.0})
+    said = (
+        rf"^no step for \d s: rank {rank} in first batch of step 1 for \d\.\d s; rank {1 - rank} in \w+ of step 1 for"
+    )
+    wait_until(lambda: re.search(said, job.err(0, notices=True), re.MULTILINE), said, START, logs=job.logs)
+
+
 def refused(job: Job, line: str) -> None:
     """Both ranks end with 2 and this line, before the first step."""
     assert job.wait(START) == [2, 2], job.logs()
@@ -190,12 +213,16 @@ def check_corpus(job: Job, rank: int, chance: random.Random) -> None:
 
 CHECKS: dict[str, Callable[[Job, int, random.Random], None]] = {
     "exception": check_exception, "failing": check_failing, "kill": check_kill, "stop": check_stop, "data": check_data,
-    "loop": check_loop, "program": check_program, "config": check_config, "corpus": check_corpus, "late": check_late,
+    "save": check_save, "first batch": check_first_batch, "loop": check_loop, "program": check_program,
+    "config": check_config, "corpus": check_corpus, "late": check_late,
 }  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rank"), [("failing", 1), ("late", 0), ("stop", 1), ("loop", 0), ("program", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [("failing", 1), ("late", 0), ("stop", 1), ("loop", 0), ("program", 1), ("save", 1), ("first batch", 0)],
+)
 def test_fault(job: Job, kind: str, rank: int) -> None:
     check = CHECKS[kind]
     check(job, rank, random.Random(7))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -87,6 +88,25 @@ def test_what_was_changed_is_shown(
     assert not lines[at + 4].startswith(" ")
     assert incidents(folder) == [] and "forced" not in meta_of(folder, 5)
     assert meta_of(folder, 5)["config"]["optimizer.lr"] == 0.01
+
+
+def test_no_secret_is_written_down(
+    finished: Path,
+    configure: Configure,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither in the header, nor in config.yaml, env.json or the report."""
+    folder, secret = copy(finished, tmp_path), "hunter2swordfish"
+    prompts = (f"https://a.example/c?sv=1&sig={secret}", f"hf_{secret}", f"Authorization=Bearer {secret}")
+    changed = [f"train.sample_prompt={json.dumps(' '.join(prompts))}", "train.steps=5", "observe.report=true"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "a.yaml", *prompts, *changed])
+    assert train(configure(*changed), folder) == 0
+    said = capsys.readouterr().out
+    assert 'train.sample_prompt "https://a.example/c?sv=[redacted]' in said and secret not in said
+    for name in ("config.yaml", "env.json", "report.html"):
+        assert secret not in (folder / name).read_text() and "[redacted]" in (folder / name).read_text()
 
 
 def test_nothing_changed_nothing_said(finished: Path, configure: Configure, tmp_path: Path) -> None:

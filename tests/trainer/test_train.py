@@ -1,8 +1,10 @@
 """Whole training runs, small: what a run directory holds, stopping, resuming in another layout, what is refused."""
 
 import json
+import os
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,32 @@ def test_resume_in_another_layout(
     assert len(losses(tmp_path)) == 3
     assert train(configure(*BARE), tmp_path) == 0
     np.testing.assert_allclose(losses(tmp_path), losses(finished), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["plain", pytest.param("rich", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lost", ["no room", "no reader"])
+def test_no_console_ends_a_run(
+    lost: str, mode: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk loses lines. Without a reader, as in `train.py | head`, the run stops as by SIGTERM."""
+    reads, writes = os.pipe()
+    with Path("/dev/full").open("w") if lost == "no room" else os.fdopen(writes, "w") as stream:
+
+        def look(self: StopSignal, step: int) -> bool:
+            if step == 2:
+                os.close(reads)
+            while step == 4 and lost == "no reader" and not self.why:  # another thread hears of it
+                time.sleep(0.01)
+            return asked(self, step)
+
+        asked = StopSignal.requested
+        monkeypatch.setattr(StopSignal, "requested", look)
+        monkeypatch.setattr(sys, "stdout", stream)
+        options = (*ONE, *BARE, "checkpoint.every=0", "observe.log_every=1", f"observe.console={mode}")
+        assert train(configure(*options), tmp_path) == (0 if lost == "no room" else 75)
+    if lost == "no room":
+        os.close(writes)
+    assert steps_saved(tmp_path) == ["6" if lost == "no room" else "4"]
 
 
 def test_resume_after_a_crash_gives_the_same_bits(

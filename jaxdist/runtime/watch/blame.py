@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.runtime.rank_names import name_ranks
-from jaxdist.runtime.watch.progress import LIMITS, OWN_WORK, Crumb, Pace
+from jaxdist.runtime.watch.progress import LIMITS, OWN_WORK, SAVING, Breadcrumbs, Pace
 
 LEAST_LIMIT_S, MEDIAN_STEPS = 60.0, 10.0  # the limit where none is set: the longer of these, in seconds and in steps
 LONGEST = 3.0  # a phase may take so many times what it has taken before, whatever its limit
@@ -19,17 +19,38 @@ _named = functools.partial(name_ranks, most=2 * MOST_SHOWN)
 
 
 class Beat(NamedTuple):
-    """The last report of a rank about its main thread. age: seconds in that phase. The other fields: see `Crumb`."""
+    """The last report of a rank about its main thread.
+
+    - age: seconds in that phase. The other fields: see `Crumb`.
+    - saved, saving, saving_age: where that waits for a save, the `SavePhase`.
+    """
 
     order: int
     step: int
     phase: str
     age: float
     longest: float = 0.0
+    saved: int = 0
+    saving: str = ""
+    saving_age: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Such as "in data of step 7"."""
+        return f"in {self.phase}" + (f" of step {self.step}" if self.step else "")
+
+    @property
+    def in_save(self) -> bool:
+        """Whether a save is all that the main thread does, or waits for."""
+        return self.phase.removeprefix("first ") in ("settle", "save")
 
     def __str__(self) -> str:
-        step = f" of step {self.step}" if self.step else ""
-        return f"in {self.phase}{step} for {self.age:.1f} s"
+        save = f" (the save: {self.saving} for {self.saving_age:.1f} s)" if self.saving else ""
+        return f"{self.place} for {self.age:.1f} s{save}"
+
+    def older(self, seconds: float) -> "Beat":
+        """The same report, these seconds later."""
+        return self._replace(age=self.age + seconds, saving_age=self.saving_age + seconds)
 
 
 class Failure(NamedTuple):
@@ -50,9 +71,13 @@ class Blame(NamedTuple):
     status: int  # the exit status of the other ranks
 
 
-def beat_of(crumb: Crumb, now: float) -> Beat:
+def beat_of(crumbs: Breadcrumbs, now: float) -> Beat:
     """The report of a rank about the phase of its main thread, to be sent."""
-    return Beat(crumb.order, crumb.step, crumb.phase, now - crumb.since, crumb.longest)
+    crumb, save = crumbs.last, crumbs.saving
+    beat = Beat(crumb.order, crumb.step, crumb.phase, now - crumb.since, crumb.longest)
+    if crumb.phase.removeprefix("first ") not in SAVING or not save.phase:
+        return beat
+    return beat._replace(saved=save.order, saving=save.phase, saving_age=now - save.since)
 
 
 def limit_of(set_s: float | None, median_step: float) -> float:
@@ -69,9 +94,13 @@ def is_symptom(error: BaseException) -> bool:
 
 
 def behind(beats: Mapping[int, Beat], limit: float) -> tuple[int, ...]:
-    """The ranks with the least progress, if each of them is past its limit; else none."""
+    """The ranks with the least progress, if each of them is past its limit; else none. Of ranks that are all in a save,
+    or wait for it, those count whose own part of the save is behind."""
     least = min(beat.order for beat in beats.values())
     last = {rank: beat for rank, beat in beats.items() if beat.order == least}
+    if all(beat.in_save for beat in last.values()):
+        lowest = min(beat.saved for beat in last.values())
+        last = {rank: beat for rank, beat in last.items() if beat.saved == lowest}
     may = {rank: max(limit * LIMITS.get(beat.phase, math.inf), LONGEST * beat.longest) for rank, beat in last.items()}
     over = all(beat.age > may[rank] for rank, beat in last.items())
     return tuple(sorted(last)) if over else ()
@@ -87,10 +116,23 @@ def _others(beats: Mapping[int, Beat], but: Collection[int]) -> str:
 def stuck(beats: Mapping[int, Beat], ranks: tuple[int, ...], why: str = "") -> Blame:
     """The blame of ranks that do not make progress."""
     if len(ranks) == len(beats) > 1:
-        text = f"stuck: no rank is behind the others, a collective or the devices hang; all {beats[ranks[0]]}"
+        first = beats[ranks[0]]
+        what = "the storage, a collective or the devices" if first.in_save else "a collective or the devices"
+        text = f"stuck: no rank is behind the others, {what} hang; all {first}"
     else:
         text = f"stuck: {_named(ranks)} {beats[ranks[0]]}{_others(beats, ranks)}"
     return Blame("stuck", ranks, text + why, 75)
+
+
+def quiet(beats: Mapping[int, Beat], seconds: float) -> str:
+    """A line about where the ranks are while nothing moves, those behind first. It blames nobody."""
+    groups: dict[tuple[int, int, str, str], list[int]] = {}
+    for rank in sorted(beats):
+        beat = beats[rank]
+        groups.setdefault((beat.order, beat.saved, beat.place, beat.saving), []).append(rank)
+    parts = [(_named(groups[key]) + " ") * (len(beats) > 1) + str(beats[groups[key][0]]) for key in sorted(groups)]
+    more = f"; and {len(parts) - MOST_SHOWN} more" if len(parts) > MOST_SHOWN else ""
+    return f"no step for {seconds:.0f} s: {'; '.join(parts[:MOST_SHOWN])}{more}"
 
 
 def silent(beats: Mapping[int, Beat], rank: int, seconds: float) -> Blame:

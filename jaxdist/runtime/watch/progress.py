@@ -17,6 +17,7 @@ OWN_WORK = ("data", "host", "record")  # phases in which a process waits for no 
 PHASES = (*OWN_WORK, "dispatch", "wait", "agree")
 # Phases that last as long as model, data and disks make them. settle: waiting for the save before.
 LONG = ("evaluation", "check", "settle", "save")
+SAVING = ("settle", "save", "failing")  # phases that may wait for a save
 # How long a phase may last, in units of the limit. Others (start, compile, restore, "first save" ...) have no limit.
 LIMITS = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(LONG, 10.0)}
 
@@ -29,6 +30,14 @@ class Crumb(NamedTuple):
     phase: str
     since: float  # when the phase was entered, by `time.monotonic`
     longest: float = 0.0  # seconds that a phase of `LONG` has taken before, else 0
+
+
+class SavePhase(NamedTuple):
+    """The phase of a save, which runs beside the steps, in threads of its own."""
+
+    order: int  # the save's progress; every rank makes the same saves
+    phase: str
+    since: float  # when the phase was entered, by `time.monotonic`
 
 
 class Pace(NamedTuple):
@@ -44,6 +53,7 @@ class Breadcrumbs:
 
     def __init__(self, paced: Callable[[Pace], None] | None = None) -> None:
         self.last = Crumb(0, 0, "start", time.monotonic())
+        self.saving = SavePhase(0, "", self.last.since)
         self._paced = paced
         self._spent, self._longest = dict.fromkeys(PHASES, 0.0), dict[str, float]()
         self._steps, self._durations, self._begun, self._warm = 0, deque[float](maxlen=50), 0.0, 0
@@ -58,6 +68,10 @@ class Breadcrumbs:
             self._longest[kind] = max(self._longest.get(kind, 0.0), now - since)
         name = f"first {phase}" if phase in LONG and phase not in self._longest else phase
         self.last = Crumb(order + 1, before if step is None else step, name, now, self._longest.get(phase, 0.0))
+
+    def save_enters(self, order: int, phase: str) -> None:
+        """Enter a phase of a save. For any thread."""
+        self.saving = SavePhase(order, phase, time.monotonic())
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:

@@ -9,16 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist.processes import JobStore, Place, place
 from jaxdist.runtime.exit_status import SAME_S, STOPPED
-from jaxdist.runtime.run_folder import leave_stop_note
+from jaxdist.runtime.run_folder import latest_step, leave_stop_note
 
 _POLL_S = 0.2  # between two looks into the job's store
-_LEAVE_S = 2.0  # until the other processes must have heard that this one leaves
+_LEAVE_S = 2.0  # until the other processes must have heard that this one leaves, and the disk must have answered
 _ANSWER_S = 3.0  # until the other processes must have said whether they have begun a step
 _CLOSE, _WAKE = 0, 255  # bytes in the pipe that are no signal's number
 _NO_STEP = -1  # in place of a step: none was begun
@@ -56,6 +57,7 @@ class StopSignal:
     - As long as no process has given a step to its devices there is nothing to save. Then the first signal ends the
       processes, too, as soon as all have said so, or after `_ANSWER_S`.
     - Signals within a second of the first are the same one, sent on by a launcher or a scheduler.
+    - A standard output that nobody reads any more (`reader_gone`) asks to stop, too; after it, a signal is the first.
     - A thread sees the signals, whatever the main thread is doing: Python alone would wait for the end of a
       compilation.
     - In a job of several processes that thread carries them to the others by the job's key-value store. JAX's own
@@ -73,6 +75,8 @@ class StopSignal:
         self._last: int | None = None  # the step to stop after
         self._store: JobStore | None = None
         self._here = Place(0, 1)
+        self.folder: Path | None = None  # the run directory, once it is known
+        self._asked: float | None = None  # when this process was first asked to stop
         self._first_signal: float | None = None
         self._closed = False
         self._previous: dict[int, Any] = {}
@@ -114,6 +118,10 @@ class StopSignal:
         self._store = JobStore("stop", self._here.rank)
         os.write(self._in, bytes([_WAKE]))
 
+    def reader_gone(self) -> None:
+        """Ask to stop because nobody reads standard output any more, as a shell would by SIGPIPE. For any thread."""
+        os.write(self._in, bytes([signal.SIGPIPE]))
+
     def requested(self, step: int) -> bool:
         """Whether to stop after `step` steps. Every process must call it once a step, with the same steps."""
         with self._lock:
@@ -140,16 +148,24 @@ class StopSignal:
             self._closed = self._closed or number == _CLOSE
             if number in (signal.SIGINT, signal.SIGTERM):
                 self._receive(signal.Signals(number).name)
+            if number == signal.SIGPIPE and not self.why:
+                self._request("a closed standard output")
+                print("nobody reads standard output any more: the run stops, with a checkpoint", file=sys.stderr)
 
     def _receive(self, name: str) -> None:
         now = time.monotonic()
         if self._first_signal is None:
             self._first_signal = now
-            if self._begun is None and self._store is None:
-                self._leave(f"ended by {name} before the first step")
-            self._ask(name)
+            self._request(name)
         elif now > self._first_signal + SAME_S:
             self._leave(f"ended at once by a second signal, {name}")
+
+    def _request(self, why: str) -> None:
+        """Stop: now where nothing was begun, else after a step."""
+        self._asked = self._asked or time.monotonic()
+        if self._begun is None and self._store is None:
+            self._leave(f"ended by {why} before the first step")
+        self._ask(why)
 
     def _ask(self, why: str) -> None:
         """Ask all processes to stop after a step."""
@@ -177,7 +193,7 @@ class StopSignal:
             while True:
                 at = [int(value) for key, value in said.items() if key.startswith("at/")]
                 begun = max(at, default=_NO_STEP)
-                late = time.monotonic() > (self._first_signal or math.inf) + _ANSWER_S
+                late = time.monotonic() > (self._asked or math.inf) + _ANSWER_S
                 if len(at) == self._here.processes or (late and self._begun is None and begun == _NO_STEP):
                     break
                 self._hear(_POLL_S / 10)  # one may never answer: a second signal ends this process all the same
@@ -189,17 +205,33 @@ class StopSignal:
             self._last = begun + 1
 
     def _leave(self, text: str) -> None:
-        """End this process at once, and those of its job. text: why; printed by those that were sent a signal."""
-        if self._store is not None:  # in a thread: the store may not answer any more
-            tell = threading.Thread(target=_tell_all, args=(self._store, self._here, text), daemon=True)
-            tell.start()
-            tell.join(_LEAVE_S)
-        if self._first_signal is not None:
-            print(f"{text}; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        """End this process at once, and those of its job. text: why; printed by those that were asked themselves."""
+        newest, store, folder = list[int](), self._store, self.folder
+        tasks = [] if store is None else [lambda: _tell_all(store, self._here, text)]
+        if folder is not None and self._asked is not None:
+            tasks.append(lambda: newest.append(latest_step(folder)))
+        threads = [threading.Thread(target=task, daemon=True) for task in tasks]  # store and disk may not answer
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_LEAVE_S)
+        if self._asked is not None:
+            print(f"{text}; {_way_on(folder, newest)}", file=sys.stderr, flush=True)
         leave_stop_note(os.environ)
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h")  # a progress bar hides the cursor
         os._exit(STOPPED)
+
+
+def _way_on(folder: Path | None, newest: list[int]) -> str:
+    """What to do after a run that has ended at once. newest: of the checkpoints, -1: none, or [] where the disk has not
+    answered."""
+    if folder is None:
+        return "the same command begins again"
+    if newest == [-1]:
+        return "there is no checkpoint yet: the same command begins again"
+    found = f"the checkpoint of step {newest[0]}" if newest else "its newest checkpoint, if there is one"
+    return f"the same command with --run-dir {folder} goes on from {found}"
 
 
 def _nothing(number: int, frame: Any) -> None:

@@ -33,12 +33,15 @@ GATHER_S = 0.5  # one loss brings about others: wait so long, to name the first
 DOUBT_S = 2.0  # where there are only symptoms, a rank that is behind or silent for this long is their cause
 LEAVE_S = 3.0  # rank 0 ends last, because JAX aborts the others when it ends; it waits for them for this long
 ANSWER_S = 6.0  # a failed rank waits this long to hear whether it is to blame
+# While nothing moves, a line says where the ranks are, so often; where steps take long, after so many of them.
+UNMOVED_S, UNMOVED_STEPS = 30.0, 3.0
 FRAMES = 4  # of the main thread's stack, on the console
 STACKS = "stacks"  # folder of the run directory
 
 
 class Watch:
-    """The watchdog of one process. Outside of a job of several it does nothing. set_s: `train.watchdog_s`."""
+    """The watchdog of one process. Outside of a job of several it only says where the process is while nothing moves.
+    set_s: `train.watchdog_s`."""
 
     def __init__(self, set_s: float | None = None) -> None:
         self.crumbs = Breadcrumbs(self._paced)
@@ -59,6 +62,8 @@ class Watch:
         self._gathered: dict[tuple[str, int], dict[int, Any]] = {}  # see `_gather`
         self._verdict: Blame | None = None
         self._begun = self._turned = self._said = 0.0  # when: the watch, the last turn, the last report of this rank
+        self._noticed = 0.0  # when it was last said where the ranks are
+        self._left = threading.Event()  # a process without a job needs its notices no more
 
     @contextlib.contextmanager
     def opened(self, facts: Mapping[str, Any]) -> Iterator[None]:
@@ -72,6 +77,8 @@ class Watch:
             self._catch_aborts()
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._thread.start()
+        else:
+            threading.Thread(target=self._look_on, name="watch", daemon=True).start()
         with self.reporting():
             self.agree(facts)
             yield
@@ -83,6 +90,7 @@ class Watch:
         try:
             yield
         except BaseException as error:
+            self._left.set()
             if self._thread is not None and self._difference is not None:
                 self.close()  # all ranks raise the same one
             elif self._thread is not None:
@@ -110,6 +118,7 @@ class Watch:
 
     def close(self) -> None:
         """End the watch: all is done."""
+        self._left.set()
         if self._thread is not None and self._thread.is_alive():
             self._outbox.put({"bye": True})
             self._thread.join(LEAVE_S)
@@ -148,6 +157,12 @@ class Watch:
             traceback.print_exc()
             os._exit(1)
 
+    def _look_on(self) -> None:
+        """The watching thread of a process without a job."""
+        while not self._left.wait(TURN_S):
+            now = time.monotonic()
+            self._notice({0: beat_of(self.crumbs, now)}, now)
+
     def _turn(self) -> None:
         """One round of the watching thread: hear the others, send what is to be said, judge."""
         news = self._channel.poll(TURN_S)
@@ -159,7 +174,7 @@ class Watch:
             self._hear(rank, message, now)
         for rank in self._channel.connected:
             self._heard.setdefault(rank, now)
-        self._beats[self._here.rank] = (beat_of(self.crumbs.last, now), now)
+        self._beats[self._here.rank] = (beat_of(self.crumbs, now), now)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tell(self._outbox.get_nowait(), now)
@@ -167,7 +182,10 @@ class Watch:
             self._said = now
             self._tell({"beat": list(self._beats[self._here.rank][0])}, now)
         if self._verdict is None:
-            self._verdict = self._judge(now)
+            beats = {rank: beat.older(now - at) for rank, (beat, at) in self._beats.items() if rank not in self._bye}
+            if self._here.rank == 0:
+                self._notice(beats, now)
+            self._verdict = self._judge(beats, now)
             if self._verdict is not None:
                 self._end(self._verdict)
 
@@ -226,13 +244,17 @@ class Watch:
         is."""
         return judge.limit_of(self._set_s, 0.0)
 
-    def _judge(self, now: float) -> Blame | None:
+    def _notice(self, beats: dict[int, Beat], now: float) -> None:
+        """Say now and then where the ranks are, while nothing moves: compiling, the first batch and the first save have
+        no limit, and others have long ones."""
+        unmoved = min((beat.age for beat in beats.values()), default=0.0)
+        pause = max(UNMOVED_S, UNMOVED_STEPS * self.crumbs.median_step)
+        if min(unmoved, now - self._noticed) >= pause:
+            self._noticed = now
+            write_stderr(judge.quiet(beats, unmoved))
+
+    def _judge(self, beats: dict[int, Beat], now: float) -> Blame | None:
         """The blame where the job must end now: for a loss, a silent rank, or one without progress."""
-        beats = {
-            rank: beat._replace(age=beat.age + now - at)
-            for rank, (beat, at) in self._beats.items()
-            if rank not in self._bye
-        }
         lost = self._judge_losses(beats, now)
         if lost is not None:
             return lost

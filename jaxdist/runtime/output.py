@@ -1,0 +1,100 @@
+"""Standard output and error that end no run: not where the disk is full, and not where their reader has gone."""
+
+import contextlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class LastingFile(io.RawIOBase):
+    """A file of output that drops what cannot be written, and raises nothing.
+
+    It counts the lines that are lost, as on a full disk, and says so as soon as it can be written again.
+
+    descriptor: the file's; it stays open.
+    gone: is called once, when the reader has gone, as in `... | head`.
+    """
+
+    def __init__(self, descriptor: int, gone: Callable[[], None] = nothing) -> None:
+        self._gone, self._descriptor, self._lock = gone, descriptor, threading.RLock()
+        self._lost, self._why = 0, ""  # lines since the last that was written, and what the system says
+        self._torn = False  # whether the last line in the file is not whole
+
+    def write(self, data: Any) -> int:
+        """Write all of the data, as far as possible. Returns their length."""
+        data = bytes(data)
+        with self._lock:
+            lines = f"{self._lost} lines of output were" if self._lost > 1 else "1 line of output was"
+            before = b"\n" * self._torn + (f"{lines} lost: {self._why}\n".encode() if self._lost else b"")
+            whole, sent = before + data, 0
+            try:
+                while sent < len(whole):
+                    sent += os.write(self._descriptor, whole[sent:])
+                self._lost, self._torn = 0, False
+            except OSError as error:
+                if sent:
+                    self._torn = whole[sent - 1 : sent] != b"\n"
+                self._lost = whole[max(sent, len(before)) :].count(b"\n") + self._lost * (sent < len(before))
+                self._why = error.strerror or str(error)
+                if isinstance(error, BrokenPipeError):
+                    tell, self._gone = self._gone, nothing
+                    tell()
+        return len(data)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether this is a terminal."""
+        return os.isatty(self._descriptor)
+
+
+def _lasting(stream: TextIO | None, gone: Callable[[], None]) -> TextIO:
+    """A stream to the same file that lasts; the same stream where it is no file of the system, as in a notebook."""
+    if stream is None:  # closed, as by `>&-`
+        return Path(os.devnull).open("w", encoding="utf-8")
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    try:
+        file = LastingFile(stream.fileno(), gone)
+    except io.UnsupportedOperation:
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    buffer: Any = file if stream.write_through else io.BufferedWriter(file)  # as `python -u` and Python make them
+    return io.TextIOWrapper(
+        buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+@contextlib.contextmanager
+def lasting_output(gone: Callable[[], None] = nothing) -> Iterator[None]:
+    """A context in which standard output and error are `LastingFile`s, whoever writes: the console of a run and its
+    bar, `print`, warnings, the loggers of libraries. gone: is called when nobody reads standard output any more."""
+    before, within = (sys.stdout, sys.stderr), True
+    lasting = _lasting(sys.stdout, lambda: gone() if within else None), _lasting(sys.stderr, nothing)
+    sys.stdout, sys.stderr = lasting
+    try:
+        yield
+    finally:
+        for stream in lasting:
+            stream.flush()
+        sys.stdout, sys.stderr = before
+        within = False  # loggers may keep the streams

@@ -1,0 +1,173 @@
+"""Standard output on a full disk or without a reader: what is lost is said, and nothing ends of it but by a stop."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import child
+import pytest
+
+from jaxdist.runtime import output
+from jaxdist.runtime.output import LastingFile
+from jaxdist.runtime.watch import stop as stopping
+from jaxdist.runtime.watch.stop import StopSignal
+
+
+class Disk:
+    """A disk with room for so many bytes, in place of the system's `write`."""
+
+    def __init__(self) -> None:
+        self.content, self.room, self.error = b"", 1 << 20, errno.ENOSPC
+
+    def write(self, _: int, data: bytes) -> int:
+        taken = data[: self.room]
+        if not taken:
+            raise OSError(self.error, os.strerror(self.error))
+        self.content, self.room = self.content + taken, self.room - len(taken)
+        return len(taken)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(output, "os", SimpleNamespace(write=made.write))
+    return made
+
+
+def test_lost_lines_are_counted_and_said_later(disk: Disk) -> None:
+    file = LastingFile(1)
+    file.write(b"a\n")
+    disk.room = 0
+    assert file.write(b"b\nc\n") == 4
+    file.write(b"d\n")
+    disk.room = 1000
+    file.write(b"e\n")
+    file.write(b"f\n")
+    assert disk.content == b"a\n3 lines of output were lost: No space left on device\ne\nf\n"
+
+
+def test_a_line_that_was_torn_is_ended(disk: Disk) -> None:
+    file = LastingFile(1)
+    disk.room = 3
+    file.write(b"long line\n")
+    disk.room = 20  # not even for what is said of it
+    file.write(b"next\n")
+    disk.room = 1000
+    file.write(b"last\n")
+    begun = b"\n1 line of output was lost: No space left on device\n"
+    said = b"\n2 lines of output were lost: No space left on device\n"
+    assert disk.content == b"lon" + begun[:20] + said + b"last\n"
+
+
+def test_what_is_no_whole_line_stays_as_it_is(disk: Disk) -> None:
+    file = LastingFile(1)
+    for piece in (b"step 1", b"\rstep 2", b"\n"):
+        file.write(piece)
+    assert disk.content == b"step 1\rstep 2\n"
+
+
+def test_a_reader_that_has_gone_is_told_once() -> None:
+    told, (reads, writes) = list[int](), os.pipe()
+    os.close(reads)
+    file = LastingFile(writes, lambda: told.append(1))
+    for _ in range(3):
+        assert file.write(b"a\n") == 2
+    os.close(writes)
+    assert file.write(b"a\n") == 2  # nor is anything else raised
+    assert told == [1]
+
+
+CHILD = """
+import logging, sys, warnings
+from jaxdist.runtime.output import lasting_output
+with lasting_output():
+    logging.basicConfig()
+    for i in range(3):
+        print("line", i)
+        logging.error("logged")
+        warnings.warn("warned")
+    sys.stderr.write("no end of line")
+    {more}
+sys.exit({status})
+"""
+
+
+@pytest.mark.parametrize("status", [0, 75])
+@pytest.mark.parametrize("options", [[], ["-u"]])
+def test_no_stream_changes_the_exit_status(options: list[str], status: int) -> None:
+    """Python flushes its streams at its end, and ends with 120 where that fails."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, *options, "-c", CHILD.format(status=status, more="print('x' * 100_000)")]
+    for stream in (writes, os.open("/dev/full", os.O_WRONLY)):
+        ended = subprocess.run(command, stdout=stream, stderr=stream, env=child.environment(), check=False)
+        assert ended.returncode == status
+        os.close(stream)
+
+
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Signals that are heeded here. What would end the process is kept in `left`, and the thread goes on."""
+    left = list[str]()
+    monkeypatch.setattr(StopSignal, "_leave", lambda self, text: left.append(text))
+    monkeypatch.setattr(stopping, "SAME_S", 0.0)
+    with StopSignal() as made:
+        yield SimpleNamespace(signals=made, left=left)
+
+
+def until_asked(signals: StopSignal, step: int) -> None:
+    deadline = time.monotonic() + 5
+    while not signals.requested(step):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("first", ["reader", "signal"])
+def test_a_reader_that_goes_with_ctrl_c_is_no_second_signal(stop: Any, first: str) -> None:
+    """Ctrl-C ends `tee`, too: the checkpoint of `train.py | tee log` must be written all the same."""
+    assert not stop.signals.requested(1)
+    both = {"reader": stop.signals.reader_gone, "signal": lambda: signal.raise_signal(signal.SIGINT)}
+    both.pop(first)()
+    until_asked(stop.signals, 2)
+    both.popitem()[1]()
+    time.sleep(0.1)
+    assert stop.left == []
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert stop.left == ["ended at once by a second signal, SIGINT"]
+
+
+def test_without_a_reader_before_the_first_step(stop: Any) -> None:
+    stop.signals.reader_gone()
+    time.sleep(0.1)
+    assert stop.left == ["ended by a closed standard output before the first step"]
+
+
+@pytest.mark.parametrize("steps", [(), ("3", "12", "20.orbax-checkpoint-tmp"), None])
+def test_what_is_said_of_checkpoints_is_true(
+    steps: tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None: a disk that does not answer."""
+    ended = list[int]()
+    monkeypatch.setattr(stopping, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(stopping, "os", SimpleNamespace(**vars(os) | {"_exit": ended.append}))
+    if steps is None:
+        monkeypatch.setattr(stopping, "latest_step", lambda _: time.sleep(1) or 3)
+    for name in steps or ():
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    stop = StopSignal()
+    stop.folder, stop._asked, stop._first_signal = tmp_path, 1.0, 1.0
+    stop._leave("ended at once by a second signal, SIGTERM")
+    assert ended == [75]
+    said = {
+        (): "there is no checkpoint yet: the same command begins again",
+        None: f"the same command with --run-dir {tmp_path} goes on from its newest checkpoint, if there is one",
+    }.get(steps, f"the same command with --run-dir {tmp_path} goes on from the checkpoint of step 12")
+    assert capfd.readouterr().err == f"ended at once by a second signal, SIGTERM; {said}\n"

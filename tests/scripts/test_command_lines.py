@@ -1,0 +1,78 @@
+"""Mistakes on the command lines of all scripts: one line on standard error with the argument, what is allowed, and
+--help; status 2."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARSERS = ("CommandParser", "ArgumentParser", "run_doctor", "run_launcher", "run_lab")
+SCRIPTS = [
+    path
+    for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts" / "bench").glob("*.py")])
+    if any(name in path.read_text() for name in PARSERS)
+]
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def status_of(path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of a script, in this process."""
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    module = loaded(path)
+    main = next(
+        getattr(module, name) for name in ("main", "run_doctor", "run_launcher", "run_lab") if name in vars(module)
+    )
+    try:
+        return int(main(arguments) if inspect.signature(main).parameters else main())
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+
+
+def test_all_scripts_are_here() -> None:
+    assert len(SCRIPTS) >= 16
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_mistake_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(path, ["--no-such-option"], monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert (line.startswith("error: ") and "--no-such-option" in line) or "required" in line
+    assert "; allowed: " in line and line.endswith(" --help says more")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "begins"),
+    [
+        (
+            "explain.py",
+            ["--config", "a.yaml", "--rows", "x"],
+            "error: argument --rows: invalid int value: 'x'; allowed: ",
+        ),
+        ("explain.py", ["--rows", "3"], "error: the following arguments are required: --config; allowed: "),
+        ("doctor.py", ["--platform", "tpu"], "error: argument --platform: invalid choice: 'tpu' (choose from "),
+        ("checkpoint.py", ["export", "run"], "error: the following arguments are required: --output; allowed: "),
+        ("launch.py", ["-n", "x", "--", "true"], "error: argument -n/--procs: invalid int value: 'x'; allowed: "),
+        ("virtual_hosts.py", ["-n", "x"], "error: argument -n/--hosts: invalid int value: 'x'; allowed: "),
+        ("bench/kills.py", ["--layouts", "three"], "error: --layouts: three; allowed: "),
+    ],
+)
+def test_the_line_names_the_argument(
+    script: str, arguments: list[str], begins: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(ROOT / "scripts" / script, arguments, monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(begins) and f"{Path(script).name} --help" in line.replace("export ", "")
