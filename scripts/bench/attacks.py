@@ -128,6 +128,7 @@ KINDS = ("missing", "empty", "cut", "flipped", "deep", "a folder", "a pipe", "a 
 def data_files(home: Path, made: Path) -> Iterator[Attack]:
     """Token files and their manifest. made: a folder of prepared data."""
     manifest = json.loads((made / "manifest.json").read_bytes())
+    cases: list[tuple[str, str, bytes | None]]
     cases = [("manifest.json", name, text) for name, text in edits(manifest)]
     cases += [("manifest.json", kind, None) for kind in KINDS] + [("train.bin", kind, None) for kind in KINDS]
     for i, (file, name, text) in enumerate(cases):
@@ -145,6 +146,7 @@ def folders_of_others(home: Path, made: Path) -> Iterator[Attack]:
     """Hugging Face folders. made: an exported model."""
     config = json.loads((made / "config.json").read_bytes())
     kept = {key: config[key] for key in ("model_type", "n_embd", "n_head", "n_layer", "vocab_size") if key in config}
+    cases: list[tuple[str, str, bytes | None]]
     cases = [("config.json", name, text) for name, text in edits(kept)]
     cases += [(file, kind, None) for file in ("config.json", "model.safetensors") for kind in KINDS]
     for i, (file, name, text) in enumerate(cases):
