@@ -5,13 +5,15 @@ start, uint64, little-endian, increasing from 0.
 """
 
 import hashlib
-import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.config.json_reader import read_json_file
+from jaxdist.config.rules.fields import show
 from jaxdist.data.source import file_pieces
 from jaxdist.errors import UserError
 
@@ -45,18 +47,35 @@ def entry_of(file: Path) -> ManifestEntry | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
-        entry = ManifestEntry(path, found["dtype"], int(found["vocab"]), str(found["tokenizer"]), dict(found["files"]))
-        if found["format"] != FORMAT or entry.dtype not in ID_DTYPES:
-            raise ValueError(f"format {found['format']!r}, dtype {entry.dtype!r}")
-        for each in entry.files.values():
-            int(each["bytes"]), str(each["sha256"])
-    except (ValueError, KeyError, TypeError) as error:
+        entry = _entry(path, read_json_file(path))
+    except ValueError as error:
         raise UserError(
-            f"data.path: {str(path)!r} is no manifest of format {FORMAT} ({type(error).__name__}: {error}); prepare "
-            "the data again, or remove it to read the files without"
+            f"data.path: {str(path)!r} is no manifest of format {FORMAT}: {error}; prepare the data again, or remove it"
+            " to read the files without"
         ) from error
     return entry if file.name in entry.files else None
+
+
+def _entry(path: Path, found: Any) -> ManifestEntry:
+    """The content of a manifest, each field checked. Raises `ValueError`."""
+
+    def check(holds: bool, name: str, value: Any, allowed: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {show(value)}; allowed: {allowed}")
+
+    check(isinstance(found, dict), "it", found, "a mapping")
+    dtype, vocab, tokenizer, files = (found.get(name) for name in ("dtype", "vocab", "tokenizer", "files"))
+    check(found.get("format") == FORMAT, "format", found.get("format"), f"{FORMAT}")
+    check(dtype in ID_DTYPES, "dtype", dtype, ", ".join(ID_DTYPES))
+    check(type(vocab) is int and 1 <= vocab <= MAX_ID + 1, "vocab", vocab, f"an integer from 1 to {MAX_ID + 1}")
+    check(isinstance(tokenizer, str), "tokenizer", tokenizer, "text")
+    check(isinstance(files, dict), "files", files, "a mapping")
+    for name, each in files.items():
+        size, sha256 = (each.get("bytes"), each.get("sha256")) if isinstance(each, dict) else (None, None)
+        check(type(size) is int and size >= 0, f"bytes of {show(name)}", size, "an integer of 0 or more")
+        hexadecimal = isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256) is not None
+        check(hexadecimal, f"sha256 of {show(name)}", sha256, "64 hexadecimal digits")
+    return ManifestEntry(path, dtype, vocab, tokenizer, files)
 
 
 def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:

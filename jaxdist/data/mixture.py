@@ -26,8 +26,7 @@ BLOCK = round(1 / SMALLEST_SHARE)
 def load_source(config: DataConfig) -> Source:
     """What `data` says: a source, or a mixture of some. Raises `UserError`, also where bytes and other tokens meet."""
     if not config.mixture:
-        found: Source = registry.load("jaxdist.data.sources", config.source, key="data.source")(config)
-        return found
+        return registry.make("jaxdist.data.sources", config.source, Source, config, key="data.source")
     said = parse_mixture(config.mixture)
     counts = block_counts([each.weight for each in said])
     parts = tuple(

@@ -151,6 +151,42 @@ def test_damage_is_found(tmp_path: Path, name: str, change: Any, changes: dict[s
         assert tokens(config(out)).info == good.info  # who does not ask for them does not need them
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"format is 2; allowed: 1;"),
+        ({"format": None}, r"format is null; allowed: 1;"),
+        ({"dtype": ["uint8"]}, r"dtype is a list; allowed: uint8, uint16, uint32;"),
+        ({"dtype": "int8"}, r"dtype is 'int8'; allowed"),
+        ({"vocab": None}, r"vocab is null; allowed: an integer from 1 to 2147483648;"),
+        ({"vocab": "256"}, r"vocab is '256'; allowed"),
+        ({"vocab": 256.0}, r"vocab is 256.0; allowed"),
+        ({"vocab": True}, r"vocab is true; allowed"),
+        ({"vocab": 0}, r"vocab is 0; allowed"),
+        ({"vocab": 2**31 + 1}, r"vocab is 2147483649; allowed"),
+        ({"tokenizer": None}, r"tokenizer is null; allowed: text;"),
+        ({"files": ["train.bin"]}, r"files is a list; allowed: a mapping;"),
+        ({"files": {"train.bin": 1}}, r"bytes of 'train.bin' is null; allowed: an integer of 0 or more;"),
+        ({"files": {"train.bin": {"bytes": "9", "sha256": "0" * 64}}}, r"bytes of 'train.bin' is '9'; allowed"),
+        ({"files": {"train.bin": {"bytes": -9, "sha256": "0" * 64}}}, r"bytes of 'train.bin' is -9; allowed"),
+        ({"files": {"train.bin": {"bytes": 9, "sha256": 0}}}, r"sha256 of 'train.bin' is 0; allowed: 64 hexa"),
+        ({"files": {"train.bin": {"bytes": 9, "sha256": "\n"}}}, r"sha256 of 'train.bin' is '\\n'; allowed: 64 hexa"),
+    ],
+)
+def test_a_field_of_a_wrong_type_or_range(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    out = prepared(tmp_path)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | changes))
+    with pytest.raises(
+        UserError, match=rf"^data\.path: .*manifest\.json' is no manifest of format 1: {message}"
+    ) as caught:
+        tokens(config(out))
+    assert "\n" not in str(caught.value)
+    (out / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match=r"is no manifest of format 1: it is a list; allowed: a mapping;"):
+        tokens(config(out))
+
+
 def test_without_manifest_the_index_is_looked_at(tmp_path: Path) -> None:
     out = prepared(tmp_path)
     with_manifest = tokens(config(out, packing="documents"))
