@@ -1,4 +1,4 @@
-"""The exception for mistakes that a user can mend. Invariants of jaxdist itself are asserts."""
+"""The exceptions for mistakes that a user can mend, and for a stop. Invariants of jaxdist itself are asserts."""
 
 import functools
 import sys
@@ -16,6 +16,10 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class RunStopped(Exception):
+    """The end of a run that the same command can take up again: no mistake, and no failure of its own. One line."""
 
 
 def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, int]:

@@ -83,7 +83,7 @@ def _int(text: str) -> int:
 
 
 def _check_inside(value: Any) -> None:
-    """Raise `ValueError` for what is nested too deep, and for halves of a surrogate pair. By levels, so that depth costs no
+    """Raise `ValueError` for what is nested too deep, and for halves of a surrogate pair. By levels: depth costs no
     stack."""
     level = [value]
     for _ in range(JSON_DEPTH + 1):

@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from jaxdist.config.json_reader import read_json_file
 from jaxdist.config.rules.fields import show
 from jaxdist.data.source import file_pieces
 from jaxdist.errors import UserError
+
+Piece = TypeVar("Piece", bytes, memoryview)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -78,14 +80,14 @@ def _entry(path: Path, found: Any) -> ManifestEntry:
     return ManifestEntry(path, dtype, vocab, tokenizer, files)
 
 
-def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:
-    """The content of a file in pieces. Raises `UserError` after the last one if the manifest has another hash."""
+def checked_pieces(pieces: Iterable[Piece], file: Path, entry: ManifestEntry | None) -> Iterable[Piece]:
+    """The pieces of a file's content. Raises `UserError` after the last one if the manifest has another hash."""
     said = None if entry is None else entry.files.get(file.name)
     if said is None:
-        yield from file_pieces(file)
+        yield from pieces
         return
     size, digest = 0, hashlib.sha256()
-    for piece in file_pieces(file):
+    for piece in pieces:
         size += len(piece)
         digest.update(piece)
         yield piece
@@ -107,7 +109,7 @@ def document_starts(file: Path, size: int, entry: ManifestEntry | None) -> np.nd
         return None
     if not path.exists():
         raise UserError(f"data.path: {str(path)!r} is in {MANIFEST} and does not exist; copy it, or prepare again")
-    content = b"".join(checked_pieces(path, entry))
+    content = b"".join(checked_pieces(file_pieces(path), path, entry))
     starts = np.frombuffer(content[: len(content) // 8 * 8], "<u8").astype(np.int64)
     if len(content) % 8 or not starts.size or starts[0] != 0 or np.any(np.diff(starts) <= 0) or starts[-1] >= size:
         raise UserError(

@@ -81,7 +81,9 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", [DEEP, '{"a": ' * 50 + "1" + "}" * 50, '{"step": 1, "step": 2}'])
+@pytest.mark.parametrize(
+    "text", [DEEP, '{"a": ' * 50 + "1" + "}" * 50, '{"step": 1, "step": 2}'], ids=["deep", "50 levels", "twice"]
+)
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_of_a_file_of_others_says_it_in_one_line(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(text + "\n")

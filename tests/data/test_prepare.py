@@ -14,6 +14,7 @@ import pytest
 from data_files import config, folder_of
 
 import jaxdist.data.prepare as module
+from jaxdist.data import FileArray
 from jaxdist.data.prepare import prepare
 from jaxdist.data.source import Source, hash_fraction
 from jaxdist.data.sources.tokens import tokens
@@ -49,8 +50,8 @@ def test_files_manifest_and_what_the_source_makes_of_them(tmp_path: Path) -> Non
     assert manifest["files"]["train.bin"]["tokens"] == sum(map(len, train))
     assert manifest["files"]["val.bin"]["documents"] == len(val)
     source = tokens(config(out))
-    assert source.train.tobytes() == b"".join(train)
-    assert source.held_out.tobytes() == b"".join(val)
+    assert np.asarray(source.train).tobytes() == b"".join(train)
+    assert np.asarray(source.held_out).tobytes() == b"".join(val)
     assert (source.vocab, source.info["unit"], source.train.dtype) == (256, "bytes", np.uint8)
     assert source.documents is None  # not asked for
     starts = tokens(config(out, packing="documents")).documents
@@ -149,6 +150,27 @@ def test_damage_is_found(tmp_path: Path, name: str, change: Any, changes: dict[s
     assert "\n" not in str(caught.value)
     if name.endswith("index"):
         assert tokens(config(out)).info == good.info  # who does not ask for them does not need them
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 64])
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_ids_outside_the_vocabulary_of_the_manifest(
+    side: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = prepared(tmp_path)
+    ids = (out / f"{side}.bin").read_bytes()[:-1] + b"\xc8"  # 200, the last of all
+    manifest = json.loads((out / "manifest.json").read_text()) | {"vocab": 200}
+    manifest["files"][f"{side}.bin"]["sha256"] = hashlib.sha256(ids).hexdigest()
+    (out / f"{side}.bin").write_bytes(ids)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr("jaxdist.data.sources.tokens.CHUNK_BYTES", chunk)
+    reads, pieces = [], FileArray.pieces
+    monkeypatch.setattr(FileArray, "pieces", lambda self, nbytes: reads.append(self) or pieces(self, nbytes))
+    with pytest.raises(UserError, match=rf"^data\.path: .*{side}\.bin' holds the id 200, and .*says vocab 200; allow"):
+        tokens(config(out))
+    assert len(reads) == 2  # once for each file
+    (out / "manifest.json").write_text(json.dumps(manifest | {"vocab": 201}))
+    assert tokens(config(out)).vocab == 201
 
 
 @pytest.mark.parametrize(
