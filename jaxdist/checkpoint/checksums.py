@@ -119,11 +119,11 @@ def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
     if not isinstance(files, dict) or found.get("version") != _VERSION or _text(found.get("step"), files) != text:
         return "changed"
     if found["step"] != step:
-        return f"of step {found['step']}"
+        return f"of step {found['step']!r}"
     for name, entry in files.items():
-        if re.search(r"(^|/)(\.{0,2})(/|$)|[\\\0]", name):
+        if re.search(r"(^|/)(\.{0,2})(/|$)|[\\\x00-\x1f\x7f]", name):
             return f"names {name!r}, which is no place inside the folder"
-        if not (isinstance(entry, list) and len(entry) == 2):
+        if not (isinstance(entry, list) and [type(each) for each in entry] == [int, str]):
             return "changed"
     return files
 
