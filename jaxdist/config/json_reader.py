@@ -42,19 +42,22 @@ def read_json_file(path: Path) -> Any:
     return parse_json(content)
 
 
-def log_record(text: bytes, *, mark: str) -> dict[str, Any]:
-    """A line of a log: an object of numbers, null and lists of texts. Under keys that end in `mark` it has a
-    text. Raises `ValueError`."""
+def log_record(text: bytes, *, mark: str, lists: str) -> dict[str, Any]:
+    """A line of a log: an object of numbers. Raises `ValueError`.
+
+    mark: ends a key with a text, which says what the null under the key before it is.
+    lists: the key of a list of texts.
+    """
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     for key, value in found.items():
         if key.endswith(mark):
             right = isinstance(value, str)
-        elif isinstance(value, list):
-            right = all(isinstance(each, str) for each in value)
+        elif key == lists:
+            right = isinstance(value, list) and all(isinstance(each, str) for each in value)
         else:
-            right = value is None or type(value) in (int, float)
+            right = type(value) in (int, float) or (value is None and key + mark in found)
         if not right:
             raise ValueError(f"{key[:80]!r} is of type {type(value).__name__}")
     return found

@@ -55,7 +55,7 @@ def _encode(step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> byte
 
 def _decode(line: bytes) -> dict[str, Any]:
     """One line as a record. ValueError when it is not a JSON object with a whole number "step"."""
-    record = log_record(line, mark=_MARK)
+    record = log_record(line, mark=_MARK, lists="samples")
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError('"step" is missing or not a whole number')

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from data_files import config, ids_file, sharding
@@ -17,6 +18,7 @@ from jaxdist.data.sources.images import images
 from jaxdist.data.sources.tokens import tokens
 from jaxdist.errors import UserError
 from jaxdist.runtime.exit_status import DONE, STOPPED, status_of
+from jaxdist.runtime.start import fail_alone
 from jaxdist.trainer.train import train
 
 BEFORE = 1_600_000_000  # seconds: the time of files that are written again later
@@ -139,6 +141,17 @@ except FileChanged as error:
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert "was changed while it was in use: 0 bytes, 200000 before" in done.stdout
+
+
+def test_a_rank_of_a_job_ends_with_75_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended, fail_alone():
+        raise FileChanged(tmp_path, "another")
+    assert ended.value.code == STOPPED
+    assert capsys.readouterr().err.splitlines() == [f"error: {FileChanged(tmp_path, 'another')}"]
 
 
 YAML = """

@@ -42,11 +42,13 @@ def images(config: DataConfig) -> Source:
     else:
         train, held_out = _split(whole, config.held_out)
     both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
-    digest = fingerprint(
+    parts = (
         (f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
         for side, found in both.items()
         for name, array in found.items()
     )
+    with readable("data.path", Path(config.path)):
+        digest = fingerprint(parts)
     sizes, files = (train.size, held_out.size), (len(arrays), len(held_arrays or arrays))
     return Source(train, held_out, 0, source_info(config, "images", "samples", sizes=sizes, files=files, sha256=digest))
 
