@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -110,8 +110,10 @@ def make_model(
     attention: the kernel, from `attention_of`.
     """
     chosen = {"attention": attention} if training else {"attention": attention, "dropout": 0.0}
-    options = config.model.replace(**{key: value for key, value in chosen.items() if hasattr(config.model, key)})
-    build = registry.load("jaxdist.models", config.model.name, key="model.name")
+    changed = {key: value for key, value in chosen.items() if hasattr(config.model, key)}
+    name, options = config.model.name, config.model.replace(**changed)
+    given: dict[str, Any] = {"max_length": config.data.seq_len, "param_dtype": precision.param}
+    build = registry.function("jaxdist.models", name, options, **given, key="model.name")
     asked = {"fp8": ("precision.policy: 'fp8'", "a policy without float8, such as bf16")} if precision.fp8 else {}
     for key in ("sequence_parallel", "collective_matmul"):
         if training and getattr(config.parallel, key):
@@ -122,10 +124,10 @@ def make_model(
         if not takes_any and key not in known:  # a model of somebody else's need not know of it
             raise UserError(
                 f"{setting} needs a model that can be built with {key}=True, and model.name"
-                f" {config.model.name!r} takes no such option; allowed: {allowed}"
+                f" {name!r} takes no such option; allowed: {allowed}"
             )
-    given = dict.fromkeys(asked, True)
-    model = build(options, max_length=config.data.seq_len, param_dtype=precision.param, **given)
+    given |= dict.fromkeys(asked, True)
+    model = registry.make("jaxdist.models", name, ModelDef, options, **given, key="model.name")
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
 

@@ -1,4 +1,4 @@
-"""The exception for mistakes that a user can mend, on command lines too. Invariants of jaxdist itself are asserts."""
+"""The exceptions for mistakes that a user can mend, on command lines too, and for a stop. Invariants are asserts."""
 
 import argparse
 import functools
@@ -26,6 +26,10 @@ class CommandParser(argparse.ArgumentParser):
         """Raise the error, for mistakes that this parser or its user finds."""
         usage = self.format_usage().removeprefix("usage: ").strip()
         raise UserError(f"{message}; allowed: {usage}; {self.prog} --help says more")
+
+
+class RunStopped(Exception):
+    """The end of a run that the same command can take up again: no mistake, and no failure of its own. One line."""
 
 
 def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, int]:

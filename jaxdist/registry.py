@@ -8,16 +8,21 @@ Somebody else's module has both at its top level, and is imported for them.
 """
 
 import ast
+import dataclasses
 import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxdist.errors import UserError
+
+Made = TypeVar("Made")
 
 
 def folder_of(package: str) -> Path:
@@ -69,6 +74,38 @@ def load(package: str, name: Any, *, key: str) -> Any:
     return getattr(module, attribute)
 
 
+def function(package: str, name: Any, *given: Any, key: str, **options: Any) -> Callable[..., Any]:
+    """The entry called `name`, a function that takes these arguments. Raises `UserError` for anything else, which a
+    dotted path may lead to; it is not called."""
+    entry = load(package, name, key=key)
+    why = "" if callable(entry) else f"it is a {type(entry).__name__}"
+    if inspect.isbuiltin(entry):
+        why = "it is a function of the interpreter"
+    elif not why:
+        try:
+            inspect.signature(entry).bind(*given, **options)
+        except (TypeError, ValueError) as error:  # ValueError: it has no signature
+            why = f"as a function, it does not take what an entry is given ({error})"
+    if why:
+        shown = repr(name) if isinstance(name, str) else getattr(entry, "__name__", "a function")
+        raise UserError(f"{key}: {shown} is no entry of {package}: {why}; {_allowed(package)}")
+    return entry
+
+
+def make(package: str, name: Any, kind: type[Made], *given: Any, key: str, **options: Any) -> Made:
+    """What the entry called `name` makes of these arguments. Raises `UserError` if that is no `kind`."""
+    made = function(package, name, *given, key=key, **options)(*given, **options)
+    if not isinstance(made, kind):
+        shown = repr(name) if isinstance(name, str) else "the entry"
+        raise UserError(f"{key}: {shown} gives a {type(made).__name__}, not a {kind.__name__}; {_allowed(package)}")
+    return made
+
+
+def _allowed(package: str) -> str:
+    known = ", ".join(names(package))
+    return f"allowed: {known}, or a dotted path to an entry of your own, as docs/extending.md describes"
+
+
 @functools.cache
 def facts(package: str, name: Any) -> dict[str, Any]:
     """The facts of an entry; {} if it has none. An entry of the folder is parsed, not imported: it may import jax."""
@@ -76,7 +113,9 @@ def facts(package: str, name: Any) -> dict[str, Any]:
         name = f"{getattr(name, 'func', name).__module__}."
     if "." in name:
         found = getattr(importlib.import_module(name.rpartition(".")[0]), "FACTS", None)
-        return {} if found is None else vars(found)
+        if not dataclasses.is_dataclass(found):
+            return {}  # there is none, or it is something else that has this name
+        return vars(found)
     file = folder_of(package) / f"{name}.py"
     for node in ast.parse(file.read_text("utf-8")).body if file.exists() else ():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FACTS":

@@ -13,14 +13,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import registry
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
-from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.compose import get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
@@ -105,7 +104,7 @@ def make_train_step(
     policy, sync = options.precision, options.grad_sync
     once = options.microbatches == 1 and ScheduleFacts.of(options.schedule).one_backward_pass
     strategy = get_strategy(options, once=once and isinstance(model, ModelDef))
-    schedule: Schedule = registry.load("jaxdist.parallel.schedules", options.schedule, key="parallel.schedule")
+    schedule = get_schedule(options.schedule)
     optimizer = only_trained(with_rounded_products(optimizer) if sync.deterministic else optimizer, options.freeze)
     norm = ordered_norm if sync.deterministic else global_norm
 

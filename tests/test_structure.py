@@ -260,6 +260,16 @@ def jaxprs_in_one_place(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: jaxprs_in_params; call jaxdist.jaxpr.walk"
 
 
+def json_in_one_place(path: str, source: str) -> Iterator[str]:
+    """Only these read JSON by themselves, and none of it is from elsewhere: messages, and what they wrote."""
+    own = ("jaxdist/runtime/", "jaxdist/processes.py", "jaxdist/trainer/resume.py", "jaxdist/observe/metrics.py")
+    if path.startswith((*own, "jaxdist/plan/report/draw_rounds.py", "jaxdist/config/json_reader.py")):
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and dotted(node) in ("json.loads", "json.load", "json.JSONDecoder"):
+            yield f"{path}:{node.lineno}: {dotted(node)}; call jaxdist.config.json_reader"
+
+
 PACKAGE_RULES: tuple[Rule, ...] = (
     import_floors,
     sockets_in_one_place,
@@ -271,6 +281,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     file_is_its_name,
     no_global_state,
     jaxprs_in_one_place,
+    json_in_one_place,
 )
 SCRIPT_RULES: tuple[Rule, ...] = (script_imports, check_stays_on, sizes, banned, docstrings_everywhere, no_global_state)
 EXAMPLE_RULES: tuple[Rule, ...] = (script_imports, check_stays_on, banned)
@@ -341,6 +352,8 @@ GOOD = [
     (no_global_state, "jaxdist/a.py", "def f():\n    x = []\n    x.append(1)"),
     (jaxprs_in_one_place, "jaxdist/jaxpr/walk.py", "jaxpr.eqns"),
     (jaxprs_in_one_place, "jaxdist/a.py", "from jaxdist.jaxpr.walk import equations\nequations(jaxpr)"),
+    (json_in_one_place, "jaxdist/data/a.py", "import json\njson.dumps({})\nparse_json(text)"),
+    (json_in_one_place, "jaxdist/runtime/a.py", "json.loads(line)"),
 ]
 BAD = [
     (import_floors, "jaxdist/config/schema.py", "from jaxdist.data import Loader"),
@@ -412,6 +425,8 @@ BAD = [
     (no_global_state, "jaxdist/a.py", "CACHE = {}\ndef f(k):\n    del CACHE[k]"),
     (no_global_state, "jaxdist/a.py", "SEEN = []\ndef f(k):\n    SEEN.append(k)"),
     (no_global_state, "jaxdist/a.py", "SEEN = set()\nSEEN |= {1}"),
+    (json_in_one_place, "jaxdist/data/a.py", "import json\njson.loads(text)"),
+    (json_in_one_place, "jaxdist/cli/a.py", "found = map(json.loads, lines)"),
     (jaxprs_in_one_place, "jaxdist/plan/a.py", "for equation in jaxpr.eqns:\n    pass"),
     (jaxprs_in_one_place, "jaxdist/plan/a.py", 'hasattr(x, "eqns")'),
     (jaxprs_in_one_place, "jaxdist/plan/a.py", "from jax.extend.core import Literal, jaxprs_in_params"),

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from jaxdist.checkpoint.background import step_back
 from jaxdist.checkpoint.barrier import SaveBarrier
+from jaxdist.config.json_reader import parse_json, read_json_file
 
 CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
@@ -101,7 +102,7 @@ def seal(folder: Path, step: int) -> None:
 def record_of(folder: Path) -> dict[str, Any] | None:
     """The record of this package in a step's `meta`: {} from an older version, None if it cannot be read."""
     try:
-        found = json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
+        found = read_json_file(folder / "meta" / "metadata")
     except (OSError, ValueError):
         return None
     return found.get(RECORD, {}) if isinstance(found, dict) else None
@@ -111,18 +112,18 @@ def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
     """The files that `CHECKSUMS` lists, {name: [bytes, digest]}; or a text that says what is wrong with it."""
     try:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
-        found = json.loads(text)
+        found = parse_json(text)
     except (OSError, ValueError):
         return "cannot be read"
     files = found.get("files") if isinstance(found, dict) else None
     if not isinstance(files, dict) or found.get("version") != _VERSION or _text(found.get("step"), files) != text:
         return "changed"
     if found["step"] != step:
-        return f"of step {found['step']}"
+        return f"of step {found['step']!r}"
     for name, entry in files.items():
-        if re.search(r"(^|/)(\.{0,2})(/|$)|[\\\0]", name):
+        if re.search(r"(^|/)(\.{0,2})(/|$)|[\\\x00-\x1f\x7f]", name):
             return f"names {name!r}, which is no place inside the folder"
-        if not (isinstance(entry, list) and len(entry) == 2):
+        if not (isinstance(entry, list) and [type(each) for each in entry] == [int, str]):
             return "changed"
     return files
 

@@ -10,6 +10,7 @@ from jaxdist import registry
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group, Pairs
 from jaxdist.collectives.parts import cut_parts, join_parts, padded_parts, unpadded
+from jaxdist.errors import UserError
 
 ALGORITHMS = "jaxdist.collectives.algorithms"
 CostOf = Callable[[str, int, Group], Cost]
@@ -69,7 +70,13 @@ class Algorithm(NamedTuple):
 
 def get_algorithm(name: str) -> Algorithm:
     """The `Algorithm` in `collectives/algorithms/<name>.py`, or at a dotted path."""
-    return registry.load(ALGORITHMS, name, key="algorithm")
+    found = registry.load(ALGORITHMS, name, key="algorithm")
+    if not isinstance(found, Algorithm):
+        raise UserError(
+            f"algorithm: {name!r} is a {type(found).__name__}, not an Algorithm; allowed:"
+            f" {', '.join(registry.names(ALGORITHMS))}, or a dotted path to an Algorithm of your own"
+        )
+    return found
 
 
 def from_halves(cost: CostOf, reduce_parts: ReduceParts, gather_parts: GatherParts, **others: Any) -> Algorithm:

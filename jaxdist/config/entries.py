@@ -37,7 +37,10 @@ class EntryFacts:
     @classmethod
     def of(cls, name: Any) -> Self:
         """The facts of an entry, by its name or dotted path, or of the entry itself, a function."""
-        return cls(**registry.facts(cls.folder, name))
+        found = registry.facts(cls.folder, name)
+        if unknown := found.keys() - {each.name for each in fields(cls)}:
+            raise UserError(f"{name}: FACTS of its module has {min(unknown)!r}; allowed: FACTS = {cls.__name__}(...)")
+        return cls(**found)
 
     @classmethod
     def with_fact(cls, **wanted: Any) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.config.rules.batch import check_rows
+from jaxdist.data.file_array import FileArray, Ids
 from jaxdist.errors import UserError
 from jaxdist.specs import spec_axes
 
@@ -173,7 +174,7 @@ class GlobalBatches:
 
 
 class Loader(GlobalBatches):
-    """Global batches of a 1-D token array, memory-mapped or not. A process reads only the rows of its own devices.
+    """Global batches of a 1-D token array, in memory or in a file. A process reads only the rows of its own devices.
 
     - shuffle: endless shuffled epochs from `seed` (`ShuffledWindows`); otherwise a fixed set for evaluation
       (`SpreadWindows`) of at most `batches` batches. None: the whole text.
@@ -185,7 +186,7 @@ class Loader(GlobalBatches):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Ids,
         *,
         seq_len: int,
         global_batch: int,
@@ -211,13 +212,16 @@ class Loader(GlobalBatches):
             batches = self.windows.batches
         leaves = batch_shapes(global_batch, seq_len)
         super().__init__(self._rows, leaves, global_batch=global_batch, sharding=sharding, batches=batches)
-        # Overlapping views of seq_len + 1 ids, one per position; indexing with starts copies only those rows from disk.
-        self._views = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len + 1)
+        self._windows: Callable[[np.ndarray], np.ndarray]  # starts [n] -> seq_len + 1 ids from each on
+        if isinstance(tokens, FileArray):
+            self._windows = lambda starts: tokens.windows(starts, seq_len + 1)
+        else:  # overlapping views, one per position; indexing copies
+            self._windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1).__getitem__
 
     def _rows(self, k: np.ndarray) -> dict[str, np.ndarray]:
         """inputs and targets int32 [n, S]; weights float32 [n, S], 1 where a target counts."""
         starts, counts = self.windows.starts(k)
-        ids = self._views[starts]
+        ids = self._windows(starts)
         weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
         if self.documents is not None:
             weights[targets_across(self.documents, starts, self.seq_len)] = 0

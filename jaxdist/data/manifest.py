@@ -5,15 +5,19 @@ start, uint64, little-endian, increasing from 0.
 """
 
 import hashlib
-import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxdist.config.json_reader import read_json_file
+from jaxdist.config.rules.fields import show
 from jaxdist.data.source import file_pieces
 from jaxdist.errors import UserError
+
+Piece = TypeVar("Piece", bytes, memoryview)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -45,28 +49,45 @@ def entry_of(file: Path) -> ManifestEntry | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
-        entry = ManifestEntry(path, found["dtype"], int(found["vocab"]), str(found["tokenizer"]), dict(found["files"]))
-        if found["format"] != FORMAT or entry.dtype not in ID_DTYPES:
-            raise ValueError(f"format {found['format']!r}, dtype {entry.dtype!r}")
-        for each in entry.files.values():
-            int(each["bytes"]), str(each["sha256"])
-    except (ValueError, KeyError, TypeError) as error:
+        entry = _entry(path, read_json_file(path))
+    except ValueError as error:
         raise UserError(
-            f"data.path: {str(path)!r} is no manifest of format {FORMAT} ({type(error).__name__}: {error}); prepare "
-            "the data again, or remove it to read the files without"
+            f"data.path: {str(path)!r} is no manifest of format {FORMAT}: {error}; prepare the data again, or remove it"
+            " to read the files without"
         ) from error
     return entry if file.name in entry.files else None
 
 
-def checked_pieces(file: Path, entry: ManifestEntry | None) -> Iterable[bytes]:
-    """The content of a file in pieces. Raises `UserError` after the last one if the manifest has another hash."""
+def _entry(path: Path, found: Any) -> ManifestEntry:
+    """The content of a manifest, each field checked. Raises `ValueError`."""
+
+    def check(holds: bool, name: str, value: Any, allowed: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {show(value)}; allowed: {allowed}")
+
+    check(isinstance(found, dict), "it", found, "a mapping")
+    dtype, vocab, tokenizer, files = (found.get(name) for name in ("dtype", "vocab", "tokenizer", "files"))
+    check(found.get("format") == FORMAT, "format", found.get("format"), f"{FORMAT}")
+    check(dtype in ID_DTYPES, "dtype", dtype, ", ".join(ID_DTYPES))
+    check(type(vocab) is int and 1 <= vocab <= MAX_ID + 1, "vocab", vocab, f"an integer from 1 to {MAX_ID + 1}")
+    check(isinstance(tokenizer, str), "tokenizer", tokenizer, "text")
+    check(isinstance(files, dict), "files", files, "a mapping")
+    for name, each in files.items():
+        size, sha256 = (each.get("bytes"), each.get("sha256")) if isinstance(each, dict) else (None, None)
+        check(type(size) is int and size >= 0, f"bytes of {show(name)}", size, "an integer of 0 or more")
+        hexadecimal = isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256) is not None
+        check(hexadecimal, f"sha256 of {show(name)}", sha256, "64 hexadecimal digits")
+    return ManifestEntry(path, dtype, vocab, tokenizer, files)
+
+
+def checked_pieces(pieces: Iterable[Piece], file: Path, entry: ManifestEntry | None) -> Iterable[Piece]:
+    """The pieces of a file's content. Raises `UserError` after the last one if the manifest has another hash."""
     said = None if entry is None else entry.files.get(file.name)
     if said is None:
-        yield from file_pieces(file)
+        yield from pieces
         return
     size, digest = 0, hashlib.sha256()
-    for piece in file_pieces(file):
+    for piece in pieces:
         size += len(piece)
         digest.update(piece)
         yield piece
@@ -88,7 +109,7 @@ def document_starts(file: Path, size: int, entry: ManifestEntry | None) -> np.nd
         return None
     if not path.exists():
         raise UserError(f"data.path: {str(path)!r} is in {MANIFEST} and does not exist; copy it, or prepare again")
-    content = b"".join(checked_pieces(path, entry))
+    content = b"".join(checked_pieces(file_pieces(path), path, entry))
     starts = np.frombuffer(content[: len(content) // 8 * 8], "<u8").astype(np.int64)
     if len(content) % 8 or not starts.size or starts[0] != 0 or np.any(np.diff(starts) <= 0) or starts[-1] >= size:
         raise UserError(

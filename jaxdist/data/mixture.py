@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jaxdist import registry
 from jaxdist.config.rules.fields import SMALLEST_SHARE, parse_mixture
 from jaxdist.config.schema import DataConfig
+from jaxdist.data.file_array import Ids
 from jaxdist.data.loader import GlobalBatches, Loader, batch_shapes
 from jaxdist.data.samples import Leaves, Samples, batch_leaves, shuffled, spread
 from jaxdist.data.source import Part, Source, fingerprint, kind_of
@@ -26,8 +27,7 @@ BLOCK = round(1 / SMALLEST_SHARE)
 def load_source(config: DataConfig) -> Source:
     """What `data` says: a source, or a mixture of some. Raises `UserError`, also where bytes and other tokens meet."""
     if not config.mixture:
-        found: Source = registry.load("jaxdist.data.sources", config.source, key="data.source")(config)
-        return found
+        return registry.make("jaxdist.data.sources", config.source, Source, config, key="data.source")
     said = parse_mixture(config.mixture)
     counts = block_counts([each.weight for each in said])
     parts = tuple(
@@ -55,7 +55,7 @@ def load_source(config: DataConfig) -> Source:
 
 
 def _unit(source: Source) -> str:
-    return source.info["unit"] if isinstance(source.train, np.ndarray) else kind_of(source)
+    return source.info["unit"] if isinstance(source.train, Ids) else kind_of(source)
 
 
 def _total(numbers: Sequence[int | None]) -> int | None:
@@ -132,7 +132,7 @@ def _seed_of(seed: int, part: int) -> int:
 def leaves_of(source: Source, *, seq_len: int, global_batch: int) -> Leaves:
     """Shapes and dtypes of the leaves of a global batch of `make_loader`."""
     first = source.first
-    if isinstance(first, np.ndarray):
+    if isinstance(first, Ids):
         return batch_shapes(global_batch, seq_len)
     return batch_leaves(first.leaves, global_batch)
 
@@ -144,7 +144,7 @@ def make_loader(
     batches: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding, "seed": seed}
     if source.parts:
         return MixedLoader(source.parts, seq_len=seq_len, **batches)
-    if not isinstance(source.train, np.ndarray):
+    if not isinstance(source.train, Ids):
         return shuffled(source.train, **batches)
     return Loader(source.train, seq_len=seq_len, documents=source.documents and source.documents[0], **batches)
 

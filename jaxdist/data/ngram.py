@@ -5,12 +5,14 @@ Legend: V vocabulary. Bits per token, i.e. per byte for bytes; divide a model's 
 
 import numpy as np
 
+from jaxdist.data.file_array import Ids
+
 BIGRAM_MAX_VOCAB = 4096  # V**2 counts of 8 bytes: 134 MB
 TRIGRAM_MAX_VOCAB = 256  # V**3 counts of 8 bytes: 134 MB
 _CHUNK = 1 << 23  # n-grams counted at a time; bounds the working memory to about 0.5 GB
 
 
-def bigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int, *, smoothing: float = 0.1) -> float:
+def bigram_bits(train: Ids, held_out: Ids, vocab: int, *, smoothing: float = 0.1) -> float:
     """Bits per token of `held_out` under p(b|a) = (count(ab) + smoothing) / (count(a) + smoothing V), counted in train.
 
     The average is over all tokens of `held_out` but the first, which has no context; a language model's loss leaves it
@@ -26,7 +28,7 @@ def bigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int, *, smoothin
     return _mean_bits(p, seen_VV[first, second])
 
 
-def trigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
+def trigram_bits(train: Ids, held_out: Ids, vocab: int) -> float:
     """Bits per token of `held_out` under a trigram model counted in `train`, with interpolated Witten-Bell smoothing.
 
     p(c|ab) = (count(abc) + kinds(ab) p(c|b)) / (count(ab) + kinds(ab)), kinds(ab) = the number of different tokens seen
@@ -45,7 +47,7 @@ def trigram_bits(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
     return _mean_bits(_witten_bell(_counts(train, 3, vocab), codes, lower, vocab), seen[codes])
 
 
-def _counts(ids: np.ndarray, order: int, vocab: int) -> np.ndarray:
+def _counts(ids: Ids, order: int, vocab: int) -> np.ndarray:
     """The counts of all n-grams of `order` ids, int64 [V**order]. The first id is the most significant digit."""
     # Cheap for a short text: pages of `np.zeros` that no n-gram touches are never written.
     counts = np.zeros(vocab**order, np.int64)

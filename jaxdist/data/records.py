@@ -2,7 +2,7 @@
 
 Everything is read at the start, for fingerprint and vocabulary, and stays in memory: a byte a character of text, one to
 four bytes a token. Larger data belong into files of the source `tokens` (scripts/prepare_data.py), which are
-memory-mapped.
+read where they are needed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config.schema import DataConfig
+from jaxdist.data.file_array import FileChanged, Ids
 from jaxdist.data.samples import Samples, Stream
 from jaxdist.errors import UserError
 
@@ -18,10 +19,10 @@ CHUNK_BYTES = 1 << 24  # what is read of a large file at a time
 class Source(NamedTuple):
     """Token ids of a text, or samples, in two parts that share no file (or, for a single file, no position)."""
 
-    # Ids: 1-D, uint8, uint16 or uint32; may be a np.memmap; read-only. Or samples of fixed shapes.
-    train: np.ndarray | Samples | Stream
+    # Ids: 1-D, uint8, uint16 or uint32, in memory or in a file; read-only. Or samples of fixed shapes.
+    train: Ids | Samples | Stream
     # The same type; nothing is ever trained on it. For a stream, `Samples`, or None: there are none.
-    held_out: np.ndarray | Samples | None
+    held_out: Ids | Samples | None
     vocab: int  # ids are in [0, vocab); 0 for samples that are no ids
     # name, path, unit ("bytes", "tokens" or "samples"), train and held_out (sizes in units; None: not known), files and
     # held_out_files (numbers of files on the two sides; a file cut in two counts on both), sha256 (hex, over names,
@@ -32,7 +33,7 @@ class Source(NamedTuple):
     parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
 
     @property
-    def first(self) -> np.ndarray | Samples | Stream:
+    def first(self) -> Ids | Samples | Stream:
         """What is trained on; of a mixture that of its first part: all are of one kind."""
         return self.parts[0].source.train if self.parts else self.train
 
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 
 def kind_of(source: Source) -> str:
     """What a run's identity remembers of the type: "uint16" of ids, "image uint8[28, 28], label int32[]" of samples."""
-    if isinstance(source.train, np.ndarray):
+    if isinstance(source.train, Ids):
         return source.train.dtype.name
     return ", ".join(f"{leaf} {like.dtype.name}{list(like.shape)}" for leaf, like in source.train.leaves.items())
 
@@ -60,12 +61,14 @@ def missing(package: str, extra: str, *, source: str) -> UserError:
 
 @contextlib.contextmanager
 def readable(key: str, path: Path) -> Iterator[None]:
-    """Inside, an `OSError` becomes the `UserError` for a file or folder that cannot be read.
+    """Inside, an `OSError` becomes the `UserError` for a file or folder that cannot be read; so does a `FileChanged`.
 
     key: what the message is about. path: is named if the error itself names none.
     """
     try:
         yield
+    except FileChanged as error:
+        raise UserError(f"{key}: {error}") from error
     except OSError as error:
         named = str(error.filename or path)
         raise UserError(
@@ -95,9 +98,14 @@ def held_out_files(names: Sequence[str | bytes], fraction: float) -> list[bool]:
     return chosen
 
 
+def tail_size(size: int, fraction: float) -> int:
+    """How many of `size` ids are held out: the last `fraction` of them, at least one."""
+    return max(1, int(size * fraction))
+
+
 def split_tail(ids: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Views of all but the last `fraction` of `ids`, and of that last part (at least one id)."""
-    cut = ids.size - max(1, int(ids.size * fraction))
+    cut = ids.size - tail_size(ids.size, fraction)
     return ids[:cut], ids[cut:]
 
 
@@ -149,7 +157,7 @@ def source_of_ids(
     config: DataConfig,
     name: str,
     unit: str,
-    sides: Sequence[np.ndarray],
+    sides: Sequence[Ids],
     *,
     vocab: int,
     files: tuple[int, int],

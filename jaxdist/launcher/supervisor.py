@@ -55,9 +55,11 @@ def rank_environ(place: HostPlace, *, local: int, procs: int, attempt: int, run_
 
 
 def exit_code(status: int) -> str:
-    """ "exit 1" or "SIGKILL", of a status as `Rank.status`."""
+    """ "exit 1" or "SIGKILL", of a status as `Rank.status`, with the likely cause of a signal that names none."""
     if status >= 0:
         return f"exit {status}"
+    if status == -signal.SIGBUS:
+        return "SIGBUS: a file that it maps into memory, of data or of a package, became shorter, or its disk failed"
     try:
         return signal.Signals(-status).name
     except ValueError:

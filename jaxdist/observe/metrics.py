@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
+from jaxdist.config.json_reader import log_record
 from jaxdist.errors import UserError
 
 _MARK = "/nonfinite"
@@ -54,13 +55,7 @@ def _encode(step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> byte
 
 def _decode(line: bytes) -> dict[str, Any]:
     """One line as a record. ValueError when it is not a JSON object with a whole number "step"."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    record = json.loads(line.decode(), parse_constant=refuse)
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+    record = log_record(line, mark=_MARK, lists="samples")
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError('"step" is missing or not a whole number')

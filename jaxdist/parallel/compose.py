@@ -1,12 +1,21 @@
-"""The one place where a strategy and its wrappers are put together."""
+"""The entries that a step is made of, from the registries: the schedule, and the strategy with its wrappers."""
+
+from typing import Any
 
 from jaxdist import registry
-from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.options import StepOptions, StrategyOptions
+from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.freeze import freezing
 from jaxdist.parallel.wrappers.keep_fp32 import keeping_fp32
 from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
+
+
+def get_schedule(name: Any) -> Schedule:
+    """The schedule in `parallel/schedules/<name>.py`, or at a dotted path. Raises `UserError` for what is none."""
+    taken: dict[str, Any] = {"seed": 1.0, "reduce_dtype": None}
+    return registry.function("jaxdist.parallel.schedules", name, *[None] * 4, **taken, key="parallel.schedule")
 
 
 def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
@@ -21,6 +30,11 @@ def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
 
     once: whether the parameters are those of a model with blocks, and a step has one backward pass; 4 needs both.
     """
-    make = registry.load("jaxdist.parallel.strategies", options.strategy, key="parallel.strategy")
+
+    def make(options: StrategyOptions) -> Strategy:
+        return registry.make(
+            "jaxdist.parallel.strategies", options.strategy, Strategy, options, key="parallel.strategy"
+        )
+
     strategy = sharding_over_pipe(keeping_fp32(make, options), options)
     return freezing(reducing_in_backward(strategy, options, once=once), options.freeze)

@@ -1,9 +1,9 @@
 """A committed budget: the collectives that a configuration may have, so that no change adds one unseen."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.json_reader import read_json_file
 from jaxdist.errors import UserError
 from jaxdist.plan.traced.ledger import Collective, Ledger
 
@@ -35,7 +35,7 @@ def budget_of(ledger: Ledger) -> dict[str, Any]:
 def read_budget(path: Path) -> dict[tuple[str, ...], int]:
     """{(op, axes, dtype, phase, purpose): bytes} of a file. Raises `UserError` if it is not a budget."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+        entries = read_json_file(path)["collectives"]
         return {tuple(entry[key] for key in KEY_FIELDS): int(entry["bytes"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

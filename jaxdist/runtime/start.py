@@ -18,6 +18,7 @@ from jaxdist.errors import UserError
 from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
+from jaxdist.runtime.exit_status import FAILED, status_of
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import HEARTBEAT_S, join_job
 from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
@@ -35,20 +36,20 @@ def fail_alone() -> Iterator[None]:
 
     A normal exit would wait for the other processes to exit, too, and they wait for this one in a collective: minutes
     of silence. When the process ends at once, a launcher sees it, and so does JAX in the other processes. The status is
-    2 for a `UserError`, else 1. A process without a job raises the exception.
+    that of `status_of`. A process without a job raises the exception.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         if jax.process_count() == 1:
             raise
-        if isinstance(error, UserError):
+        if (status := status_of(error)) != FAILED:
             print(f"error: {error}", file=sys.stderr)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(2 if isinstance(error, UserError) else 1)
+        os._exit(status)
 
 
 def has_devices() -> bool:

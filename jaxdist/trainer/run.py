@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.build import Parts, assemble
@@ -20,7 +19,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
-from jaxdist.data import Source, batch_shapes, bigram_bits, load_source, trigram_bits
+from jaxdist.data import Ids, Source, batch_shapes, bigram_bits, load_source, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
@@ -209,7 +208,7 @@ def check_vocabulary(config: Config, source: Source) -> None:
 def check_leaves(config: Config, source: Source) -> None:
     """Raise `UserError` when samples are not what the model takes. Of a user's own model that is not known."""
     first, wanted = source.first, batch_shapes(1, 1)
-    if isinstance(first, np.ndarray) or not ModelFacts.of(config.model.name).ids_only:
+    if isinstance(first, Ids) or not ModelFacts.of(config.model.name).ids_only:
         return
     if source.vocab and wanted.keys() <= first.leaves.keys() and first.leaves["inputs"].dtype.kind in "iu":
         return
@@ -236,7 +235,7 @@ def packed(config: Config, source: Source) -> Source:
 
 def ngram_baselines(source: Source) -> dict[str, float]:
     """Bits per token of counting models on the held-out text; empty for mixtures, samples, too large vocabularies."""
-    if source.parts or not isinstance(source.train, np.ndarray) or not isinstance(source.held_out, np.ndarray):
+    if source.parts or not isinstance(source.train, Ids) or not isinstance(source.held_out, Ids):
         return {}
     models = {"bigram": bigram_bits, "trigram": trigram_bits}
     bits = {name: count(source.train, source.held_out, source.vocab) for name, count in models.items()}

@@ -7,6 +7,7 @@ the diagnoses in `failures/`. `header` and `summary` are the first and the last 
 The loop never waits for the device: a thread makes batches ahead, and metrics are read one step late.
 """
 
+import faulthandler
 import functools
 import math
 import os
@@ -19,7 +20,7 @@ import jax
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.data import GlobalBatches, make_loader, prefetch
-from jaxdist.errors import UserError
+from jaxdist.errors import RunStopped, UserError
 from jaxdist.observe.environment import versions
 from jaxdist.processes import anywhere, from_first
 from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
@@ -162,6 +163,8 @@ def train(config: Config, folder: Path) -> int:
 
     Returns the exit status: 0 done, 75 stopped and resumable, 1 failed. Raises `UserError` for what the user can mend.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # a fault, such as SIGBUS of a mapped file that became shorter, shows where it was
     watch = Watch(config.train.watchdog_s)
     with StopSignal() as stop, lasting_output(stop.reader_gone):
         try:
@@ -170,10 +173,14 @@ def train(config: Config, folder: Path) -> int:
             print(f"error: {error}", file=sys.stderr)
             return STOPPED
         stop.join()
-        with fail_alone(), watch.reporting():
-            status = _in_folder(config, folder, stop, watch)
-            watch.close()
-            return status
+        try:
+            with fail_alone(), watch.reporting():
+                status = _in_folder(config, folder, stop, watch)
+                watch.close()
+                return status
+        except RunStopped as error:
+            print(f"error: {error}", file=sys.stderr)
+            return STOPPED
 
 
 def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
@@ -223,6 +230,10 @@ def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch
             console.line(f"stopped: {error}; the same command with --run-dir {folder} goes on before it")
             outputs.note({"step": error.step, "what": str(error), "action": "stopped"})
             return STOPPED
+        except RunStopped as error:
+            settle(outputs)
+            outputs.note({"step": watch.crumbs.last.step, "what": str(error), "action": "stopped"})
+            raise
         watch.crumbs.enter("finish")
         samples = ""
         if complete and config.train.sample_tokens and run.plan.source.info["unit"] == "bytes":

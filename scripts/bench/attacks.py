@@ -117,9 +117,11 @@ def plant(path: Path, kind: str, outside: Path) -> None:
         "a pipe": lambda: os.mkfifo(path),
         "a link": lambda: path.symlink_to(outside / "victim"),
         "a hard link": lambda: path.hardlink_to(outside / "victim"),
-        "read-only": lambda: (path.write_bytes(old), path.chmod(0o444)),
+        "read-only": lambda: path.write_bytes(old),
     }
     made[kind]()
+    if kind == "read-only":
+        path.chmod(0o444)
 
 
 KINDS = ("missing", "empty", "cut", "flipped", "deep", "a folder", "a pipe", "a link", "a hard link", "read-only")

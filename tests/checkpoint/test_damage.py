@@ -251,7 +251,9 @@ def test_the_record_is_not_in_meta(saved: Path) -> None:
     assert record_of(saved / "2") == {"checksums": 1}
 
 
-@pytest.mark.parametrize("name", ["../1/checksums.json", "/etc/hostname", "a/../../x", "a//b", ".", "a\\b", "a\0b", ""])
+@pytest.mark.parametrize(
+    "name", ["../1/checksums.json", "/etc/hostname", "a/../../x", "a//b", ".", "a\\b", "a\0b", "a\nb", ""]
+)
 def test_a_listed_path_outside_is_not_opened(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums that are right in themselves, by someone else's hand."""
     with monkeypatch.context() as patch:
@@ -266,6 +268,12 @@ def test_a_listed_path_outside_is_not_opened(copy: Path, name: str, monkeypatch:
     assert verdict.problem == f"{CHECKSUMS} names {name!r}, which is no place inside the folder" and verdict.sealed
     # The thread of an earlier test's save may look at its threads in /proc meanwhile.
     assert {path.name for path in opened if "proc" not in path.parts} <= {CHECKSUMS}
+
+
+@pytest.mark.parametrize("entry", [["\n", "0" * 64], [True, "0" * 64], [2, None], [2], {"a": 1}, None])
+def test_a_listed_entry_of_other_types(copy: Path, entry: object) -> None:
+    (copy / "2" / CHECKSUMS).write_text(checksums._text(2, {"a": entry}))
+    assert check_files(copy / "2", 2).problem == f"{CHECKSUMS} changed"
 
 
 def _watched(self: Path, opened: list[Path], real: Callable[..., object], *args: object, **options: object) -> object:

@@ -29,6 +29,7 @@ from jaxdist.config.entries import (
 from jaxdist.config.load import to_yaml
 from jaxdist.config.rules.fields import keys, setting
 from jaxdist.config.schema import Config, DataConfig, ModelConfig
+from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.schedules.accumulate import accumulate
@@ -63,6 +64,26 @@ observe: {console: plain, report: false}
 def file(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text(OUTSIDER % __file__)
     return tmp_path / "config.yaml"
+
+
+NO_ENTRIES = [
+    *(f"{key}=os.{name}" for key in ("model.name", "data.source") for name in ("system", "environ", "PathLike")),
+    *(f"parallel.{key}=os.{name}" for key in ("strategy", "schedule") for name in ("system", "environ", "PathLike")),
+    "parallel.grad_sync.algorithm=os.system",
+    "parallel.strategy=dataclasses.asdict",
+    "data.source=pprint.pformat",
+]
+
+
+@pytest.mark.parametrize("override", NO_ENTRIES)
+def test_a_dotted_path_to_something_that_is_no_entry(override: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {layers: 1, width: 8, heads: 1}\ndevices: {platform: cpu}\n")
+    config = load_config(tmp_path / "config.yaml", [override])
+    key = override.partition("=")[0].replace("parallel.grad_sync.algorithm", "algorithm")
+    with pytest.raises(UserError, match=rf"^{key}: '\S+' (is|gives) .*; allowed: .*, or a dotted path") as error:
+        load_source(config.data)
+        assemble(config, make_mesh(data=1))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def train(file: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":

@@ -14,6 +14,7 @@ import pytest
 from data_files import config, folder_of
 
 import jaxdist.data.prepare as module
+from jaxdist.data import FileArray
 from jaxdist.data.prepare import prepare
 from jaxdist.data.source import Source, hash_fraction
 from jaxdist.data.sources.tokens import tokens
@@ -49,8 +50,8 @@ def test_files_manifest_and_what_the_source_makes_of_them(tmp_path: Path) -> Non
     assert manifest["files"]["train.bin"]["tokens"] == sum(map(len, train))
     assert manifest["files"]["val.bin"]["documents"] == len(val)
     source = tokens(config(out))
-    assert source.train.tobytes() == b"".join(train)
-    assert source.held_out.tobytes() == b"".join(val)
+    assert np.asarray(source.train).tobytes() == b"".join(train)
+    assert np.asarray(source.held_out).tobytes() == b"".join(val)
     assert (source.vocab, source.info["unit"], source.train.dtype) == (256, "bytes", np.uint8)
     assert source.documents is None  # not asked for
     starts = tokens(config(out, packing="documents")).documents
@@ -149,6 +150,63 @@ def test_damage_is_found(tmp_path: Path, name: str, change: Any, changes: dict[s
     assert "\n" not in str(caught.value)
     if name.endswith("index"):
         assert tokens(config(out)).info == good.info  # who does not ask for them does not need them
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 64])
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_ids_outside_the_vocabulary_of_the_manifest(
+    side: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = prepared(tmp_path)
+    ids = (out / f"{side}.bin").read_bytes()[:-1] + b"\xc8"  # 200, the last of all
+    manifest = json.loads((out / "manifest.json").read_text()) | {"vocab": 200}
+    manifest["files"][f"{side}.bin"]["sha256"] = hashlib.sha256(ids).hexdigest()
+    (out / f"{side}.bin").write_bytes(ids)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr("jaxdist.data.sources.tokens.CHUNK_BYTES", chunk)
+    reads, pieces = [], FileArray.pieces
+    monkeypatch.setattr(FileArray, "pieces", lambda self, nbytes: reads.append(self) or pieces(self, nbytes))
+    with pytest.raises(UserError, match=rf"^data\.path: .*{side}\.bin' holds the id 200, and .*says vocab 200; allow"):
+        tokens(config(out))
+    assert len(reads) == 2  # once for each file
+    (out / "manifest.json").write_text(json.dumps(manifest | {"vocab": 201}))
+    assert tokens(config(out)).vocab == 201
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"format is 2; allowed: 1;"),
+        ({"format": None}, r"format is null; allowed: 1;"),
+        ({"dtype": ["uint8"]}, r"dtype is a list; allowed: uint8, uint16, uint32;"),
+        ({"dtype": "int8"}, r"dtype is 'int8'; allowed"),
+        ({"vocab": None}, r"vocab is null; allowed: an integer from 1 to 2147483648;"),
+        ({"vocab": "256"}, r"vocab is '256'; allowed"),
+        ({"vocab": 256.0}, r"vocab is 256.0; allowed"),
+        ({"vocab": True}, r"vocab is true; allowed"),
+        ({"vocab": 0}, r"vocab is 0; allowed"),
+        ({"vocab": 2**31 + 1}, r"vocab is 2147483649; allowed"),
+        ({"tokenizer": None}, r"tokenizer is null; allowed: text;"),
+        ({"files": ["train.bin"]}, r"files is a list; allowed: a mapping;"),
+        ({"files": {"train.bin": 1}}, r"bytes of 'train.bin' is null; allowed: an integer of 0 or more;"),
+        ({"files": {"train.bin": {"bytes": "9", "sha256": "0" * 64}}}, r"bytes of 'train.bin' is '9'; allowed"),
+        ({"files": {"train.bin": {"bytes": -9, "sha256": "0" * 64}}}, r"bytes of 'train.bin' is -9; allowed"),
+        ({"files": {"train.bin": {"bytes": 9, "sha256": 0}}}, r"sha256 of 'train.bin' is 0; allowed: 64 hexa"),
+        ({"files": {"train.bin": {"bytes": 9, "sha256": "\n"}}}, r"sha256 of 'train.bin' is '\\n'; allowed: 64 hexa"),
+    ],
+)
+def test_a_field_of_a_wrong_type_or_range(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    out = prepared(tmp_path)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | changes))
+    with pytest.raises(
+        UserError, match=rf"^data\.path: .*manifest\.json' is no manifest of format 1: {message}"
+    ) as caught:
+        tokens(config(out))
+    assert "\n" not in str(caught.value)
+    (out / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match=r"is no manifest of format 1: it is a list; allowed: a mapping;"):
+        tokens(config(out))
 
 
 def test_without_manifest_the_index_is_looked_at(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from jaxdist.errors import UserError
 from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import Outcome, share_of_cpus
+from jaxdist.launcher.supervisor import exit_code
 from jaxdist.runtime.connection import Connection, open_connection
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
@@ -687,3 +688,10 @@ def test_logs_do_not_follow_links(launch: Callable[..., Launcher], tmp_path: Pat
     (tmp_path / "file").write_text("kept")
     job = launch("echo x", "-n", "1", "--log-dir", "file")
     assert job.wait() == 2 and "--log-dir: 'file' cannot be made: File exists" in job.err()
+
+
+def test_a_signal_that_says_nothing_has_its_likely_cause() -> None:
+    assert exit_code(-signal.SIGBUS).startswith(
+        "SIGBUS: a file that it maps into memory, of data or of a package, became"
+    )
+    assert [exit_code(status) for status in (1, -signal.SIGKILL, -99)] == ["exit 1", "SIGKILL", "signal 99"]

@@ -5,6 +5,7 @@ One stacked leaf at a time is in memory, and one of its tensors.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 from jaxdist.checkpoint.huggingface.names import HEAD, PREFIXES, TABLES, Tensor, check_name, family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
 from jaxdist.checkpoint.reader import Stored
-from jaxdist.config.schema import ModelConfig
+from jaxdist.config.rules.fields import Key, keys, show
+from jaxdist.config.schema import DataConfig, ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED
 
@@ -84,24 +86,18 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
 
     A larger `model.vocab` is allowed. Raises `UserError` for a model that no configuration makes.
     """
-    kind = found.get("model_type")
-    if kind not in CONFIG_KEYS:
-        raise UserError(f"{CONFIG}: model_type is {kind!r}; allowed: {', '.join(CONFIG_KEYS)}")
-    for key, allowed in FIXED[kind].items():
-        if found.get(key, allowed[0]) not in allowed:
-            raise UserError(
-                f"{CONFIG}: {key} is {found[key]!r}, which no configuration makes; allowed:"
-                f" {', '.join(map(repr, allowed))}"
-            )
-    wanted = {ours: found.get(theirs, usual) for theirs, (ours, usual) in CONFIG_KEYS[kind].items()}
+    check_name(model.name)
+    kind, known = _check_kind(found), keys(type(model)) | keys(DataConfig)
+    wanted = {ours: _value(found, theirs, known[ours], usual) for theirs, (ours, usual) in CONFIG_KEYS[kind].items()}
     wanted["mlp_width"] = 4 * wanted["width"] if wanted["mlp_width"] is None else wanted["mlp_width"]
     if wanted.get("kv_heads") is None:
         wanted["kv_heads"] = wanted["heads"]
     if model.vocab >= wanted["vocab"]:
         del wanted["vocab"]
     if kind == "llama":
-        wanted["rope_theta"] = _rope_theta(found)
-        if found.get("attention_bias", False) != found.get("mlp_bias", False):
+        rope = _rotary(found)
+        wanted["rope_theta"] = _value(rope, "rope_theta", known["rope_theta"], 10000.0)
+        if found.get("attention_bias", False) is not found.get("mlp_bias", False):
             raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
     other = [
         f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
@@ -110,23 +106,45 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     ]
     if family(model) != kind:
         other.insert(0, f"model.style={kind} (is {family(model)})")
-    if kind == "gpt2" and found.get("n_positions", 1024) != positions:
-        other.append(f"data.seq_len={found.get('n_positions', 1024)} (is {positions})")
+    if kind == "gpt2" and (length := _value(found, "n_positions", known["seq_len"], 1024)) != positions:
+        other.append(f"data.seq_len={length} (is {positions})")
     head = found.get("head_dim")
     if not other and head not in (None, model.width // model.heads):
         raise UserError(
-            f"{CONFIG}: head_dim is {head!r}, which no configuration makes; allowed: hidden_size /"
+            f"{CONFIG}: head_dim is {show(head)}, which no configuration makes; allowed: hidden_size /"
             f" num_attention_heads, {model.width // model.heads}"
         )
     return other
 
 
-def _rope_theta(found: dict[str, Any]) -> Any:
+def _check_kind(found: dict[str, Any]) -> str:
+    """The model_type. Raises `UserError` for one that is not known, and for what `FIXED` does not allow it."""
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_KEYS:
+        raise UserError(f"{CONFIG}: model_type is {show(kind)}; allowed: {', '.join(CONFIG_KEYS)}")
+    for key, allowed in FIXED[kind].items():
+        if found.get(key, allowed[0]) not in allowed:
+            raise UserError(
+                f"{CONFIG}: {key} is {show(found[key])}, which no configuration makes; allowed:"
+                f" {', '.join(map(repr, allowed))}"
+            )
+    return kind
+
+
+def _value(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:
+    """A value of config.json, of the type and in the range of our key. null is allowed where it is usual."""
+    return replace(ours, optional=usual is None).check(found.get(theirs, usual), f"{CONFIG}: {theirs}")
+
+
+def _rotary(found: dict[str, Any]) -> dict[str, Any]:
+    """Where rope_theta is given, if anywhere. Raises `UserError` for other rotary positions than the plain ones."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
-    if kind != "default":
-        raise UserError(f"{CONFIG}: rotary positions of type {kind!r}, which no configuration makes; allowed: default")
-    return rope.get("rope_theta") or found.get("rope_theta") or 10000.0
+    if not isinstance(rope, dict) or kind != "default":
+        raise UserError(
+            f"{CONFIG}: rotary positions of type {show(kind)}, which no configuration makes; allowed: default"
+        )
+    return next((each for each in (rope, found) if each.get("rope_theta") is not None), {})
 
 
 def _pieces(model: ModelConfig, *, positions: int) -> list[tuple[Tensor, Any, str]]:

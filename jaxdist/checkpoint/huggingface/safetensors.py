@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.config.json_reader import read_json_file
 from jaxdist.errors import UserError
 
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -85,7 +86,7 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `UserError` when there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json_file(path)
     except FileNotFoundError:
         raise UserError(f"{path}: does not exist; a model of Hugging Face has {path.name} beside its tensors") from None
     except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor JSON

@@ -1,12 +1,14 @@
-"""Images with labels, in arrays of numpy: a `.npz` file, or a folder of `.npy` files, which are mapped into memory."""
+"""Images with labels, in arrays of numpy: a `.npz` file, or a folder of `.npy` files, which stay in their files."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
+from jaxdist.data.file_array import FileArray, Ids
 from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples, fit, sample_leaves
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_info, split_tail
@@ -40,21 +42,24 @@ def images(config: DataConfig) -> Source:
     else:
         train, held_out = _split(whole, config.held_out)
     both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
-    digest = fingerprint(
+    parts = (
         (f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
         for side, found in both.items()
         for name, array in found.items()
     )
+    with readable("data.path", Path(config.path)):
+        digest = fingerprint(parts)
     sizes, files = (train.size, held_out.size), (len(arrays), len(held_arrays or arrays))
     return Source(train, held_out, 0, source_info(config, "images", "samples", sizes=sizes, files=files, sha256=digest))
 
 
-def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
+def _open(path: Path, *, key: str) -> dict[str, Ids]:
     """The arrays, by name, in order of their names."""
+    found: dict[str, Any]
     with readable(key, path):
         try:
             if path.is_dir():
-                found = {each.stem: np.load(each, mmap_mode="r", allow_pickle=False) for each in path.glob("[!.]*.npy")}
+                found = {each.stem: _in_file(each) for each in path.glob("[!.]*.npy")}
             elif path.suffix == ".npz" and path.is_file():
                 with np.load(path, allow_pickle=False) as file:
                     found = {name: file[name] for name in file.files}
@@ -68,7 +73,7 @@ def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
                 f"{key}: {str(path)!r} holds something else than arrays of numbers ({error}); write it again"
                 " with numpy.savez or numpy.save"
             ) from error
-    if others := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+    if others := [name for name, array in found.items() if not isinstance(array, Ids)]:
         raise UserError(
             f"{key}: {str(path)!r} holds {others[0]!r}, which is no array; write it again with numpy.savez"
             " or numpy.save"
@@ -76,7 +81,15 @@ def _open(path: Path, *, key: str) -> dict[str, np.ndarray]:
     return dict(sorted(found.items()))
 
 
-def _samples(arrays: Mapping[str, np.ndarray], *, key: str) -> Samples:
+def _in_file(path: Path) -> Ids:
+    """The array in a `.npy` file. It is read into memory only if its rows do not lie one after the other."""
+    mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not mapped.flags.c_contiguous:
+        return np.load(path, allow_pickle=False)
+    return FileArray(path, mapped.dtype, shape=mapped.shape, offset=mapped.offset)
+
+
+def _samples(arrays: Mapping[str, Ids], *, key: str) -> Samples:
     if lacking := [name for name in REQUIRED if name not in arrays]:
         raise UserError(
             f"{key}: has no array {lacking[0]!r}, only {', '.join(arrays) or 'nothing'}; allowed names:"
@@ -109,7 +122,7 @@ def _split(whole: Samples, fraction: float) -> tuple[Samples, Samples]:
     return side(parts[0]), side(parts[1])
 
 
-def _pieces(array: np.ndarray) -> Iterator[bytes]:
+def _pieces(array: Ids) -> Iterator[bytes]:
     rows = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
     for start in range(0, len(array), rows):
         yield np.ascontiguousarray(array[start : start + rows]).tobytes()

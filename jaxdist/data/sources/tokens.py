@@ -1,14 +1,16 @@
 """Token ids in flat binary files as nanoGPT writes them: no header, uint8, uint16 or uint32, little-endian."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
+from jaxdist.data.file_array import FileArray
 from jaxdist.data.manifest import MAX_ID, ManifestEntry, checked_pieces, document_starts, entry_of
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_of_ids, split_starts, split_tail
+from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_of_ids, split_starts, tail_size
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(
@@ -21,18 +23,19 @@ _USUAL_DTYPE = "uint16"  # what nanoGPT writes
 
 
 def tokens(config: DataConfig) -> Source:
-    """Ids of `data.path`, mapped into memory read-only.
+    """Ids of `data.path`, which stay in the file and are read where a batch needs them.
 
     `data.path`: a file, or a folder that holds `train.bin`. Held out is the file `data.val_path`; without it `val.bin`
     beside `train.bin`; without that the last `data.held_out` of the training file.
 
     What `manifest.json` beside a file says of it (`jaxdist.data.manifest`) holds: the type of the ids, their number,
-    that they are bytes; and the file's SHA-256 is compared. Without a manifest, `data.token_dtype` is the type, and
-    vocab = 1 + the largest id. With `data.packing` documents, document starts come from `train.index`, `val.index`.
-    Both files are read once in full, for fingerprint and vocab: about a second per GB.
+    that they are bytes; and the file's SHA-256 and its largest id are compared. Without a manifest, `data.token_dtype`
+    is the type, and vocab = 1 + the largest id. With `data.packing` documents, document starts come from `train.index`
+    and `val.index`. Both files are read once in full, for fingerprint and vocab: about a second per GB.
 
-    Raises `UserError`: missing, unreadable, empty, damaged, not a whole number of ids, ids above 2**31 - 1 or shorter
-    than a window; a `data.token_dtype` that the manifest contradicts; no document starts.
+    Raises `UserError`: missing, unreadable, empty, damaged, not a whole number of ids, ids above 2**31 - 1 or outside
+    the manifest's vocabulary, shorter than a window; a `data.token_dtype` that the manifest contradicts; no document
+    starts.
     """
     with readable("data.path", Path(config.path)):
         train_file, val_file = _files(config)
@@ -47,9 +50,14 @@ def tokens(config: DataConfig) -> Source:
                 f"{first.ids.dtype.name}; use files of one type"
             )
         digest = fingerprint(
-            (role, file.ids.nbytes, checked_pieces(file.path, file.entry)) for role, file in whole.items()
+            (role, file.ids.nbytes, checked_pieces(file.pieces(), file.path, file.entry))
+            for role, file in whole.items()
         )
-        sides = split_tail(first.ids, config.held_out) if val_file is None else (first.ids, last.ids)
+        if val_file is None:
+            cut, size = first.ids.size - tail_size(first.ids.size, config.held_out), first.ids.size
+            sides = first.ids.part(0, cut), first.ids.part(cut, size)
+        else:
+            sides = first.ids, last.ids
         documents = None
         if config.packing == "documents":
             if val_file is None:
@@ -71,24 +79,34 @@ def tokens(config: DataConfig) -> Source:
     )
 
 
-class _File(NamedTuple):
-    """A file of ids, and what its manifest says."""
+@dataclass
+class _File:
+    """A file of ids, and what its manifest says. largest: the largest id, once `pieces` has been read."""
 
     path: Path
-    ids: np.ndarray
+    ids: FileArray
     entry: ManifestEntry | None
+    largest: int = 0
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The content of the file."""
+        for piece in self.ids.pieces(CHUNK_BYTES):
+            self.largest = max(self.largest, int(piece.max()))
+            yield piece.view(np.uint8).data
 
     def vocab(self) -> int:
-        """1 + the largest id there may be."""
-        if self.entry is not None:
-            return self.entry.vocab
-        largest = _largest(self.ids)
-        if largest > MAX_ID:
+        """1 + the largest id there may be. Raises `UserError` for one above what the manifest says, or any limit."""
+        if self.entry is not None and self.largest >= self.entry.vocab:
             raise UserError(
-                f"data.path: {str(self.path)!r} holds the id {largest}, above the limit {MAX_ID}; data.token_dtype is "
-                f"{self.ids.dtype.name}: is that what the file was written as?"
+                f"data.path: {str(self.path)!r} holds the id {self.largest}, and {str(self.entry.manifest)!r} says"
+                f" vocab {self.entry.vocab}; allowed: ids below it; prepare the data again with the tokenizer it is for"
             )
-        return largest + 1
+        if self.largest > MAX_ID:
+            raise UserError(
+                f"data.path: {str(self.path)!r} holds the id {self.largest}, above the limit {MAX_ID}; data.token_dtype"
+                f" is {self.ids.dtype.name}: is that what the file was written as?"
+            )
+        return self.largest + 1 if self.entry is None else self.entry.vocab
 
 
 def _open(file: Path, wanted: str | None, usual: str, *, key: str) -> _File:
@@ -110,7 +128,7 @@ def _open(file: Path, wanted: str | None, usual: str, *, key: str) -> _File:
             f"{key}: {str(file)!r} has {size} bytes, not a multiple of {dtype.itemsize}, one {dtype.name} id "
             "(data.token_dtype); the file is cut off or of another type"
         )
-    return _File(file, np.memmap(file, dtype=dtype, mode="r"), entry)
+    return _File(file, FileArray(file, dtype), entry)
 
 
 def _starts(file: _File) -> np.ndarray:
@@ -142,8 +160,3 @@ def _files(config: DataConfig) -> tuple[Path, Path | None]:
     if val.samefile(train):
         raise UserError(f"data.val_path: {str(val)!r} is the training file; give another, or null for its end")
     return train, val
-
-
-def _largest(ids: np.ndarray) -> int:
-    step = CHUNK_BYTES // ids.itemsize
-    return max(int(ids[start : start + step].max()) for start in range(0, ids.size, step))

@@ -12,6 +12,7 @@ import socket
 import time
 from pathlib import Path
 
+from jaxdist.config.json_reader import parse_json
 from jaxdist.errors import UserError
 from jaxdist.runtime.connection import format_address, host_address, local_address_towards, open_connection
 from jaxdist.runtime.join.roll_call import PROTOCOL, Meeting
@@ -34,7 +35,7 @@ def read_meeting(path: Path) -> Meeting | None:
     """The meeting that process 0 has written; None where nothing is there yet, or nothing that it could have
     written."""
     try:
-        said = json.loads(path.read_bytes()[:4096])
+        said = parse_json(path.read_bytes()[:4096])
         return Meeting(str(said["host"]), int(said["port"]), str(said["key"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

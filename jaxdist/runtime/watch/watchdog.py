@@ -23,6 +23,7 @@ from typing import Any
 from jaxdist.errors import UserError
 from jaxdist.processes import Place, place
 from jaxdist.runtime.connection import JsonObject
+from jaxdist.runtime.exit_status import status_of
 from jaxdist.runtime.watch import blame as judge
 from jaxdist.runtime.watch.blame import Beat, Blame, Failure, beat_of
 from jaxdist.runtime.watch.channel import CONNECT_S, Channel
@@ -95,7 +96,7 @@ class Watch:
                 self.close()  # all ranks raise the same one
             elif self._thread is not None:
                 first = (str(error).strip().splitlines() or [""])[0][:300]
-                self._fail(f"{type(error).__name__}: {first}", 2 if isinstance(error, UserError) else 1, error)
+                self._fail(f"{type(error).__name__}: {first}", status_of(error), error)
             raise
 
     def _fail(self, text: str, status: int, error: BaseException | None) -> None:
