@@ -196,6 +196,32 @@ def test_nothing_is_left_by_a_job_that_ends_well(launch: Callable[..., Launcher]
     assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 0.5)
 
 
+@pytest.mark.parametrize("end", ["well", "killed", "launcher killed"])
+def test_what_a_rank_has_started_in_a_session_of_its_own_ends_too(end: str, launch: Callable[..., Launcher]) -> None:
+    """Also what has a clean environment, unless the launcher itself is killed."""
+    clean = "env -i PATH=$PATH" if end != "launcher killed" else ""
+    stays = f"setsid sh -c 'sleep 300 & echo $! >child$RANK; wait' & RANK=$RANK {clean} setsid sh -c 'sleep 300' &"
+    script = f"{stays} sleep 0.3; echo $! >last$RANK; [ {end[0]} = w ] || sleep 300"
+    job = launch(script, "-n", "2", "--max-restarts", "0", "--grace", "0.2")
+    started = [int(job.until(f"{kind}{rank}", "\n")) for kind in ("child", "last") for rank in range(2)]
+    assert end == "well" or all(map(alive, started))
+    if end == "launcher killed":
+        job.process.kill()
+    elif end == "killed":
+        os.kill(int(Path(f"/proc/{started[2]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    assert job.wait() == {"well": 0, "killed": 75, "launcher killed": -9}[end]
+    assert gone(started, 0.5 if end != "launcher killed" else 10)
+
+
+def test_children_that_the_launcher_was_started_with_are_left_alone(launch: Callable[..., Launcher]) -> None:
+    before = ["sh", "-c", 'sleep 300 & echo $! >before; exec "$@"', "sh"]
+    job = launch("setsid sleep 0.1 & exit 0", "-n", "1", before=before)
+    assert job.wait() == 0, job.err()
+    pid = int((job.folder / "before").read_text())
+    assert alive(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
 STOPS = 'trap "echo $RANK stops; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
 
 
