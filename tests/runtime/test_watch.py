@@ -140,6 +140,7 @@ def test_slow_rank() -> None:
     assert blame.slow({0: fast, 1: fast}) is None
     assert blame.slow({0: pace(data=0.01, wait=0.99), 1: pace(data=0.05, wait=0.95)}) is None  # little to gain
     assert blame.slow({0: late, 1: late}) is None
+    assert blame.slow({0: pace(), 1: pace()}) is None
 
 
 def test_breadcrumbs(monkeypatch: pytest.MonkeyPatch) -> None:
