@@ -14,9 +14,11 @@ set -eu
 processes=$1
 run_dir=$2 # on storage that all hosts share
 shift 2
+# The processes know each other by this secret.
+export JAXDIST_TOKEN=${JAXDIST_TOKEN:-$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')}
 options=(-np "$processes" --bind-to none)
 if [ -n "${HOSTS:-}" ]; then
-    options+=(--host "$HOSTS" -x PATH) # add -x NAME for what the processes need, such as NCCL_SOCKET_IFNAME
+    options+=(--host "$HOSTS" -x PATH -x JAXDIST_TOKEN) # add -x NAME for what the processes need, such as NCCL_SOCKET_IFNAME
 else
     options+=(--oversubscribe)
 fi

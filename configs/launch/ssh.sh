@@ -12,7 +12,10 @@ set -eu
 read -ra hosts <<< "$1"
 run_dir=$2 # on storage that all hosts share
 shift 2
-quoted=$(printf ' %q' --config "${CONFIG:-configs/quickstart.yaml}" --run-dir "$run_dir" mesh.data=-1 "$@")
+token=${run_dir%/}.token # a secret of the job, by which its processes know each other
+mkdir -p "$(dirname "$token")"
+[ -s "$token" ] || (umask 077 && od -An -tx1 -N32 /dev/urandom | tr -d ' \n' > "$token")
+quoted=$(printf ' %q' --token-file "$token" --config "${CONFIG:-configs/quickstart.yaml}" --run-dir "$run_dir" mesh.data=-1 "$@")
 pids=()
 for rank in "${!hosts[@]}"; do
     job="MASTER_ADDR=${hosts[0]} MASTER_PORT=${PORT:-29500} WORLD_SIZE=${#hosts[@]} RANK=$rank"

@@ -20,7 +20,7 @@ from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.observe.environment import redact, versions
 from jaxdist.processes import from_all
-from jaxdist.runtime.connection import host_address, host_name, port_problem
+from jaxdist.runtime.addresses import host_address, host_name, port_problem
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.join.roll_call import MissingPeers

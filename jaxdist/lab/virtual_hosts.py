@@ -27,6 +27,7 @@ from jaxdist.lab.network import (
 )
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import check_command
+from jaxdist.runtime.job_token import TOKEN, new_token
 
 COORDINATOR_PORT = 9999  # on host 0
 TAIL = 20  # lines of output kept of each host where all of it is shown anyway
@@ -87,6 +88,7 @@ class _Job:
         self, name: str, links: Sequence[ShapedLink], output: Output, environ: Mapping[str, str], signals: list[int]
     ) -> None:
         self.name, self.links, self.output, self.environ, self.signals = name, links, output, environ, signals
+        self.token = new_token()
         self.hosts: list[_Host] = []
         self.begun = 0.0
         self.lock = threading.Lock()
@@ -99,6 +101,7 @@ class _Job:
             "JAX_COORDINATOR_ADDRESS": f"{SUBNET}.1:{COORDINATOR_PORT}",
             "JAX_NUM_PROCESSES": str(len(self.links)),
             "JAX_PROCESS_ID": str(index),
+            TOKEN: self.token,
             "VIRTUAL_HOSTS_INTERFACE": INTERFACE,
             "VIRTUAL_HOSTS_RATE": self.links[index].text,
         }

@@ -2,52 +2,78 @@
 
 Host 0's launcher keeps one connection to each of the others for the whole job. Before an attempt it waits for all of
 them, or for `--min-nodes` when the time is over, and tells each which ranks it starts. A host that comes later joins at
-the next restart. The connections are those of the roll call, and as little trusted: keep the port inside the cluster.
+the next restart. All know the job's token (`jaxdist.runtime.handshake`).
 """
 
-import contextlib
 import functools
 import secrets
-import select
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.errors import UserError
+from jaxdist.launcher.options import MAX_COUNT
 from jaxdist.launcher.ranks import POLL_S, HostPlace, Outcome, Peers, first_cause
-from jaxdist.runtime.connection import NAME_S, Connection, JsonObject, format_address, listen, open_connection
+from jaxdist.runtime.addresses import NAME_S, format_address, listen
+from jaxdist.runtime.connection import Connection, Connections, open_connection, tell
+from jaxdist.runtime.handshake import Door
 from jaxdist.runtime.join.roll_call import NOTICE_S, MissingPeers
+from jaxdist.runtime.messages import JsonObject, Shape, digits, flag, many, maybe, one_of, row, string, table, whole
 from jaxdist.runtime.rank_names import name_ranks
 
-LAUNCHER_PROTOCOL = 2  # of the messages between launchers; a hello carries it as "jaxdist", and another one is refused
 SETTLE_S = 15.0  # beyond the grace period, until another host must have said how its ranks ended
 LOST_S = 30  # a host that answers nothing for so long is lost: one without power or network does not hang up
 TRY_S, PAUSE_S = 2.0, 0.2  # of a try to reach host 0, and until the next one; also after one that host 0 hung up on
 CLOSE_S = 5.0  # in which a last message must be sent
-
+_MESSAGES: tuple[Shape, ...] = (
+    {"status": one_of("hello"), "node": whole(1), "nnodes": whole(1), "procs": whole(1, MAX_COUNT), "launcher": string},
+    {"status": one_of("refused"), "text": string},
+    {"status": one_of("start"), "attempt": whole(1), "place": row(*[whole()] * 4, string, whole(1, 65535), string)},
+    {"status": one_of("failed", "stop")},
+    {
+        "status": one_of("ended"),
+        "statuses": table(digits, whole(-255, 255)),
+        "killed": many(whole()),
+        "cause": maybe(whole()),
+        "stopped": flag,
+    },
+    {"status": one_of("again", "over"), "exit": maybe(whole(0, 255))},
+)
 
 _hosts = functools.partial(name_ranks, noun="host")  # "host 1", "hosts 1 and 2"
 
 
 @dataclass(eq=False)
 class _Host:
-    """Another host, as host 0 knows it. node: -1 until it has said its number. launcher: a name of its launcher's
-    own."""
+    """Another host, as host 0 knows it.
+
+    Args:
+        connection: To its launcher.
+        node: Its number; -1 until it is taken in.
+        procs: How many processes it starts.
+        launcher: A name of its launcher's own.
+        hello: What it has said of itself and has not been looked at yet.
+        ranks: Of its processes in this attempt.
+    """
 
     connection: Connection
     node: int = -1
     procs: int = 0
     launcher: str = ""
+    hello: JsonObject | None = None
+    ranks: range = range(0)
 
 
 class FirstHost(Peers):
     """The launcher of host 0, in its dealings with those of the other hosts."""
 
-    def __init__(self, where: tuple[str, int], *, nnodes: int, min_nodes: int, seconds: float, grace: float) -> None:
+    def __init__(
+        self, where: tuple[str, int], token: str, *, nnodes: int, min_nodes: int, seconds: float, grace: float
+    ) -> None:
         self.where, self.nnodes, self.min_nodes, self.seconds, self.grace = where, nnodes, min_nodes, seconds, grace
-        self.server = listen(*where, NAME_S)
-        self.known: list[_Host] = []
+        self.connections = Connections(listen(*where, NAME_S), Door("launcher", token, _MESSAGES), LOST_S)
+        self.known: dict[Connection, _Host] = {}
         self.active: dict[int, _Host] = {}  # the hosts of this attempt, by number
         self.ends: dict[int, JsonObject] = {}  # how the ranks of each have ended, as it said
         self.failed = self.told = False  # whether one of them has failed, and whether they were told to stop
@@ -73,48 +99,42 @@ class FirstHost(Peers):
         job, world = f"{secrets.token_hex(8)}-{attempt}", procs + sum(host.procs for host in ready.values())
         first, place = procs, HostPlace(0, len(ready) + 1, 0, world, self.where[0], self.where[1] + 1, job)
         for node, host in enumerate(self.active.values(), start=1):
-            own = place._replace(node=node, first_rank=first)
+            own, host.ranks = place._replace(node=node, first_rank=first), range(first, first + host.procs)
             host.connection.send({"status": "start", "attempt": attempt, "place": own})
             first += host.procs
         return place
 
     def ready(self) -> dict[int, _Host]:
         """The hosts that have said who they are, by number."""
-        while select.select([self.server], [], [], 0)[0]:
-            with contextlib.suppress(OSError):  # it has gone already
-                self.known.append(_Host(Connection(self.server.accept()[0], LOST_S)))
-        for host in self.known:
-            for said in host.connection.receive():
-                if said.get("status") == "hello" and host.node < 0:
-                    self._hear_hello(host, said)
-        self.known = [host for host in self.known if host.connection.open]
-        return {host.node: host for host in self.known if host.node > 0}
+        self._read()
+        for host in list(self.known.values()):
+            if host.hello is not None:
+                self._take_in(host, host.hello)
+                host.hello = None
+        return {host.node: host for host in self.known.values() if host.node > 0}
 
-    def _hear_hello(self, host: _Host, said: JsonObject) -> None:
-        """Take a host in, or refuse it."""
-        node, procs, launcher = said.get("node"), said.get("procs"), str(said.get("launcher", ""))
-        for other in self.known:
-            if other.node == node and other.launcher == launcher != "":  # it has lost that connection
-                other.connection.close()
-        if not isinstance(node, int) or not isinstance(procs, int) or not 1 <= procs <= 100_000:
-            host.connection.close()
-        elif said.get("jaxdist") != LAUNCHER_PROTOCOL:
-            text = f"host {node} runs another version of jaxdist than host 0; install the same on every host"
-            self._refuse(host, text, said.get("jaxdist"))
-        elif said.get("nnodes") != self.nnodes or not 0 < node < self.nnodes:
-            self._refuse(
-                host,
-                f"--node-rank: {node} of --nnodes {said.get('nnodes')}, but host 0 was started for {self.nnodes} hosts;"
-                " start all with the same, each with its own rank",
+    def _take_in(self, host: _Host, hello: JsonObject) -> None:
+        """Give a host its place, or refuse it."""
+        node, launcher = int(hello["node"]), str(hello["launcher"])
+        for other in list(self.known.values()):
+            if other.node == node and other.launcher == launcher:  # it has lost that connection
+                self._hang_up(other)
+        text = ""
+        if hello["nnodes"] != self.nnodes or node >= self.nnodes:
+            text = (
+                f"--node-rank: {node} of --nnodes {hello['nnodes']}, but host 0 was started for {self.nnodes} hosts;"
+                " start all with the same, each with its own rank"
             )
-        elif any(other.node == node and other.connection.open for other in self.known):
-            self._refuse(host, f"--node-rank: {node} is given twice; give each host one of its own")
+        elif any(other.node == node for other in self.known.values()):
+            text = f"--node-rank: {node} is given twice; give each host one of its own"
+        if text:
+            host.connection.send({"status": "refused", "text": text})
         else:
-            host.node, host.procs, host.launcher = node, procs, launcher
+            host.node, host.procs, host.launcher = node, int(hello["procs"]), launcher
 
-    def _refuse(self, host: _Host, text: str, protocol: object = LAUNCHER_PROTOCOL) -> None:
-        """Tell a host why it cannot be of this job; in its own protocol, for one of version 1 reads no other."""
-        host.connection.send({"jaxdist": protocol, "status": "refused", "text": text})
+    def _hang_up(self, host: _Host) -> None:
+        self.connections.drop(host.connection)
+        self.known.pop(host.connection, None)
 
     def lost(self, *, failed: bool) -> bool:
         """See `Peers`."""
@@ -126,14 +146,31 @@ class FirstHost(Peers):
         return self.failed
 
     def _read(self) -> None:
-        for node, host in self.active.items():
-            for said in host.connection.receive():
-                if said.get("status") == "failed":
+        """Hear all hosts, also those that have just come: they are taken in before the next attempt."""
+        for connection, messages in self.connections.poll(0):
+            host = self.known.setdefault(connection, _Host(connection))
+            active = self.active.get(host.node) is host
+            for said in messages:
+                if said["status"] == "hello" and host.node < 0:
+                    host.hello = said
+                elif said["status"] == "failed" and active:
                     self.failed = True
-                elif said.get("status") == "ended":
-                    self.ends[node] = said
+                elif said["status"] == "ended" and active:
+                    self._hear_end(host, said)
+            if not connection.open:
+                self._hang_up(host)
+        for node, host in self.active.items():
             if not host.connection.open and node not in self.ends:
                 self.failed = True
+
+    def _hear_end(self, host: _Host, said: JsonObject) -> None:
+        """Take in how the ranks of a host have ended: each of its own, and no other."""
+        ranks = set(map(int, said["statuses"]))
+        if ranks == set(host.ranks) and {*said["killed"], said["cause"]} <= ranks | {None}:
+            self.ends[host.node] = said
+        else:
+            tell(f"[launch] host {host.node} says how other ranks than its own have ended; it is hung up on")
+            self._hang_up(host)
 
     def settle(self, own: Outcome, signals: list[int]) -> Outcome:
         """Wait until the ranks of all hosts have ended, and return how. A lost host is hung up on, and comes back if it
@@ -145,7 +182,7 @@ class FirstHost(Peers):
                 deadline = min(deadline, time.monotonic() + self.grace + SETTLE_S)
             if time.monotonic() > deadline:
                 for node in set(self.active) - set(self.ends):
-                    self.active[node].connection.close()
+                    self._hang_up(self.active[node])
             if len(signals) > 1:
                 break
             time.sleep(POLL_S)
@@ -167,16 +204,15 @@ class FirstHost(Peers):
 
     def close(self) -> None:
         """Hang up."""
-        for host in self.known:
-            host.connection.close(CLOSE_S)
-        self.server.close()
+        self.connections.close(CLOSE_S)
 
 
 class OtherHost(Peers):
     """The launcher of any other host, in its dealings with that of host 0."""
 
-    def __init__(self, where: tuple[str, int], *, node: int, nnodes: int, seconds: float) -> None:
+    def __init__(self, where: tuple[str, int], token: str, *, node: int, nnodes: int, seconds: float) -> None:
         self.where, self.node, self.nnodes, self.seconds = where, node, nnodes, seconds
+        self.door = Door("launcher", token, _MESSAGES)
         self.connection: Connection | None = None
         self.failed = self.told = False  # whether another host has failed; whether host 0 knows that this one has
         self.verdict: JsonObject | None = None  # of host 0 on the last attempt
@@ -206,11 +242,11 @@ class OtherHost(Peers):
 
     def _connect(self, procs: int) -> None:
         try:
-            self.connection = open_connection(*self.where, TRY_S, LOST_S)
+            self.connection = open_connection(*self.where, TRY_S, self.door, LOST_S)
         except OSError:  # not there yet
             return
         who: dict[str, Any] = {"node": self.node, "nnodes": self.nnodes, "procs": procs, "launcher": self.launcher}
-        self.connection.send({"jaxdist": LAUNCHER_PROTOCOL, "status": "hello"} | who)
+        self.connection.send({"status": "hello"} | who)
 
     def lost(self, *, failed: bool) -> bool:
         """See `Peers`."""
@@ -223,9 +259,9 @@ class OtherHost(Peers):
 
     def _read(self, connection: Connection) -> None:
         for said in connection.receive():
-            status = said.get("status")
+            status = said["status"]
             if status == "refused":
-                raise UserError(str(said.get("text")))
+                raise UserError(said["text"])
             if status == "start":  # it may come together with the verdict on the last attempt
                 self.begin, self.failed = said, False
             elif status == "stop":
@@ -242,7 +278,7 @@ class OtherHost(Peers):
         while self.verdict is None and self.connection.open and len(signals) < 2:
             self._read(self.connection)
             time.sleep(POLL_S)
-        return (False, None) if self.verdict is None else (True, self.verdict.get("exit"))
+        return (False, None) if self.verdict is None else (True, self.verdict["exit"])
 
     def close(self) -> None:
         """Hang up."""

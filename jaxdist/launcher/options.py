@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.errors import CommandParser, UserError
-from jaxdist.runtime.connection import split_address
+from jaxdist.runtime.addresses import split_address
+from jaxdist.runtime.job_token import TOKEN, TOKEN_FILE, new_token, read_token
 from jaxdist.runtime.run_folder import given_run_directory, run_directory_of
 
 DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
     min_nodes: int  # the fewest with which to go on
     node_rank: int
     coordinator: str | None  # "host:port", or None for a free port of this host
+    token: str  # that the processes of the job share; "" where there is none, on several hosts of one machine
     max_restarts: int
     run_dir: Path
     log_dir: Path
@@ -61,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--node-rank", type=int, default=0, metavar="R", help="of this host, from 0")
     text = "address of host 0 that all can reach; the launchers of several hosts meet at this port, the job at the next"
     add("--coordinator", metavar="HOST:PORT", help=text)
+    text = f"with --nnodes: holds a secret, the same on every host, by which they know each other; or set {TOKEN}"
+    add("--token-file", metavar="FILE", help=text)
     text = "give up after so many restarts without a newer checkpoint (default: 3)"
     add("--max-restarts", type=int, default=3, metavar="N", help=text)
     text = "instead of giving up, go on with one process fewer on this host, down to this number"
@@ -91,8 +95,11 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if options.nnodes > 1 and options.log_dir is None and given_run_directory(command, environ) is None:
         raise UserError("--run-dir: not given in the command; with --nnodes give one, the same on every host")
     run_dir = run_directory_of(command, environ)
+    token = read_token({**environ, TOKEN_FILE: options.token_file} if options.token_file else environ)
+    del options.token_file
     made = {
         "command": command,
+        "token": token or (new_token() if options.nnodes == 1 else ""),
         "min_procs": options.min_procs or options.procs,
         "min_nodes": options.min_nodes or options.nnodes,
         "run_dir": run_dir,

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxdist.launcher.options import Plan
+from jaxdist.launcher.orphans import adopt_orphans, children, end_orphans, reap_orphans
 from jaxdist.runtime.exit_status import STOPPED, WRONG
 from jaxdist.runtime.output import LastingFile
-from jaxdist.runtime.run_folder import open_log
+from jaxdist.runtime.run_folder import STOP_NOTE, open_log
 
 POLL_S = 0.02
 SHOWN_LINE = 1 << 16  # bytes; a longer line is shown in parts
@@ -131,8 +132,11 @@ class Attempt:
     order: list[Rank] = field(default_factory=list)  # as they ended
 
     def __post_init__(self) -> None:
-        reaper = [sys.executable, "-I", "-S", str(HERE / "reaper.py")]
+        adopt_orphans()
+        mark = f"{STOP_NOTE}={self.environs[0][STOP_NOTE]}"  # in the environment of all that the ranks start
+        reaper = [sys.executable, "-I", "-S", str(HERE / "reaper.py"), mark]
         self.reaper = subprocess.Popen(reaper, stdin=subprocess.PIPE, start_new_session=True)
+        self.own = children()  # with those that the launcher was started with
 
     def start(self) -> None:
         """Start all processes."""
@@ -228,6 +232,7 @@ class Attempt:
             elif rank not in self.order:
                 self.order.append(rank)
                 self._tell_reaper(f"-{rank.process.pid}")
+        reap_orphans([*self.own, *(rank.process.pid for rank in running)])
         return running
 
     def _outcome(self, elsewhere: bool) -> Outcome:
@@ -241,9 +246,10 @@ class Attempt:
             rank.send(signal.SIGKILL)
         while self._running():
             time.sleep(POLL_S)
+        end_orphans(self.own)  # in sessions of their own, out of reach of a signal to the rank's group
         for rank in self.ranks:
             for pump in rank.pumps:
-                pump.join(5.0)  # a process in a session of its own may keep the pipe open
+                pump.join(5.0)  # whom a rank has handed the pipe may keep it open
             os.close(rank.log)
         assert self.reaper.stdin is not None
         with contextlib.suppress(OSError):

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxdist.launcher.ranks import HostPlace
 from jaxdist.launcher.supervisor import rank_environ
-from jaxdist.runtime.connection import free_port
+from jaxdist.runtime.addresses import free_port
+from jaxdist.runtime.job_token import TOKEN, new_token
 
 GRACE_S = 5.0  # for a process to end after SIGTERM
 MESSAGE = 15_000  # last characters of a traceback: so many fit into a pipe that nobody reads yet
@@ -56,12 +57,12 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs}; allowed: 1 or more")
     context = multiprocessing.get_context("spawn")
-    place = HostPlace(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8))
+    place, token = HostPlace(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8)), new_token()
     processes: list[BaseProcess] = []
     reports: list[connection.Connection] = []
     try:
         for rank in range(nprocs):
-            environ = rank_environ(place, local=rank, procs=nprocs, attempt=1, run_dir=None)
+            environ = rank_environ(place, local=rank, procs=nprocs, attempt=1, run_dir=None) | {TOKEN: token}
             ours, theirs = context.Pipe(duplex=False)
             reports.append(ours)
             started = context.Process(target=_run, args=(fn, rank, args, environ, theirs), name=f"rank {rank}")

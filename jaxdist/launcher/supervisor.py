@@ -19,8 +19,9 @@ from jaxdist.launcher.hosts import FirstHost, OtherHost
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import Plan, make_plan
 from jaxdist.launcher.ranks import HALTED, Attempt, HostPlace, Outcome, Peers, Screen
-from jaxdist.runtime.connection import free_port, split_address
+from jaxdist.runtime.addresses import free_port, split_address
 from jaxdist.runtime.exit_status import FAILED, SAME_S, STOPPED, WRONG
+from jaxdist.runtime.job_token import TOKEN, TOKEN_FILE
 from jaxdist.runtime.join.environment import FREE_PORT, INIT_METHOD, JOB_ID, NUM_PROCESSES, RANK
 from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
 from jaxdist.runtime.run_folder import RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
@@ -30,7 +31,7 @@ MAX_BACKOFF_S = 60.0
 # Variables that an outer launcher may have left in the environment. They would win over those that are set here.
 OUTER_VARIABLES = (
     INIT_METHOD, NUM_PROCESSES, RANK, "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES",
-    "JAX_PROCESS_ID", "TORCHELASTIC_RUN_ID", FREE_PORT, STOP_NOTE,
+    "JAX_PROCESS_ID", "TORCHELASTIC_RUN_ID", FREE_PORT, STOP_NOTE, TOKEN_FILE,
 )  # fmt: skip
 
 
@@ -82,9 +83,9 @@ class Supervisor:
             where = split_address(plan.coordinator)
             job: dict[str, Any] = {"nnodes": plan.nnodes, "seconds": join_timeout(os.environ)}
             if plan.node_rank:
-                self.peers = OtherHost(where, node=plan.node_rank, **job)
+                self.peers = OtherHost(where, plan.token, node=plan.node_rank, **job)
             else:
-                self.peers = FirstHost(where, min_nodes=plan.min_nodes, grace=plan.grace, **job)
+                self.peers = FirstHost(where, plan.token, min_nodes=plan.min_nodes, grace=plan.grace, **job)
 
     def say(self, text: str) -> None:
         """Write a line to standard error, and with the time to the launcher's own log."""
@@ -108,7 +109,7 @@ class Supervisor:
     def once(self, place: HostPlace) -> Outcome:
         """Make one attempt, to its end."""
         plan, note = self.plan, self.plan.log_dir.absolute() / f"stopped-{safe_name(place.job)}-{place.node}"
-        more = {STOP_NOTE: str(note)} | ({FREE_PORT: "1"} if plan.coordinator is None else {})
+        more = {STOP_NOTE: str(note), TOKEN: plan.token} | ({FREE_PORT: "1"} if plan.coordinator is None else {})
         options: dict[str, Any] = {"procs": self.procs, "attempt": self.attempt, "run_dir": plan.run_dir}
         environs = [rank_environ(place, local=n, **options) | more for n in range(self.procs)]
         attempt = Attempt(plan, environs, self.screen, self.attempt)

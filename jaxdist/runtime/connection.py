@@ -6,34 +6,38 @@ with the process that is lost.
 
 import contextlib
 import errno
+import hmac
 import ipaddress
-import json
 import os
+import resource
 import select
 import selectors
 import socket
 import time
+from collections.abc import Generator
 from typing import Any
 
 from jaxdist.errors import UserError
+from jaxdist.runtime.addresses import format_address
+from jaxdist.runtime.handshake import SAME_TOKEN, SAME_VERSION, Door, Foreign, Stranger, call, listen_to
+from jaxdist.runtime.job_token import MAKE
+from jaxdist.runtime.messages import JsonObject, has_shape, read_line, write_line
 
 MAX_LINE = 1 << 20  # bytes; more without an end is noise, while the statuses of some thousand ranks fit
-NAME_S = 30.0  # until the name of the host on which to listen must be known to it
+STRANGER_LINE = 1 << 10  # of somebody who is not known yet
+STRANGERS, STRANGER_S, YOUNG_S = 128, 10.0, 0.5  # at once; for how long one may stay; and before it may give way
+ACCEPTS = 64  # connections taken in at once, before those that are known are heard again
+FULL_S = 0.05  # where the system has no descriptor left for another connection
+TOLD_S = 60.0  # between two lines about strangers
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S = 10, 5
-
-JsonObject = dict[str, Any]
-
-
-class PortTaken(UserError):
-    """Another program listens on the port."""
+MAC = 32  # characters before a message
 
 
 class Connection:
     """One end of a connection. A method waits only if it is given seconds. What cannot be sent yet is kept, and sent by
     the next call.
 
-    `receive` sets `open` to False when the other end has hung up, or has sent a line that is no JSON object or is too
-    long.
+    `receive` sets `open` to False when the other end has hung up, or has sent what is no message or is too long.
 
     Args:
         stream: The connected socket.
@@ -43,7 +47,11 @@ class Connection:
 
     def __init__(self, stream: socket.socket, lost_after: int | None = None) -> None:
         stream.setblocking(False)
+        self.where = "an address that is gone"
+        self.fault = ""  # what the other end has done wrong
         with contextlib.suppress(OSError):  # the other end has gone already: reading tells
+            if isinstance(peer := stream.getpeername(), tuple):
+                self.where = format_address(*peer[:2])
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if lost_after is not None:
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -56,14 +64,28 @@ class Connection:
                     stream.setsockopt(socket.IPPROTO_TCP, option, value)
         self.stream, self.open, self.born = stream, True, time.monotonic()
         self._received, self._unsent = b"", b""
+        self._door: Door | None = None  # once both ends know each other
+        self._keys, self._counts = (b"", b""), [0, 0]  # of messages sent and received
+
+    def admit(self, door: Door, own: bytes, other: bytes) -> None:
+        """From now on messages are signed, and those that come must be of the channel's shapes. own, other: the keys of
+        what this end and the other one send."""
+        self._door, self._keys = door, (own, other)
 
     def fileno(self) -> int:
         """The descriptor of the socket: selectors ask for it."""
         return self.stream.fileno()
 
+    def _mac(self, way: int, line: bytes) -> bytes:
+        """The signature of the next message in a direction. Its number is in it, so that none can be left out."""
+        self._counts[way] += 1
+        signed = self._counts[way].to_bytes(8) + line
+        return hmac.digest(self._keys[way], signed, "sha256").hex()[:MAC].encode()
+
     def send(self, message: JsonObject) -> None:
         """Send a message. One to a peer that is gone is lost without an error: `receive` closes the connection then."""
-        self._unsent += json.dumps(message).encode() + b"\n"
+        line = write_line(message)
+        self._unsent += (self._mac(0, line) if self._door else b"") + line + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -93,16 +115,27 @@ class Connection:
         *lines, self._received = (self._received + piece).split(b"\n")
         messages: list[JsonObject] = []
         for line in lines:
-            try:
-                said = json.loads(line)
-            except (ValueError, RecursionError):  # brackets in brackets
-                said = None
-            if not isinstance(said, dict):
+            said = self._read(line)
+            if said is None:
                 break
             messages.append(said)
-        if len(messages) < len(lines) or len(self._received) > MAX_LINE or not piece:
+        too_long = len(self._received) > (MAX_LINE if self._door else STRANGER_LINE)
+        if len(messages) < len(lines) or too_long:
+            self.fault = "it has sent what is no message of jaxdist's"
+            if self._door:
+                tell(f"{self._door.channel}: {self.where} is hung up on: {self.fault}; {SAME_VERSION}")
+        if self.fault or not piece:
             self.close()
         return messages
+
+    def _read(self, line: bytes) -> JsonObject | None:
+        """The message in a line, or None."""
+        if self._door is None:
+            return read_line(line)
+        if not hmac.compare_digest(line[:MAC], self._mac(1, line[MAC:])):
+            return None
+        said = read_line(line[MAC:])
+        return said if said is not None and has_shape(said, self._door.shapes) else None
 
     def close(self, seconds: float = 0.0) -> None:
         """Send the rest, for at most `seconds`, then hang up."""
@@ -120,12 +153,31 @@ class Connection:
 
 
 class Connections:
-    """The open connections of one thread, `all`, which are read together. Where there is a server, those that others
-    open to it are added."""
+    """The open connections of one thread to others who know the token, `all`, which are read together.
 
-    def __init__(self, server: socket.socket | None = None) -> None:
-        self._selector, self._server = selectors.DefaultSelector(), server
+    Where there is a server, those that others open to it are added, once they have shown that they know the token.
+    Until then they are strangers: these are few at a time, each for a short time, and hung up on where the system has
+    no descriptors left. One line a minute says so.
+
+    Args:
+        server: A socket that listens, or None.
+        door: What callers of the server must know.
+        lost_after: As of `Connection`, for those that call.
+    """
+
+    def __init__(
+        self, server: socket.socket | None = None, door: Door | None = None, lost_after: int | None = None
+    ) -> None:
+        if server is not None:
+            assert door is not None
+            check_token(server.getsockname()[0], door)
+            self._door = door
+        self._selector, self._server, self._lost_after = selectors.DefaultSelector(), server, lost_after
         self.all: set[Connection] = set()
+        self._strangers: dict[Connection, Generator[JsonObject, JsonObject, Any]] = {}  # as they came
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a quarter: the process itself needs some
+        self._most = STRANGERS if limit == resource.RLIM_INFINITY else max(1, min(STRANGERS, limit // 4))
+        self._told = -TOLD_S
         if server is not None:
             self._selector.register(server, selectors.EVENT_READ)
 
@@ -136,27 +188,90 @@ class Connections:
 
     def drop(self, connection: Connection) -> None:
         """Hang up."""
-        if connection in self.all:
+        if connection in self.all or connection in self._strangers:
             self.all.discard(connection)
+            self._strangers.pop(connection, None)
             self._selector.unregister(connection)
         connection.close()
 
     def poll(self, seconds: float) -> list[tuple[Connection, list[JsonObject]]]:
-        """The connections from which something has come within `seconds`, with their messages. One that has ended is
-        among them once, and no longer `open`."""
+        """The known connections from which something has come within `seconds`, with their messages. One that has ended
+        is among them once, and no longer `open`."""
         for connection in self.all:
             connection.flush()
         news: list[tuple[Connection, list[JsonObject]]] = []
-        for key, _ in self._selector.select(seconds):
-            if key.data is None:
-                with contextlib.suppress(OSError):  # it has gone already
-                    self.add(Connection(key.fileobj.accept()[0]))  # type: ignore[union-attr]
-                continue
-            messages = key.data.receive()
-            if not key.data.open:
-                self.drop(key.data)
-            news.append((key.data, messages))
+        for key, _ in self._selector.select(min(seconds, YOUNG_S) if self._strangers else seconds):
+            connection = key.data
+            if connection is None:
+                self._accept()
+            elif connection in self._strangers:
+                self._meet(connection)
+            elif connection in self.all:
+                messages = connection.receive()
+                if not connection.open:
+                    self.drop(connection)
+                news.append((connection, messages))
+        for stranger in list(self._strangers):
+            if time.monotonic() - stranger.born > STRANGER_S:
+                self._dismiss(stranger, f"it has not said who it is in {STRANGER_S:g} s")
         return news
+
+    def _accept(self) -> None:
+        """Take in who has called, as strangers. Where there are too many of them the oldest goes, unless it has just
+        come: the others wait outside then."""
+        assert self._server is not None
+        for _ in range(ACCEPTS):
+            oldest = next(iter(self._strangers), None)
+            if oldest is not None and len(self._strangers) >= self._most:
+                if time.monotonic() - oldest.born < YOUNG_S:
+                    time.sleep(FULL_S)
+                    return
+                self._dismiss(oldest, f"there are {self._most} that have not said who they are")
+            try:
+                stranger = Connection(self._server.accept()[0], self._lost_after)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    continue  # it has gone already
+                if oldest is None:
+                    time.sleep(FULL_S)
+                    return
+                self._dismiss(oldest, f"{os.strerror(error.errno)} for others that call")
+                continue
+            self._strangers[stranger] = listen_to(self._door)
+            next(self._strangers[stranger])
+            self._selector.register(stranger, selectors.EVENT_READ, stranger)
+
+    def _meet(self, stranger: Connection) -> None:
+        """Hear a stranger, who may show now that it is none."""
+        messages = stranger.receive()
+        try:
+            if len(messages) > 1:
+                raise Stranger("it is not jaxdist's")
+            for said in messages:
+                stranger.send(self._strangers[stranger].send(said))
+        except StopIteration as done:
+            answer, keys = done.value
+            stranger.send(answer)
+            stranger.admit(self._door, keys.listener, keys.caller)
+            del self._strangers[stranger]
+            self.all.add(stranger)
+        except Stranger as error:
+            if error.answer:
+                stranger.send(error.answer)
+            self._dismiss(stranger, str(error))
+        if stranger.fault:
+            self._dismiss(stranger, stranger.fault)
+        elif not stranger.open:
+            self.drop(stranger)
+
+    def _dismiss(self, stranger: Connection, why: str) -> None:
+        """Hang up on a stranger, and say so where nothing was said for a while."""
+        self.drop(stranger)
+        if time.monotonic() > self._told + TOLD_S:
+            self._told = time.monotonic()
+            tell(f"{self._door.channel}: {stranger.where} has called and is hung up on: {why}")
 
     def stop_listening(self) -> None:
         """Free the server's port. The connections stay."""
@@ -165,112 +280,58 @@ class Connections:
             self._server.close()
             self._server = None
 
-    def close(self) -> None:
-        """End all of them, and the server."""
+    def close(self, seconds: float = 0.0) -> None:
+        """End all of them, and the server. seconds: in which each must have sent its last message."""
         self.stop_listening()
-        for connection in list(self.all):
-            self.drop(connection)
+        for connection in [*self.all, *self._strangers]:
+            connection.close(seconds)
         self._selector.close()
 
 
-def open_connection(host: str, port: int, seconds: float, lost_after: int | None = None) -> Connection:
-    """Connect to a server. Raises `OSError`, also for a name that is none."""
+def tell(*lines: str) -> None:
+    """Write lines to standard error in one piece, past Python's buffers, which another thread may have locked."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        os.write(2, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
+
+
+def check_token(host: str, door: Door) -> None:
+    """Raise `UserError` where others than this machine's programs reach an address, and there is no token."""
+    if not door.token and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise UserError(
+            f"{door.channel}: {host} can be reached by other machines, and the job has no token; {SAME_TOKEN}; make one"
+            f" by: {MAKE}"
+        )
+
+
+def reach(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect to any server. Raises `OSError`, also for a name that is none."""
     try:
-        return Connection(socket.create_connection((host, port), seconds), lost_after)
+        return socket.create_connection((host, port), seconds)
     except UnicodeError as error:
         raise OSError(str(error)) from error
 
 
-def listen(host: str, port: int, seconds: float = 0.0, *, everywhere: bool = False) -> socket.socket:
-    """A server on one address of this machine, that of `host`. Raises `UserError`, `PortTaken` for a port in use.
-
-    Args:
-        host: A name or address of this machine.
-        port: 0 for one that the system picks.
-        seconds: How long to wait for the name: in Kubernetes it may be known later than the process starts.
-        everywhere: Whether `host` may be the unspecified address (0.0.0.0), which is all addresses of a machine.
-    """
-    where, deadline = format_address(host, port), time.monotonic() + seconds
-    mend = (
-        "give an address of the host of rank 0; or, if it is reached at another address than its own, set"
-        " JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to its own"
-    )
-    while True:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            break
-        except (socket.gaierror, UnicodeError) as error:
-            if time.monotonic() > deadline:
-                raise UserError(f"coordinator: the host of {where} is not known to rank 0 ({error}); {mend}") from error
-            time.sleep(0.5)
-    for family, kind, protocol, _, target in found:
-        if not everywhere and ipaddress.ip_address(str(target[0]).partition("%")[0]).is_unspecified:
-            raise UserError(f"coordinator: {where} is all addresses of a machine; {mend}")
-        server = socket.socket(family, kind, protocol)
-        try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier attempt may linger
-            server.bind(target)
-            server.listen(1024)
-            server.setblocking(False)
-            return server
-        except OSError as error:
-            server.close()
-            if error.errno != errno.EADDRNOTAVAIL:
-                reason = os.strerror(error.errno or 0)
-                kind_of = PortTaken if error.errno == errno.EADDRINUSE else UserError
-                raise kind_of(
-                    f"coordinator: {where}: port {port}: {reason}; set a free one (MASTER_PORT or"
-                    " JAX_COORDINATOR_ADDRESS), or is another process rank 0 too?"
-                ) from error
-    shown = ", ".join(sorted({str(entry[4][0]) for entry in found}))
-    raise UserError(f"coordinator: {where} ({shown}) is no address of this machine, on which rank 0 runs; {mend}")
-
-
-def format_address(host: str, port: int) -> str:
-    """ "host:port", with brackets round an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`."""
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not host.strip("[]"):
-        raise UserError(f"coordinator: {address!r} in the environment is no address; allowed: host:port of rank 0")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def port_problem(port: int) -> str | None:
-    """Why a coordinator could not listen on this port here, or None."""
+def open_connection(host: str, port: int, seconds: float, door: Door, lost_after: int | None = None) -> Connection:
+    """Connect to a server of jaxdist that has the same token. Raises `OSError` where there is none within `seconds`,
+    `UserError` where it has another token or version, or where a token is needed."""
+    deadline, where = time.monotonic() + seconds, format_address(host, port)
+    if not door.token:
+        with contextlib.suppress(socket.gaierror, UnicodeError):  # `reach` says it
+            for *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                check_token(str(target[0]), door)
+    connection, calling = Connection(reach(host, port, seconds), lost_after), call(door, where)
     try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:
-        return f"port {port}: {os.strerror(error.errno or 0)}"
-    return None
-
-
-def host_name() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
-
-
-def host_address() -> str | None:
-    """The address that this machine's own name leads to, or None where it leads to none."""
-    try:
-        return socket.gethostbyname(host_name())
-    except OSError:
-        return None
-
-
-def local_address_towards(host: str, port: int) -> str:
-    """The address of this machine from which it reaches `host`. Raises `OSError` where there is no way."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # UDP: chooses a route, and sends nothing
-        return str(probe.getsockname()[0])
+        connection.send(next(calling))
+        while connection.open:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Foreign(f"what answers at {where} has not said in {seconds:g} s who it is")
+            for said in connection.receive(left)[:1]:
+                connection.send(calling.send(said))
+        raise Foreign(f"what answers at {where} is not jaxdist's {door.channel}")
+    except StopIteration as done:
+        connection.admit(door, done.value.caller, done.value.listener)
+        return connection
+    except BaseException:
+        connection.close()
+        raise

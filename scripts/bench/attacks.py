@@ -200,6 +200,7 @@ def prepared(home: Path) -> list[Attack]:
 
 
 def environment() -> dict[str, str]:
+    """The variables of a command: none of a job, and a compiler that does little."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA", "SLURM", "OMPI"))}
     return clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -214,6 +215,7 @@ def losses(run: Path) -> list[Any] | None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file in a folder."""
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 

@@ -13,18 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import child
 import pytest
+import strangers
 from jobs import wait_until
+from strangers import TOKEN, admitted
 
 from jaxdist.errors import UserError
 from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import Outcome, share_of_cpus
 from jaxdist.launcher.supervisor import exit_code
-from jaxdist.runtime.connection import Connection, open_connection
+from jaxdist.runtime.addresses import split_address
+from jaxdist.runtime.connection import Connection
+from jaxdist.runtime.handshake import Door
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
 from jaxdist.trainer.train import run_directory
@@ -55,6 +58,18 @@ class Launcher:
 
     def err(self) -> str:
         return (self.folder / "err").read_text()
+
+    def where(self) -> tuple[str, int]:
+        """The address given as --coordinator, at which it listens."""
+        words = list(map(str, self.process.args))  # type: ignore[arg-type]
+        where = split_address(words[words.index("--coordinator") + 1])
+
+        def listens() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(where) == 0
+
+        wait_until(listens, f"something at {where}")
+        return where
 
     def wait(self, seconds: float = 30) -> int:
         try:
@@ -197,6 +212,32 @@ def test_nothing_is_left_by_a_job_that_ends_well(launch: Callable[..., Launcher]
     assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 0.5)
 
 
+@pytest.mark.parametrize("end", ["well", "killed", "launcher killed"])
+def test_what_a_rank_has_started_in_a_session_of_its_own_ends_too(end: str, launch: Callable[..., Launcher]) -> None:
+    """Also what has a clean environment, unless the launcher itself is killed."""
+    clean = "env -i PATH=$PATH" if end != "launcher killed" else ""
+    stays = f"setsid sh -c 'sleep 300 & echo $! >child$RANK; wait' & RANK=$RANK {clean} setsid sh -c 'sleep 300' &"
+    script = f"{stays} sleep 0.3; echo $! >last$RANK; [ {end[0]} = w ] || sleep 300"
+    job = launch(script, "-n", "2", "--max-restarts", "0", "--grace", "0.2")
+    started = [int(job.until(f"{kind}{rank}", "\n")) for kind in ("child", "last") for rank in range(2)]
+    assert end == "well" or all(map(alive, started))
+    if end == "launcher killed":
+        job.process.kill()
+    elif end == "killed":
+        os.kill(int(Path(f"/proc/{started[2]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    assert job.wait() == {"well": 0, "killed": 75, "launcher killed": -9}[end]
+    assert gone(started, 0.5 if end != "launcher killed" else 10)
+
+
+def test_children_that_the_launcher_was_started_with_are_left_alone(launch: Callable[..., Launcher]) -> None:
+    before = ["sh", "-c", 'sleep 300 & echo $! >before; exec "$@"', "sh"]
+    job = launch("setsid sleep 0.1 & exit 0", "-n", "1", before=before)
+    assert job.wait() == 0, job.err()
+    pid = int((job.folder / "before").read_text())
+    assert alive(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
 STOPS = 'trap "echo $RANK stops; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
 
 
@@ -297,7 +338,7 @@ def test_a_note_that_cannot_be_left(tmp_path: Path, capsys: pytest.CaptureFixtur
 TAKEN = """
 import os, socket, sys
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import split_address
+from jaxdist.runtime.addresses import split_address
 from jaxdist.runtime.join import environment, join, roll_call
 described = environment.find_job(os.environ)
 taken = None
@@ -432,12 +473,22 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1] % 30000 + 2000  # and the next one: below those that the kernel gives out
 
-    def begin(node: int, script: str, *options: str, nnodes: int = 2, procs: int = 2, seconds: float = 20) -> Launcher:
+    def begin(
+        node: int,
+        script: str,
+        *options: str,
+        nnodes: int = 2,
+        procs: int = 2,
+        seconds: float = 20,
+        before: Sequence[str] = (),
+        environ: Environ | None = None,
+    ) -> Launcher:
         folder = tmp_path / f"host{node}"
         folder.mkdir(exist_ok=True)
         place = ["--nnodes", str(nnodes), "--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"]
         command = ["-n", str(procs), *place, "--grace", "0.3", *options, "--", "sh", "-c", script]
-        started.append(Launcher(folder, [*command, "--run-dir", "../run"], {"JAXDIST_JOIN_TIMEOUT": str(seconds)}))
+        limits = {"JAXDIST_JOIN_TIMEOUT": str(seconds)}
+        started.append(Launcher(folder, [*command, "--run-dir", "../run"], limits | (environ or {}), before))
         return started[-1]
 
     yield begin
@@ -511,6 +562,102 @@ def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..
     assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
 
 
+LIMIT = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
+
+
+def test_silent_connections_do_not_keep_a_job_from_beginning(hosts: Callable[..., Launcher]) -> None:
+    """Many more of them than the launcher can have open. Nor does what strangers say."""
+    first = hosts(0, SAY, before=LIMIT)
+    strangers.attack(first.where())
+    with strangers.silent(first.where(), 300):
+        second = hosts(1, SAY)
+        assert [first.wait(), second.wait()] == [0, 0], first.err() + second.err()
+    assert first.err().count("has called and is hung up on") == 1
+
+
+def test_silent_connections_do_not_keep_a_launcher_from_ending(hosts: Callable[..., Launcher]) -> None:
+    first = hosts(0, SAY, before=LIMIT)
+    with strangers.silent(first.where(), 300):
+        time.sleep(0.3)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait(10) == 75
+
+
+def test_a_stranger_does_not_pass_for_a_host(hosts: Callable[..., Launcher]) -> None:
+    """It says, in the words of the version before and of this one, that its ranks have ended well."""
+    first = hosts(0, "sleep 0.5", seconds=1.5)
+    hello = {"jaxdist": 2, "status": "hello", "node": 1, "nnodes": 2, "procs": 1, "launcher": "x"}
+    ended = {"status": "ended", "statuses": {"2": 0}, "killed": [], "cause": None, "stopped": False}
+    forged = [strangers.line(**hello), strangers.line(**ended)]
+    assert strangers.say(first.where(), *forged) == [strangers.REFUSALS[0], b""]
+    assert first.wait() == 75, first.out() + first.err()
+    assert "host 1 of 2 did not come" in first.err() and "Traceback" not in first.err()
+
+
+def test_hosts_with_different_tokens(hosts: Callable[..., Launcher], tmp_path: Path) -> None:
+    """One line on both sides; the launcher with the wrong one ends, the other waits for the right one."""
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    ask = 'echo "$JAXDIST_TOKEN/$JAXDIST_TOKEN_FILE" >token$RANK'
+    first = hosts(0, ask, "--token-file", str(path))
+    for wrong in ({}, {"JAXDIST_TOKEN": TOKEN[::-1]}):
+        other = hosts(1, "true", environ=wrong)
+        assert other.wait() == 2
+        said = r"error: launcher: 127\.0\.0\.1:\d+ does not take this process's token; JAXDIST_TOKEN or --token-file"
+        assert re.match(said, other.err()) and other.err().count("\n") == 1
+        (other.folder / "err").unlink()
+    second = hosts(1, ask, environ={"JAXDIST_TOKEN": TOKEN, "JAXDIST_TOKEN_FILE": ""})
+    assert [first.wait(), second.wait()] == [0, 0], first.err() + second.err()
+    told = [line for line in first.err().splitlines() if "[launch]" not in line]
+    assert len(told) == 1 and "does not know this job's token; if it is a process of this job: JAXDIST_TOKEN" in told[0]
+    assert (first.folder / "token1").read_text() == (second.folder / "token2").read_text() == f"{TOKEN}/\n"
+
+
+def test_other_machines_reach_a_launcher_with_a_token_only(hosts: Callable[..., Launcher]) -> None:
+    job = hosts(1, "true", "--coordinator", "192.0.2.1:29500")
+    assert job.wait() == 2 and job.err().count("\n") == 1
+    assert "launcher: 192.0.2.1 can be reached by other machines, and the job has no token; JAXDIST_TOKEN" in job.err()
+
+
+def test_ranks_of_one_host_have_a_token_of_their_own(launch: Callable[..., Launcher]) -> None:
+    found = set()
+    for _ in range(2):
+        job = launch("echo $JAXDIST_TOKEN >token$RANK", "-n", "2")
+        assert job.wait() == 0
+        tokens = {(job.folder / f"token{rank}").read_text() for rank in range(2)}
+        assert len(tokens) == 1
+        found |= tokens
+    assert len(found) == 2 and all(len(each) == 65 for each in found)
+
+
+def test_a_host_that_does_not_say_how_its_ranks_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    """It knows the token, and says less, more, or of other ranks: it is hung up on, with a line."""
+    ended = {"status": "ended", "statuses": {"1": 0, "2": 1}, "killed": [1], "cause": 2, "stopped": False}
+    others: list[dict[str, object]] = [{"statuses": {}}, {"statuses": {"1": 0}}, {"statuses": {"0": 0, "1": 0}}]
+    others += [{"killed": [0]}, {"cause": 3}]
+    bad = [
+        wrong for wrong in strangers.mutations(ended) if wrong.get("cause", 0) is not None and wrong.get("killed") != []
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = probe.getsockname()
+    first = agents.FirstHost(where, TOKEN, nnodes=2, min_nodes=2, seconds=5, grace=0.1)
+    for said in (*bad, *(ended | other for other in others), ended):
+        host = admitted(where, Door("launcher", TOKEN, agents._MESSAGES), first.ready)
+        host.send({"status": "hello", "node": 1, "nnodes": 2, "procs": 2, "launcher": "a"})
+        assert first.meet(1, 1, []).world == 3
+        host.send(said)
+        outcome = first.settle(Outcome({0: 0}, None, frozenset()), [])
+        assert outcome.elsewhere is (said is not ended) and host.open, said
+        told = capfd.readouterr().err
+        assert told.count("is hung up on") == told.count("\n") == int(said is not ended), (said, told)
+        host.close()
+        first.ready()
+    assert outcome.statuses == {0: 0, 1: 0, 2: 1}
+    first.close()
+
+
 def test_hosts_that_do_not_come(hosts: Callable[..., Launcher]) -> None:
     """Three hosts: without --min-nodes the missing one is named."""
     jobs = [hosts(node, "true", nnodes=3, seconds=1.5) for node in (0, 2)]
@@ -542,13 +689,12 @@ def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = probe.getsockname()
-    first = agents.FirstHost(where, nnodes=2, min_nodes=1, seconds=0.6, grace=0.1)
+    first = agents.FirstHost(where, TOKEN, nnodes=2, min_nodes=1, seconds=0.6, grace=0.1)
     failed, begun = Outcome({0: 1}, 0, frozenset()), time.monotonic()
 
-    def host(launcher: str, **changes: Any) -> Connection:
-        connection = open_connection(*where, 1.0)
-        hello = {"jaxdist": 2, "status": "hello", "node": 1, "nnodes": 2, "procs": 1, "launcher": launcher}
-        connection.send(hello | changes)
+    def host(launcher: str) -> Connection:
+        connection = admitted(where, Door("launcher", TOKEN, agents._MESSAGES), first.ready)
+        connection.send({"status": "hello", "node": 1, "nnodes": 2, "procs": 1, "launcher": launcher})
         return connection
 
     silent = host("a")
@@ -561,14 +707,8 @@ def test_a_host_without_power_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.meet(1, 4, []).nodes == 2 and first.ready()[1].launcher == "b"
     assert [said["status"] for said in twin.receive()] == ["refused"]
     assert [said["status"] for said in again.receive()] == ["start"]
-    older, newer = host("d", jaxdist=1), host("e", jaxdist=3)
-    assert first.ready()[1].launcher == "b"
-    for number, other in ((1, older), (3, newer)):
-        (said,) = other.receive(1.0)
-        assert said["status"] == "refused" and "another version of jaxdist" in said["text"]
-        assert said["jaxdist"] == number  # one of the version before reads only messages with its own number
     assert time.monotonic() - begun < 10
-    for each in (first, silent, replacement, twin, again, older, newer):
+    for each in (first, silent, replacement, twin, again):
         each.close()
 
 
@@ -588,7 +728,7 @@ def test_what_is_no_host_0_is_not_called_all_the_time(answer: bytes) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=serve, daemon=True).start()
-        other = agents.OtherHost(server.getsockname(), node=1, nnodes=2, seconds=1.0)
+        other = agents.OtherHost(server.getsockname(), TOKEN, node=1, nnodes=2, seconds=1.0)
         with pytest.raises(MissingPeers, match="host 0 cannot be reached"):
             other.meet(1, [])
         server.shutdown(socket.SHUT_RDWR)
@@ -598,7 +738,7 @@ def test_what_is_no_host_0_is_not_called_all_the_time(answer: bytes) -> None:
 def test_a_line_to_a_host_that_is_silent_ends() -> None:
     """After half a minute: the kernel asks, on both sides."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = open_connection(*server.getsockname(), 1.0, agents.LOST_S)
+        connection = Connection(socket.create_connection(server.getsockname()), agents.LOST_S)
         get = connection.stream.getsockopt
         assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, every, count, limit = (
@@ -632,6 +772,7 @@ def test_hosts_of_different_jobs(hosts: Callable[..., Launcher]) -> None:
         (["-n", "2", "--coordinator", "host", "--", "true"], "^coordinator: 'host'"),
         (["-n", "2", "--max-restarts", "-1", "--", "true"], "^--max-restarts: -1"),
         (["-n", "2", "--grace", "nan", "--", "true"], "^--grace: nan"),
+        (["-n", "2", "--token-file", "no/such", "--", "true"], "^--token-file: 'no/such' cannot be read: No such file"),
         (["-n", "2", "--nnodes", "2", "--min-procs", "1", "--coordinator", "a:1", "--", "x"], "^--min-procs: is for"),
     ],
 )

@@ -263,7 +263,7 @@ def test_format_duration():
 SECRET = "hunter2swordfish"
 PLANTED = {
     "HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET, "HOME": f"/home/{SECRET}",
-    "JAX_FOO_TOKEN": SECRET, "NCCL_PASSWORD": SECRET, "JAX_my_credentials": SECRET, "JAXDIST_API_KEY": SECRET,
+    "JAXDIST_TOKEN": SECRET, "NCCL_PASSWORD": SECRET, "JAX_my_credentials": SECRET, "JAXDIST_API_KEY": SECRET,
     "JAX_COMPILATION_CACHE_DIR": f"gs://me:{SECRET}@bucket/cache", "JAX_PROXY": f"https://{SECRET}@host:1/x",
     "XLA_FLAGS": f"--xla_dump_to=/tmp/d --xla_auth_token={SECRET}", "NCCL_NET": f"http://u:p@{SECRET}@h/x",
 }  # fmt: skip
@@ -307,7 +307,7 @@ def test_environment_holds_no_planted_secret(tmp_path):
     assert {name: variables[name] for name in allowed if name != "SLURM_JWT"} == {
         name: value for name, value in allowed.items() if name != "SLURM_JWT"
     }
-    assert variables["JAX_FOO_TOKEN"] == "[redacted]" and not {"HF_TOKEN", "HOME", "SLURM_JWT"} & set(variables)
+    assert variables["JAXDIST_TOKEN"] == "[redacted]" and not {"HF_TOKEN", "HOME", "SLURM_JWT"} & set(variables)
     assert variables["XLA_FLAGS"] == "--xla_dump_to=/tmp/d --xla_auth_token=[redacted]"
     assert variables["JAX_COMPILATION_CACHE_DIR"] == "gs://[redacted]@bucket/cache"
     assert values["devices"] == {"NVIDIA H200": 2} and values["versions"]["numpy"] == np.__version__

@@ -16,9 +16,11 @@ from typing import Any
 
 import child
 import pytest
+import strangers
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import format_address, listen
+from jaxdist.runtime.addresses import format_address, listen
+from jaxdist.runtime.connection import open_connection
 from jaxdist.runtime.join import join as joining
 from jaxdist.runtime.join import rendezvous_file, roll_call
 from jaxdist.runtime.join.environment import Job, find_job
@@ -135,13 +137,14 @@ class Call:
         return self.result
 
 
-def call(where: Any, rank: int, processes: int = 4, seconds: float = 5.0, key: str = "k") -> Call:
-    meeting = Meeting(*where, key)
+def call(where: Any, rank: int, processes: int = 4, seconds: float = 5.0, key: str = "k", token: str = "") -> Call:
+    meeting = Meeting(*where, key, token)
     return Call(lambda: answer_roll(lambda: meeting, rank=rank, processes=processes, seconds=seconds))
 
 
 def take(server: socket.socket, processes: int = 4, seconds: float = 5.0) -> Call:
-    return Call(lambda: take_roll(server, processes=processes, key="k", seconds=seconds))
+    meeting = Meeting(*server.getsockname(), "k", "")
+    return Call(lambda: take_roll(server, processes=processes, meeting=meeting, seconds=seconds))
 
 
 @contextlib.contextmanager
@@ -255,19 +258,6 @@ def test_another_job_is_not_joined() -> None:
         assert own.get() == where
 
 
-def test_a_rank_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "LINGER_S", 0.1)
-    server = listen("127.0.0.1", 0, 1)
-    process_0 = take(server, processes=2)
-    with socket.create_connection(server.getsockname()) as other:
-        hello = {"jaxdist": 2, "key": "k", "rank": 1, "processes": 2, "host": "h", "pid": 7}
-        other.sendall(json.dumps(hello).encode() + b"\n")
-        said = json.loads(other.recv(4096))
-    text = "rank 1 (process 7 on 'h') runs another version of jaxdist (protocol 2, rank 0 has 1); install the same"
-    assert said["status"] == "refused" and said["text"].startswith(text)
-    assert isinstance(process_0.get(), UserError) and str(process_0.get()) == said["text"]
-
-
 def test_who_goes_is_missed_again_and_noise_is_ignored() -> None:
     server = listen("127.0.0.1", 0, 1)
     where = server.getsockname()
@@ -276,15 +266,61 @@ def test_who_goes_is_missed_again_and_noise_is_ignored() -> None:
         with socket.create_connection(where) as connection:
             connection.sendall(noise)
     silent = socket.create_connection(where)
-    with socket.create_connection(where) as gone:
-        hello = {"jaxdist": 1, "key": "k", "rank": 1, "processes": 3, "host": "h", "pid": 1}
-        gone.sendall(json.dumps(hello).encode() + b"\n")
-        assert gone.recv(4096).startswith(b'{"jaxdist": 1, "status": "waiting"')  # it is known
+    gone = open_connection(*where, 5.0, Meeting(*where, "k", "").door())
+    gone.send({"key": "k", "rank": 1, "processes": 3, "host": "h", "pid": 1})
+    assert gone.receive(3.0)[0]["status"] == "waiting"  # it is known
+    gone.close()
     own = [call(where, 1, processes=3), call(where, 2, processes=3)]  # its number is free again
     assert process_0.get() is None
     with serve(where):
         assert [each.get() for each in own] == [where] * 2
     silent.close()
+
+
+def test_strangers_do_not_disturb_the_roll_call() -> None:
+    server = listen("127.0.0.1", 0, 1)
+    where = server.getsockname()
+    process_0 = take(server, processes=3, seconds=20)
+    with strangers.silent(where, 300):
+        here = call(where, 1, processes=3)
+        strangers.attack(where)
+        own = call(where, 2, processes=3)
+        assert process_0.get() is None
+    with serve(where):
+        assert [each.get() for each in (here, own)] == [where] * 2
+
+
+def test_a_wrong_token_is_one_line_on_both_sides(capfd: pytest.CaptureFixture[str]) -> None:
+    """The process that has it ends at once; the job waits for the right one."""
+    server = listen("127.0.0.1", 0, 1)
+    where = server.getsockname()
+    process_0, wrong = take(server, processes=2), call(where, 1, processes=2, token=strangers.TOKEN)
+    said = f"127.0.0.1:{where[1]} does not take this process's token; JAXDIST_TOKEN or --token-file must be the same"
+    assert isinstance(wrong.get(), UserError) and said in str(wrong.get())
+    own = call(where, 1, processes=2)
+    assert process_0.get() is None
+    with serve(where):
+        assert own.get() == where
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1
+    assert re.match(
+        r"roll call: 127\.0\.0\.1:\d+ has called and is hung up on: it does not know this job's token; if it", told
+    )
+
+
+def test_other_machines_reach_the_roll_call_with_a_token_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = (
+        r"^roll call: .* can be reached by other machines, and the job has no token; JAXDIST_TOKEN or --token-file must"
+    )
+    with pytest.raises(UserError, match=needs):
+        joining._follow(Job("192.0.2.1:9", 2, 1), 1, 2, 5.0)
+    with nobody_listens() as where, monkeypatch.context() as patched:  # stands for an address that others reach
+        patched.setattr("jaxdist.runtime.connection.ipaddress.IPv4Address.is_loopback", False)
+        with pytest.raises(UserError, match=needs):
+            joining._lead(Job(format_address(*where), 2, 0), 2, 5.0)
+        patched.setenv("JAXDIST_TOKEN", strangers.TOKEN)
+        with pytest.raises(MissingPeers):
+            joining._lead(Job(format_address(*where), 2, 0), 2, 0.1)
 
 
 def test_port_and_address_of_process_0() -> None:
@@ -309,8 +345,8 @@ def test_stale_file_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     path = tmp_path / "job"
     stale = listen("127.0.0.1", 0, 1)
-    rendezvous_file.announce(path, stale, "")
-    old = rendezvous_file.read_meeting(path)
+    rendezvous_file.announce(path, stale, "", "")
+    old = rendezvous_file.read_meeting(path, "")
     assert old is not None and path.stat().st_mode & 0o777 == 0o600
     stale.close()
     jobs = [Job(None, 3, rank, file=str(path)) for rank in range(3)]
@@ -331,7 +367,7 @@ def test_file_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "job"
     job = Job(None, 2, 0, file=str(path))
     first = Call(lambda: joining._lead(job, 2, 1.5))
-    while rendezvous_file.read_meeting(path) is None:
+    while rendezvous_file.read_meeting(path, "") is None:
         time.sleep(0.01)
     with pytest.raises(UserError, match="another process 0 gathers its job already, at 127"):
         joining._lead(job, 2, 5)
@@ -341,6 +377,21 @@ def test_file_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(first.get(), MissingPeers) and not path.exists()
     with pytest.raises(UserError, match="cannot be written: No such file"):
         joining._lead(Job(None, 2, 0, file=str(tmp_path / "no" / "job")), 2, 5)
+
+
+def test_a_file_is_a_token_and_a_strange_file_none(tmp_path: Path) -> None:
+    """Its secret is not sent, and who does not know it is not let in; with a token of the job both are needed."""
+    path = tmp_path / "job"
+    with listen("127.0.0.1", 0, 1) as server:
+        meeting = rendezvous_file.announce(path, server, "k", strangers.TOKEN)
+        content = json.loads(path.read_text())
+        assert len(content["secret"]) == 64 and meeting.token == strangers.TOKEN + content["secret"]
+        assert rendezvous_file.read_meeting(path, strangers.TOKEN) == meeting
+        assert content["secret"] not in meeting.key
+        bad = [f"{json.dumps(wrong)}\n" for wrong in strangers.mutations(content) if type(wrong.get("key")) is not str]
+        for text in (*bad, "[" * 4096, "", "[]", "\0"):
+            path.write_text(text)
+            assert rendezvous_file.read_meeting(path, "") is None
 
 
 def test_own_address_is_one_of_this_machine() -> None:

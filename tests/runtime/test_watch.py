@@ -1,6 +1,5 @@
 """The watch of a job, without a job: who is found at fault, what is compared, connections, digests of replicas."""
 
-import contextlib
 import errno
 import json
 import math
@@ -19,6 +18,7 @@ import pytest
 from faulty import flip
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from strangers import TOKEN, admitted, attack, silent, while_polling
 
 import jaxdist.trainer.train
 from jaxdist import load_config, make_mesh, processes
@@ -30,7 +30,8 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import AXES
 from jaxdist.processes import Place
-from jaxdist.runtime.connection import Connection
+from jaxdist.runtime.connection import Connection, open_connection
+from jaxdist.runtime.handshake import Door, Foreign
 from jaxdist.runtime.start import heartbeat_s
 from jaxdist.runtime.watch import blame, channel, progress, watchdog
 from jaxdist.runtime.watch.blame import Beat, Failure
@@ -159,6 +160,7 @@ def test_slow_rank() -> None:
     assert blame.slow({0: fast, 1: fast}) is None
     assert blame.slow({0: pace(data=0.01, wait=0.99), 1: pace(data=0.05, wait=0.95)}) is None  # little to gain
     assert blame.slow({0: late, 1: late}) is None
+    assert blame.slow({0: pace(), 1: pace()}) is None
 
 
 def test_breadcrumbs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,30 +253,34 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def until(channel: Channel, count: int) -> list[tuple[int, Any]]:
+def until(channel: Channel, count: int, seconds: float = 5.0) -> list[tuple[int, Any]]:
     news: list[tuple[int, Any]] = []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + seconds
     while len(news) < count and time.monotonic() < deadline:
         news += channel.poll(0.05)
     return news
 
 
+def spoke_of(hub: Channel, rank: int, processes: int) -> Channel:
+    return while_polling(lambda: Channel(Place(rank, processes)), lambda: hub.poll(0.01))
+
+
 def test_channel(store: Store) -> None:
     hub = Channel(Place(0, 3))
-    spokes = [Channel(Place(rank, 3)) for rank in (1, 2)]
+    spokes = [spoke_of(hub, rank, 3) for rank in (1, 2)]
     big = "x" * 300_000  # more than a socket takes at once
     for rank, spoke in enumerate(spokes, start=1):
-        spoke.send(0, {"n": rank})
-    assert sorted((rank, message["n"]) for rank, message in until(hub, 2)) == [(1, 1), (2, 2)]
+        spoke.send(0, {"agreed": str(rank)})
+    assert sorted((rank, message["agreed"]) for rank, message in until(hub, 2)) == [(1, "1"), (2, "2")]
     assert hub.connected == {1, 2}
-    spokes[0].send(0, {"big": big})
+    spokes[0].send(0, {"agreed": big})
     news: list[Any] = []
     while not news:
         spokes[0].poll(0.01)
         news += hub.poll(0.01)
-    assert news == [(1, {"big": big})]
-    hub.broadcast({"to": "all"})
-    assert [until(spoke, 1) for spoke in spokes] == [[(0, {"to": "all"})]] * 2
+    assert news == [(1, {"agreed": big})]
+    hub.broadcast({"bye": True})
+    assert [until(spoke, 1) for spoke in spokes] == [[(0, {"bye": True})]] * 2
     spokes[1].close()
     assert until(hub, 1) == [(2, None)]
     assert hub.connected == {1}
@@ -285,9 +291,10 @@ def test_channel(store: Store) -> None:
 
 def test_a_job_may_train_again(store: Store) -> None:
     for run in (1, 2):
-        hub, spoke = Channel(Place(0, 2)), Channel(Place(1, 2))
-        spoke.send(0, {"run": run})
-        assert until(hub, 1) == [(1, {"run": run})]
+        hub = Channel(Place(0, 2))
+        spoke = spoke_of(hub, 1, 2)
+        spoke.send(0, {"agreed": str(run)})
+        assert until(hub, 1) == [(1, {"agreed": str(run)})]
         spoke.close()
         hub.close()
 
@@ -297,7 +304,9 @@ def test_a_host_that_vanished_is_gone(code: int) -> None:
     def fails(_: Any) -> Any:
         raise OSError(code, "")
 
-    stream = SimpleNamespace(setblocking=bool, setsockopt=lambda *_: None, send=fails, recv=fails, close=list)
+    stream = SimpleNamespace(
+        getpeername=str, setblocking=bool, setsockopt=lambda *_: None, send=fails, recv=fails, close=list
+    )
     connection = Connection(cast("socket.socket", stream))
     connection.send({"n": 1})
     assert connection.open and connection.receive() == [] and not connection.open
@@ -323,32 +332,46 @@ def test_messages_before_noise_are_read(noise: bytes) -> None:
     assert not connection.open and connection.receive() == []
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b'{"hello": 1, "token": "guess"}\n',
-        b'{"hello": 0, "token": TOKEN}\n',
-        b'{"hello": 9, "token": TOKEN}\n',
-        b'{"hello": 1, "token": "\\ud800"}\n',
-        b"[]\n",
-        b'{"hello": [1], "token": TOKEN}\n',
-        b"\xff\xfe\n",
-        b"[" * 100_000 + b"\n",
-    ],
-    ids=range(9),
-)
-def test_strangers_are_disconnected(store: Store, hello: bytes) -> None:
+def door_of(store: Store) -> tuple[Any, Door]:
+    said = json.loads(store.kept[FIRST])
+    return (said["host"], said["port"]), Door("watch", said["secret"], channel._MESSAGES)
+
+
+def test_strangers_are_disconnected(store: Store) -> None:
     hub = Channel(Place(0, 3))
-    host, port, token = json.loads(store.kept[FIRST])
-    with socket.create_connection((host, port)) as stranger:
-        stranger.sendall(hello.replace(b"TOKEN", json.dumps(token).encode()))
-        stranger.settimeout(0.01)
-        for _ in range(20):
-            assert hub.poll(0.01) == []
-        assert hub.connected == set()
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+    where, _ = door_of(store)
+    while_polling(lambda: attack(where), lambda: hub.poll(0.01) and pytest.fail("heard"))
+    with silent(where, 300):
+        spoke = spoke_of(hub, 2, 3)
+        spoke.send(0, {"bye": True})
+        assert until(hub, 1) == [(2, {"bye": True})]
+    spoke.close()
+    hub.close()
+
+
+def test_who_says_that_it_is_a_rank_of_another_job(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    hub = Channel(Place(0, 3))
+    first = spoke_of(hub, 1, 3)
+    for hello in ({"hello": 1}, {"hello": 3}, {"bye": True}):
+        other = admitted(*door_of(store), lambda: hub.poll(0.01))
+        other.send(hello)
+        assert other.receive(0.01) == [] and until(hub, 1, 0.2) == [] and hub.connected == {1}
+        assert capfd.readouterr().err.count(" says that it is rank ") == 1
+        other.close()
+    first.close()
+    hub.close()
+
+
+def test_a_token_of_the_job_is_needed_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the coordinator can read its store."""
+    monkeypatch.setenv("JAXDIST_TOKEN", TOKEN)
+    hub = Channel(Place(0, 2))
+    monkeypatch.setenv("JAXDIST_TOKEN", TOKEN[::-1])
+    with pytest.raises(UserError, match=r"^watch: 127.* does not take this process's token; JAXDIST_TOKEN or --token"):
+        spoke_of(hub, 1, 2)
+    monkeypatch.setenv("JAXDIST_TOKEN", TOKEN)
+    store.counts["jaxdist/channel/made/1"] = 0
+    spoke_of(hub, 1, 2).close()
     hub.close()
 
 
@@ -361,19 +384,36 @@ def test_listens_on_the_coordinators_address_only() -> None:
 def test_a_coordinator_that_listens_everywhere(store: Store) -> None:
     store.coordinator_address = "0.0.0.0:1234"
     hub = Channel(Place(0, 2))
-    assert json.loads(store.kept[FIRST])[0] == "0.0.0.0"
+    assert json.loads(store.kept[FIRST])["host"] == "0.0.0.0"
     store.coordinator_address = "localhost:1234"
-    spoke = Channel(Place(1, 2))
-    spoke.send(0, {"n": 1})
-    assert until(hub, 1) == [(1, {"n": 1})]
+    spoke = spoke_of(hub, 1, 2)
+    spoke.send(0, {"bye": True})
+    assert until(hub, 1) == [(1, {"bye": True})]
     spoke.close()
+    hub.close()
+
+
+def test_who_is_hung_up_on_calls_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of more than rank 0 lets call at once."""
+    tries: list[Any] = []
+
+    def call(*arguments: Any) -> Connection:
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise Foreign("it has hung up")
+        return open_connection(*arguments)
+
+    monkeypatch.setattr(channel, "open_connection", call)
+    hub = Channel(Place(0, 2))
+    spoke_of(hub, 1, 2).close()
+    assert len(tries) == 2
     hub.close()
 
 
 def test_no_way_to_rank_0(store: Store) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    store.kept[FIRST] = json.dumps(["127.0.0.1", port, "token"])
+    store.kept[FIRST] = json.dumps({"host": "127.0.0.1", "port": port, "secret": "x"})
     with pytest.raises(UserError, match=f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port}"):
         Channel(Place(1, 2))
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from jaxdist.observe import read_metrics
+from jaxdist.runtime.job_token import new_token
 from jaxdist.runtime.join.environment import Job, find_job
 
 pytestmark = pytest.mark.xdist_group("launchers")  # one reference run for all; each fills the machine
@@ -130,7 +131,7 @@ def in_slurm(folder: Path, *command: str) -> str:
 def test_srun(alone: list[float], tmp_path: Path) -> None:
     """Two nodes, two tasks each."""
     train = ["python", "scripts/train.py", "--config", "configs/quickstart.yaml", "--run-dir", str(tmp_path / "run")]
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
+    srun = ["env", f"JAXDIST_TOKEN={new_token()}", "srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
     check(in_slurm(tmp_path, *srun, *train, *OPTIONS, "devices.simulated=2"), tmp_path / "run", alone, 4)
 
 
@@ -231,7 +232,8 @@ def pods() -> list[dict[str, str]]:
         environ = {"JOB_COMPLETION_INDEX": str(index)}  # set by Kubernetes in an indexed Job
         for variable in container["env"]:
             field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            environ[variable["name"]] = fields[field] if field else variable["value"]
+            secret = variable.get("valueFrom", {}).get("secretKeyRef", {}).get("name")
+            environ[variable["name"]] = fields[field] if field else secret or variable["value"]
         found.append(environ)
     return found
 

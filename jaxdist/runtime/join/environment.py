@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from jaxdist.config.rules.mesh import read_count
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import split_address
+from jaxdist.runtime.addresses import split_address
+from jaxdist.runtime.job_token import TOKEN, TOKEN_FILE
 
 # Explicit flags are put into these variables, so that child processes find the same job.
 INIT_METHOD, NUM_PROCESSES, RANK = "JAXDIST_INIT_METHOD", "JAXDIST_NUM_PROCESSES", "JAXDIST_RANK"
@@ -189,11 +190,13 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--num-processes", metavar="N", help="in the whole job")
     group.add_argument("--rank", metavar="R", help="of this process, from 0")
+    group.add_argument("--token-file", metavar="FILE", help=f"that holds the job's secret, in place of {TOKEN}")
 
 
 def take_job_flags(options: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
     """Put the flags of `add_job_flags` into the environment, where they win over everything else."""
     given = {INIT_METHOD: options.init_method, NUM_PROCESSES: options.num_processes, RANK: options.rank}
+    given[TOKEN_FILE] = options.token_file
     if not options.init_method and (options.num_processes or options.rank):
         raise UserError("--num-processes and --rank need the address of process 0; add --init-method")
     environ.update({name: value for name, value in given.items() if value is not None})

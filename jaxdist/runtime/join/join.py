@@ -8,7 +8,8 @@ import jax
 from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` finds out by itself
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import NAME_S, PortTaken, format_address, listen, split_address
+from jaxdist.runtime.addresses import NAME_S, PortTaken, format_address, listen, split_address
+from jaxdist.runtime.job_token import read_token
 from jaxdist.runtime.join import rendezvous_file
 from jaxdist.runtime.join.environment import FREE_PORT, JOB_ID, Job
 from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
@@ -61,7 +62,7 @@ def _detect(job: Job, seconds: float) -> Job:
 
 def _lead(job: Job, processes: int, seconds: float) -> str:
     """Take the roll, as process 0. Returns the "address:port" that it listened on, which is free again."""
-    key = os.environ.get(JOB_ID, "")
+    key, token = os.environ.get(JOB_ID, ""), read_token(os.environ)
     if job.file is None:
         assert job.coordinator is not None
         host, port = split_address(os.environ.get(BIND) or job.coordinator)
@@ -76,26 +77,26 @@ def _lead(job: Job, processes: int, seconds: float) -> str:
     with server:
         bound = format_address(*server.getsockname()[:2])
         if job.file is None:
-            take_roll(server, processes=processes, key=key, seconds=seconds)
+            take_roll(server, processes=processes, meeting=Meeting(host, port, key, token), seconds=seconds)
             return bound
         path = Path(job.file)
-        meeting = rendezvous_file.announce(path, server, key)
+        meeting = rendezvous_file.announce(path, server, key, token)
         try:
-            take_roll(server, processes=processes, key=meeting.key, seconds=seconds)
+            take_roll(server, processes=processes, meeting=meeting, seconds=seconds)
         finally:
-            rendezvous_file.remove_meeting(path, meeting)
+            rendezvous_file.remove_meeting(path, meeting, token)
         return bound
 
 
 def _follow(job: Job, rank: int, processes: int, seconds: float) -> str:
     """Answer the roll, as any other process. Returns the "address:port" of process 0's service."""
-    key = os.environ.get(JOB_ID, "")
+    key, token = os.environ.get(JOB_ID, ""), read_token(os.environ)
 
     def find() -> Meeting | None:
         if job.file is None:
             assert job.coordinator is not None
-            return Meeting(*split_address(job.coordinator), key)
-        meeting = rendezvous_file.read_meeting(Path(job.file))
-        return meeting if meeting and meeting.key.rpartition("/")[0] == key else None
+            return Meeting(*split_address(job.coordinator), key, token)
+        meeting = rendezvous_file.read_meeting(Path(job.file), token)
+        return meeting if meeting and meeting.key == key else None
 
     return format_address(*answer_roll(find, rank=rank, processes=processes, seconds=seconds))

@@ -3,8 +3,8 @@
 JAX's own service names nobody: it ends all processes with SIGABRT when one does not come or comes twice, and jax 0.10
 crashes when its port is taken. So the processes first meet here, at the address and port at which the service starts
 afterwards. A process sends one message that says who it is. Process 0 answers with messages that say who is missing,
-and with a last one that says go, or why not. There is no secret in it, and no more trust than in the service itself,
-which has no authentication: keep the port inside the cluster.
+and with a last one that says go, or why not. All know the job's token (`handshake`). The service that starts afterwards
+has no authentication: keep the port inside the cluster.
 """
 
 import ipaddress
@@ -17,10 +17,12 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.connection import Connection, Connections, JsonObject, format_address, host_name, open_connection
+from jaxdist.runtime.addresses import format_address, host_name
+from jaxdist.runtime.connection import Connection, Connections, open_connection, reach
+from jaxdist.runtime.handshake import Door, Foreign, RefusedError
+from jaxdist.runtime.messages import JsonObject, Shape, one_of, string, whole
 from jaxdist.runtime.rank_names import name_ranks
 
-PROTOCOL = 1  # of the messages of the roll call, each of which carries it as "jaxdist"; another one is refused
 TIMEOUT = "JAXDIST_JOIN_TIMEOUT"
 TIMEOUT_S = 300.0  # until all processes have come, where the environment sets none
 NOTICE_S = 15.0  # until a process that waits says so; then after four times as long, and so on
@@ -29,6 +31,8 @@ LINGER_S = 5.0  # for which a process 0 that has refused a process tells those w
 QUIET_S = 5.0  # process 0 said nothing for so long: it is stuck
 RETRY_S, REFUSED_RETRY_S = 0.05, 0.5  # until the next try, after no connection and after one in vain
 SERVICE_S = 30.0  # until JAX's service is there, after the roll call
+_HELLO: Shape = {"key": string, "rank": whole(), "processes": whole(), "host": string, "pid": whole()}
+_ANSWER: Shape = {"status": one_of("waiting", "go", "refused", "missing", "other"), "text": string}
 
 
 class MissingPeers(RuntimeError):
@@ -36,11 +40,23 @@ class MissingPeers(RuntimeError):
 
 
 class Meeting(NamedTuple):
-    """Where a process looks for process 0. key: of the job; a process 0 with another one is another job's."""
+    """Where a process looks for process 0.
+
+    Args:
+        host: Its address.
+        port: Its port.
+        key: Of the job; a process 0 with another one is another job's.
+        token: The secret of those who meet there.
+    """
 
     host: str
     port: int
     key: str
+    token: str
+
+    def door(self) -> Door:
+        """What process 0 and the others know of each other."""
+        return Door("roll call", self.token, (_HELLO, _ANSWER))
 
 
 def join_timeout(environ: Mapping[str, str]) -> float:
@@ -56,15 +72,15 @@ def join_timeout(environ: Mapping[str, str]) -> float:
 
 
 def _answer(connection: Connection, status: str, text: str = "") -> None:
-    connection.send({"jaxdist": PROTOCOL, "status": status, "text": text[:2000]})
+    connection.send({"status": status, "text": text[:2000]})
 
 
 class _Desk:
     """Process 0 while it waits for the others."""
 
-    def __init__(self, server: socket.socket, processes: int, key: str) -> None:
-        self.processes, self.key = processes, key
-        self.connections = Connections(server)
+    def __init__(self, server: socket.socket, processes: int, meeting: Meeting) -> None:
+        self.processes, self.key = processes, meeting.key
+        self.connections = Connections(server, meeting.door())
         self.arrived: dict[int, Connection] = {}  # by rank
         self.names: dict[Connection, str] = {}  # of processes that have said who they are
         self.refusal = ""  # why this job cannot start
@@ -80,20 +96,20 @@ class _Desk:
     def work(self, seconds: float) -> None:
         """Notice who comes and who goes, for at most `seconds`."""
         for connection, messages in self.connections.poll(seconds):
-            if messages and connection not in self.names:
-                self.meet(connection, messages[0])
+            if connection not in self.names:
+                for hello in [said for said in messages if "rank" in said][:1]:
+                    self.meet(connection, hello)
             if not connection.open:
                 self.names.pop(connection, None)
                 self.arrived = {rank: each for rank, each in self.arrived.items() if each is not connection}
 
     def meet(self, connection: Connection, hello: JsonObject) -> None:
         """Take in a process, or hang up on one of another job. Sets `refusal` where it cannot be of this one."""
-        if hello.get("key") != self.key or "jaxdist" not in hello:
+        if hello["key"] != self.key:
             _answer(connection, "other")
             self.connections.drop(connection)
             return
-        name = f"process {hello.get('pid')} on {str(hello.get('host'))[:64]!r}"
-        rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
+        name, rank = f"process {hello['pid']} on {hello['host'][:64]!r}", int(hello["rank"])
         self.names[connection] = name
         text = self.why_not(hello, name)
         if text and not self.refusal:
@@ -108,18 +124,13 @@ class _Desk:
 
     def why_not(self, hello: JsonObject, name: str) -> str:
         """Why this process cannot be of this job, or ""."""
-        rank, processes = hello.get("rank"), hello.get("processes")
-        if hello["jaxdist"] != PROTOCOL:
-            return (
-                f"rank {rank} ({name}) runs another version of jaxdist (protocol {hello['jaxdist']}, rank 0 has"
-                f" {PROTOCOL}); install the same version for all ranks"
-            )
+        rank, processes = int(hello["rank"]), int(hello["processes"])
         if processes != self.processes:
             return (
                 f"rank {rank} ({name}) was started for {processes} processes, rank 0 for {self.processes}; start all"
                 " with the same number"
             )
-        if not isinstance(rank, int) or not 0 <= rank < self.processes:
+        if rank >= self.processes:
             return f"rank {rank} ({name}) of a job of {self.processes} processes; allowed: 0 to {self.processes - 1}"
         if rank == 0 or rank in self.arrived:
             other = "this process" if rank == 0 else self.names[self.arrived[rank]]
@@ -143,7 +154,7 @@ class _Desk:
         self.connections.close()
 
 
-def take_roll(server: socket.socket, *, processes: int, key: str, seconds: float) -> None:
+def take_roll(server: socket.socket, *, processes: int, meeting: Meeting, seconds: float) -> None:
     """Process 0's part: wait until each of the other ranks is here, tell all to go on, close `server`.
 
     Raises `MissingPeers` after `seconds`, `UserError` for a rank given twice or for another number of processes; those
@@ -151,7 +162,7 @@ def take_roll(server: socket.socket, *, processes: int, key: str, seconds: float
     """
     host, port = server.getsockname()[:2]
     where, loopback = format_address(host, port), ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    desk = _Desk(server, processes, key)
+    desk = _Desk(server, processes, meeting)
     begun = told = time.monotonic()
     notice = NOTICE_S
     try:
@@ -184,7 +195,7 @@ class _Caller:
         self.rank, self.processes, self.seconds = rank, processes, seconds
         self.deadline = time.monotonic() + seconds
         self.state = "process 0 has not been found"
-        self.notice = time.monotonic() + NOTICE_S
+        self.notice, self.pause = time.monotonic() + NOTICE_S, RETRY_S
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -195,20 +206,25 @@ class _Caller:
             print(f"rank {self.rank} of {self.processes} waits: {self.state}", file=sys.stderr, flush=True)
             self.notice += 3 * NOTICE_S
 
-    def connect(self, host: str, port: int) -> Connection | None:
+    def connect(self, meeting: Meeting) -> Connection | None:
+        """A connection to process 0, or None where it is not there, or not this job's."""
+        where = format_address(meeting.host, meeting.port)
         try:
-            return open_connection(host, port, max(0.01, min(5.0, self.left())))
+            return open_connection(meeting.host, meeting.port, max(0.01, min(5.0, self.left())), meeting.door())
+        except Foreign as error:
+            self.state = f"{error}: no process 0 that waits for this one. Is a job running there already, or has rank 0"
+            self.state += " gone on without this process?"
+            self.pause = REFUSED_RETRY_S
         except OSError as error:
-            where = format_address(host, port)
+            self.pause = RETRY_S
             self.state = f"process 0 cannot be reached at {where} ({error.strerror or error})"
-            return None
+        return None
 
     def call(self, meeting: Meeting, connection: Connection) -> bool:
         """Whether process 0 says go. False: it is not there, or not this job's; try again."""
         where = format_address(meeting.host, meeting.port)
-        self.state = f"something answers at {where}, but no process 0 that waits for this one: is a job running there"
-        self.state += " already, or has rank 0 gone on without this process?"
-        hello = {"jaxdist": PROTOCOL, "key": meeting.key, "rank": self.rank, "processes": self.processes}
+        self.state, self.pause = f"process 0 at {where} has hung up", REFUSED_RETRY_S
+        hello = {"key": meeting.key, "rank": self.rank, "processes": self.processes}
         connection.send(hello | {"host": host_name(), "pid": os.getpid()})
         while connection.open and self.left() > 0:
             for said in connection.receive(self.left()):
@@ -242,23 +258,31 @@ def answer_roll(find: Callable[[], Meeting | None], *, rank: int, processes: int
     caller = _Caller(rank, processes, seconds)
     while caller.left() > 0:
         meeting = find()
-        connection = caller.connect(meeting.host, meeting.port) if meeting else None
+        try:
+            connection = caller.connect(meeting) if meeting else None
+        except RefusedError:
+            if find() == meeting:  # else a file that leads elsewhere by now
+                raise
+            connection = None
         if meeting and connection:
             with closing(connection), suppress(OSError):  # process 0 has hung up already
                 host, port = connection.stream.getpeername()[:2]
                 if caller.call(meeting, connection):
                     connection.close()
                     return _await_service(caller, host, port)
-        caller.wait(RETRY_S if not connection else REFUSED_RETRY_S)
+        caller.wait(caller.pause)
     raise MissingPeers(f"rank {rank} of {processes} has waited for {seconds:g} s: {caller.state}")
 
 
 def _await_service(caller: _Caller, host: str, port: int) -> tuple[str, int]:
     """Wait for JAX's service: gRPC itself would wait for a second after it has come too early."""
     caller.deadline = max(caller.deadline, time.monotonic() + SERVICE_S)
+    where = format_address(host, port)
     while caller.left() > 0:
-        if connection := caller.connect(host, port):
-            connection.close()
+        try:
+            reach(host, port, min(5.0, caller.left())).close()
             return host, port
+        except OSError as error:
+            caller.state = f"process 0 cannot be reached at {where} ({error.strerror or error})"
         caller.wait(0.01)
     raise MissingPeers(f"rank {caller.rank} of {caller.processes}: all have come, then {caller.state}")

@@ -173,7 +173,7 @@ def slow(paces: Mapping[int, Pace]) -> str | None:
     worst = max(own, key=lambda rank: own[rank])
     others = [seconds for rank, seconds in own.items() if rank != worst]
     usual, whole = statistics.median(others), sum(paces[worst].seconds.values())
-    if own[worst] - usual < SLOW_SHARE * whole or own[worst] < SLOW_RATIO * usual:
+    if own[worst] - usual <= SLOW_SHARE * whole or own[worst] < SLOW_RATIO * usual:
         return None
     most = max(OWN_WORK, key=lambda phase: paces[worst].seconds[phase])
     share = (own[worst] - usual) / whole

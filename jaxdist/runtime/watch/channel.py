@@ -2,32 +2,54 @@
 
 JAX's own channels die or block with the process that is lost: collectives wait for it, the coordination service ends
 everybody. A plain connection tells at once when the process at its other end is gone. Rank 0 listens on the one address
-under which it reaches the coordinator, on a port that the system picks. Address, port and a token go through the job's
-key-value store, and whoever does not know the token is disconnected.
+under which it reaches the coordinator, on a port that the system picks. Address, port and a secret go through the job's
+key-value store, which whoever reaches the coordinator can read. So the secret is used together with the job's token,
+where there is one: the roll call sees to that, unless the program has joined the job without it.
 """
 
-import hmac
 import ipaddress
 import json
-import secrets
+import os
 import socket
 import time
 
 from jaxdist.errors import UserError
 from jaxdist.processes import JobStore, Place, job_state
-from jaxdist.runtime.connection import (
-    Connection,
-    Connections,
+from jaxdist.runtime.addresses import format_address, listen, local_address_towards, split_address
+from jaxdist.runtime.connection import Connection, Connections, open_connection, tell
+from jaxdist.runtime.handshake import Door, Foreign
+from jaxdist.runtime.job_token import new_token, read_token
+from jaxdist.runtime.messages import (
     JsonObject,
-    format_address,
-    listen,
-    local_address_towards,
-    open_connection,
-    split_address,
+    Shape,
+    exactly,
+    flag,
+    has_shape,
+    many,
+    maybe,
+    number,
+    one_of,
+    read_line,
+    row,
+    string,
+    table,
+    whole,
 )
+from jaxdist.runtime.watch.progress import PHASES
 
 CONNECT_S = 60.0  # until a process that has joined must be connected
-HELLO_S = 5.0  # until a connection must have said which rank it is
+CALL_S = 0.2  # between two tries
+_WHERE: Shape = {"host": string, "port": whole(1, 65535), "secret": string}  # in the store
+_MESSAGES: tuple[Shape, ...] = (
+    {"hello": whole(1)},  # the rank, before all else
+    {"beat": row(whole(), whole(), string, number, number, whole(), string, number)},  # a `Beat`
+    {"failed": string, "status": whole(0, 255), "symptom": flag},
+    {"facts": table(string, string), "number": whole()},
+    {"agreed": maybe(string)},
+    {"pace": whole(), "seconds": exactly(dict.fromkeys(PHASES, number))},
+    {"verdict": row(one_of("gone", "silent", "stuck", "failed"), many(whole()), string, whole(0, 255))},  # a `Blame`
+    {"bye": flag},
+)
 
 
 class Channel:
@@ -38,29 +60,41 @@ class Channel:
         self.here = here
         self._ranks: dict[int, Connection] = {}
         store, coordinator = JobStore("channel", here.rank), job_state().coordinator_address
+        token = read_token(os.environ)
         if here.rank == 0:
-            self._token = secrets.token_hex(16)
-            server = listen_near(coordinator)
-            self._connections = Connections(server)
-            store.set("rank0", json.dumps([*server.getsockname()[:2], self._token]))
+            server, secret = listen_near(coordinator), new_token()
+            self._connections = Connections(server, Door("watch", token + secret, _MESSAGES))
+            host, port = server.getsockname()[:2]
+            store.set("rank0", json.dumps({"host": host, "port": port, "secret": secret}))
             return
         said = store.get("rank0", CONNECT_S)
         if said is None:
             raise TimeoutError(f"rank 0 has not said within {CONNECT_S:.0f} s where its watch listens")
-        host, port, token = json.loads(said)
+        where = read_line(said.encode())
+        assert where is not None and has_shape(where, [_WHERE]), said
+        host, port = str(where["host"]), int(where["port"])
         if ipaddress.ip_address(host).is_unspecified:  # it listens everywhere, as the coordinator was told to
             host = split_address(coordinator)[0]
-        try:
-            self._ranks[0] = open_connection(host, port, CONNECT_S)
-        except OSError as error:
-            raise UserError(
-                f"watch: rank {here.rank} cannot connect to rank 0 at {format_address(host, port)}"
-                f" ({error.strerror or error}); allow connections between the hosts of the job, on ports that the"
-                " system picks"
-            ) from error
+        self._ranks[0] = self._call(host, port, Door("watch", token + where["secret"], _MESSAGES))
         self._connections = Connections()
         self._connections.add(self._ranks[0])
-        self._ranks[0].send({"hello": here.rank, "token": token})
+        self._ranks[0].send({"hello": here.rank})
+
+    def _call(self, host: str, port: int, door: Door) -> Connection:
+        """The connection to rank 0, which may hang up on some of many that call at once: they call again."""
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return open_connection(host, port, CONNECT_S, door)
+            except OSError as error:
+                if isinstance(error, Foreign) and time.monotonic() < deadline:
+                    time.sleep(CALL_S)
+                    continue
+                raise UserError(
+                    f"watch: rank {self.here.rank} cannot connect to rank 0 at {format_address(host, port)}"
+                    f" ({error.strerror or error}); allow connections between the hosts of the job, on ports that the"
+                    " system picks"
+                ) from error
 
     @property
     def connected(self) -> set[int]:
@@ -89,18 +123,15 @@ class Channel:
                 if not connection.open:
                     del self._ranks[rank]
                     news.append((rank, None))
-        for stranger in self._connections.all - set(self._ranks.values()):
-            if time.monotonic() - stranger.born > HELLO_S:
-                self._connections.drop(stranger)
         return news
 
     def _introduce(self, connection: Connection, hello: JsonObject) -> int | None:
-        """The rank that a stranger turns out to be. A bad hello ends its connection."""
-        rank, token = hello.get("hello"), str(hello.get("token"))
-        known = hmac.compare_digest(token.encode(errors="replace"), self._token.encode())  # JSON has lone surrogates
-        if known and isinstance(rank, int) and 0 < rank < self.here.processes and rank not in self._ranks:
+        """The rank that a new connection turns out to be of. A bad hello ends it."""
+        rank = int(hello.get("hello", 0))
+        if 0 < rank < self.here.processes and rank not in self._ranks:
             self._ranks[rank] = connection
             return rank
+        tell(f"watch: {connection.where} says that it is rank {rank} of {self.here.processes}; it is hung up on")
         self._connections.drop(connection)
         return None
 

@@ -22,8 +22,9 @@ from typing import Any
 
 from jaxdist.errors import UserError
 from jaxdist.processes import Place, place
-from jaxdist.runtime.connection import JsonObject
+from jaxdist.runtime.connection import tell
 from jaxdist.runtime.exit_status import status_of
+from jaxdist.runtime.messages import JsonObject
 from jaxdist.runtime.watch import blame as judge
 from jaxdist.runtime.watch.blame import Beat, Blame, Failure, beat_of
 from jaxdist.runtime.watch.channel import CONNECT_S, Channel
@@ -225,7 +226,7 @@ class Watch:
         elif "pace" in message:
             paces = self._gather("pace", message["pace"], rank, Pace(message["pace"], message["seconds"]))
             if paces is not None and (line := judge.slow(paces)):
-                write_stderr(line)
+                tell(line)
         elif "verdict" in message and self._verdict is None:
             kind, ranks, text, status = message["verdict"]
             self._verdict = Blame(kind, tuple(ranks), text, status)
@@ -252,7 +253,7 @@ class Watch:
         pause = max(UNMOVED_S, UNMOVED_STEPS * self.crumbs.median_step)
         if min(unmoved, now - self._noticed) >= pause:
             self._noticed = now
-            write_stderr(judge.quiet(beats, unmoved))
+            tell(judge.quiet(beats, unmoved))
 
     def _judge(self, beats: dict[int, Beat], now: float) -> Blame | None:
         """The blame where the job must end now: for a loss, a silent rank, or one without progress."""
@@ -328,16 +329,16 @@ class Watch:
         lines = [verdict.text]
         if verdict.kind != "failed":
             lines.append(f"  rank {self._here.rank} is at {top_of_main_thread()}")
-        write_stderr(*lines)
+        tell(*lines)
         if verdict.kind != "failed" and self.folder is not None:
             path = self.folder / STACKS / f"rank{self._here.rank}.txt"
             try:
                 path.parent.mkdir(exist_ok=True)
                 with path.open("w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
-                write_stderr(f"  stacks of rank {self._here.rank}: {path}")
+                tell(f"  stacks of rank {self._here.rank}: {path}")
             except OSError as error:
-                write_stderr(f"  stacks not written: {error.strerror}")
+                tell(f"  stacks not written: {error.strerror}")
         self._reported.set()
 
     def _wait_for_others(self, but: set[int]) -> None:
@@ -347,12 +348,6 @@ class Watch:
             for rank, message in self._channel.poll(0.05):
                 if message is not None and "bye" in message:
                     self._bye.add(rank)
-
-
-def write_stderr(*lines: str) -> None:
-    """Write lines to standard error in one piece, past Python's buffers, which another thread may have locked."""
-    with contextlib.suppress(OSError):  # nobody listens any more
-        os.write(2, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
 def top_of_main_thread() -> str:
