@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from jaxdist.runtime.connection import Connection, open_connection
-from jaxdist.runtime.handshake import PROTOCOL, Door, call
+from jaxdist.runtime.network.connection import Connection, open_connection
+from jaxdist.runtime.network.handshake import PROTOCOL, Door, call
 
 T = TypeVar("T")
 TOKEN = "0123456789abcdef" * 4

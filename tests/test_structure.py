@@ -244,7 +244,7 @@ def sockets_in_one_place(path: str, source: str) -> Iterator[str]:
     if not path.startswith(SOCKET_FOLDERS):
         for line, name in imported(path, ast.parse(source)):
             if name.partition(".")[0] in ("socket", "_socket", "socketserver"):
-                yield f"{path}:{line}: imports {name}; use jaxdist.runtime.connection"
+                yield f"{path}:{line}: imports {name}; use jaxdist.runtime.network.connection"
 
 
 def jaxprs_in_one_place(path: str, source: str) -> Iterator[str]:
@@ -338,7 +338,7 @@ GOOD = [
     (models_name_no_axis, "jaxdist/models/a.py", '"""data"""\nx = "datum"\nfrom jax.lax import scan'),
     (models_name_no_axis, "jaxdist/nn/a.py", 'x = "tensor"'),
     (sockets_in_one_place, "jaxdist/runtime/watch/channel.py", "import socket\nfrom socket import create_server"),
-    (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.connection import host_name"),
+    (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.network.connection import host_name"),
     (sizes, "jaxdist/a.py", LONG.removesuffix("    pass\n")),
     (sizes, "jaxdist/a.py", "x = 1\n" * 400),
     (sizes, "jaxdist/step.py", "x = 1\n" * 150),

@@ -20,10 +20,10 @@ from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.observe.environment import redact, versions
 from jaxdist.processes import from_all
-from jaxdist.runtime.addresses import host_address, host_name, port_problem
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.join.roll_call import MissingPeers
+from jaxdist.runtime.network.addresses import host_address, host_name, port_problem
 from jaxdist.runtime.start import choose_platform, fail_alone
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")

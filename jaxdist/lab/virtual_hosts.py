@@ -27,7 +27,7 @@ from jaxdist.lab.network import (
 )
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import check_command
-from jaxdist.runtime.job_token import TOKEN, new_token
+from jaxdist.runtime.network.job_token import TOKEN, new_token
 
 COORDINATOR_PORT = 9999  # on host 0
 TAIL = 20  # lines of output kept of each host where all of it is shown anyway

@@ -2,7 +2,7 @@
 
 Host 0's launcher keeps one connection to each of the others for the whole job. Before an attempt it waits for all of
 them, or for `--min-nodes` when the time is over, and tells each which ranks it starts. A host that comes later joins at
-the next restart. All know the job's token (`jaxdist.runtime.handshake`).
+the next restart. All know the job's token (`jaxdist.runtime.network.handshake`).
 """
 
 import functools
@@ -15,11 +15,23 @@ from typing import Any
 from jaxdist.errors import UserError
 from jaxdist.launcher.options import MAX_COUNT
 from jaxdist.launcher.ranks import POLL_S, HostPlace, Outcome, Peers, first_cause
-from jaxdist.runtime.addresses import NAME_S, format_address, listen
-from jaxdist.runtime.connection import Connection, Connections, open_connection, tell
-from jaxdist.runtime.handshake import Door
 from jaxdist.runtime.join.roll_call import NOTICE_S, MissingPeers
-from jaxdist.runtime.messages import JsonObject, Shape, digits, flag, many, maybe, one_of, row, string, table, whole
+from jaxdist.runtime.network.addresses import NAME_S, format_address, listen
+from jaxdist.runtime.network.connection import Connection, Connections, open_connection, tell
+from jaxdist.runtime.network.handshake import Door
+from jaxdist.runtime.network.messages import (
+    JsonObject,
+    Shape,
+    digits,
+    flag,
+    many,
+    maybe,
+    one_of,
+    row,
+    string,
+    table,
+    whole,
+)
 from jaxdist.runtime.rank_names import name_ranks
 
 SETTLE_S = 15.0  # beyond the grace period, until another host must have said how its ranks ended

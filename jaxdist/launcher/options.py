@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.errors import CommandParser, UserError
-from jaxdist.runtime.addresses import split_address
-from jaxdist.runtime.job_token import TOKEN, TOKEN_FILE, new_token, read_token
+from jaxdist.runtime.network.addresses import split_address
+from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE, new_token, read_token
 from jaxdist.runtime.run_folder import given_run_directory, run_directory_of
 
 DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxdist.launcher.ranks import HostPlace
 from jaxdist.launcher.supervisor import rank_environ
-from jaxdist.runtime.addresses import free_port
-from jaxdist.runtime.job_token import TOKEN, new_token
+from jaxdist.runtime.network.addresses import free_port
+from jaxdist.runtime.network.job_token import TOKEN, new_token
 
 GRACE_S = 5.0  # for a process to end after SIGTERM
 MESSAGE = 15_000  # last characters of a traceback: so many fit into a pipe that nobody reads yet

@@ -19,11 +19,11 @@ from jaxdist.launcher.hosts import FirstHost, OtherHost
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import Plan, make_plan
 from jaxdist.launcher.ranks import HALTED, Attempt, HostPlace, Outcome, Peers, Screen
-from jaxdist.runtime.addresses import free_port, split_address
 from jaxdist.runtime.exit_status import FAILED, SAME_S, STOPPED, WRONG
-from jaxdist.runtime.job_token import TOKEN, TOKEN_FILE
 from jaxdist.runtime.join.environment import FREE_PORT, INIT_METHOD, JOB_ID, NUM_PROCESSES, RANK
 from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
+from jaxdist.runtime.network.addresses import free_port, split_address
+from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
 from jaxdist.runtime.run_folder import RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
 
 ATTEMPT = "JAXDIST_ATTEMPT"  # of the job, from 1

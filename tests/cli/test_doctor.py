@@ -17,7 +17,7 @@ from jaxdist.cli.doctor import addresses_shared, differing, environment_of
 from jaxdist.cli.link_bandwidth import ALL_PAIRS, SlowLink, bandwidths, pairs, slow_links
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
-from jaxdist.runtime.addresses import port_problem
+from jaxdist.runtime.network.addresses import port_problem
 
 SCRIPT = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "doctor.py")]
 TOKENS = {"NCCL_TOKEN": "hunter2", "JAX_API_KEY": "hunter2"}

@@ -25,10 +25,10 @@ from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import Outcome, share_of_cpus
 from jaxdist.launcher.supervisor import exit_code
-from jaxdist.runtime.addresses import split_address
-from jaxdist.runtime.connection import Connection
-from jaxdist.runtime.handshake import Door
 from jaxdist.runtime.join.roll_call import MissingPeers
+from jaxdist.runtime.network.addresses import split_address
+from jaxdist.runtime.network.connection import Connection
+from jaxdist.runtime.network.handshake import Door
 from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
 from jaxdist.trainer.train import run_directory
 
@@ -338,7 +338,7 @@ def test_a_note_that_cannot_be_left(tmp_path: Path, capsys: pytest.CaptureFixtur
 TAKEN = """
 import os, socket, sys
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import split_address
+from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.join import environment, join, roll_call
 described = environment.find_job(os.environ)
 taken = None

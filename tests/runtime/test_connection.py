@@ -16,14 +16,14 @@ from strangers import TOKEN, admitted, mirror, mutations, transcript, while_poll
 
 from jaxdist.errors import UserError
 from jaxdist.launcher import hosts
-from jaxdist.runtime import connection as connections
-from jaxdist.runtime.addresses import listen
-from jaxdist.runtime.connection import Connection, Connections, check_token, open_connection
-from jaxdist.runtime.handshake import PROTOCOL, Door, Foreign
-from jaxdist.runtime.job_token import TOKEN as VARIABLE
-from jaxdist.runtime.job_token import TOKEN_FILE, new_token, read_token
+from jaxdist.runtime.network import connection as connections
 from jaxdist.runtime.join import roll_call
-from jaxdist.runtime.messages import has_shape, read_line, string, whole
+from jaxdist.runtime.network.addresses import listen
+from jaxdist.runtime.network.connection import Connection, Connections, check_token, open_connection
+from jaxdist.runtime.network.handshake import PROTOCOL, Door, Foreign
+from jaxdist.runtime.network.job_token import TOKEN as VARIABLE
+from jaxdist.runtime.network.job_token import TOKEN_FILE, new_token, read_token
+from jaxdist.runtime.network.messages import has_shape, read_line, string, whole
 from jaxdist.runtime.watch import channel
 from jaxdist.runtime.watch.blame import Beat, Blame
 from jaxdist.runtime.watch.progress import PHASES

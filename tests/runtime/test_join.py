@@ -19,12 +19,12 @@ import pytest
 import strangers
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import format_address, listen
-from jaxdist.runtime.connection import open_connection
 from jaxdist.runtime.join import join as joining
 from jaxdist.runtime.join import rendezvous_file, roll_call
 from jaxdist.runtime.join.environment import Job, find_job
 from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
+from jaxdist.runtime.network.addresses import format_address, listen
+from jaxdist.runtime.network.connection import open_connection
 from jaxdist.runtime.rank_names import name_ranks
 
 Environ = dict[str, str]
@@ -315,7 +315,7 @@ def test_other_machines_reach_the_roll_call_with_a_token_only(monkeypatch: pytes
     with pytest.raises(UserError, match=needs):
         joining._follow(Job("192.0.2.1:9", 2, 1), 1, 2, 5.0)
     with nobody_listens() as where, monkeypatch.context() as patched:  # stands for an address that others reach
-        patched.setattr("jaxdist.runtime.connection.ipaddress.IPv4Address.is_loopback", False)
+        patched.setattr("jaxdist.runtime.network.connection.ipaddress.IPv4Address.is_loopback", False)
         with pytest.raises(UserError, match=needs):
             joining._lead(Job(format_address(*where), 2, 0), 2, 5.0)
         patched.setenv("JAXDIST_TOKEN", strangers.TOKEN)

@@ -30,8 +30,8 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import AXES
 from jaxdist.processes import Place
-from jaxdist.runtime.connection import Connection, open_connection
-from jaxdist.runtime.handshake import Door, Foreign
+from jaxdist.runtime.network.connection import Connection, open_connection
+from jaxdist.runtime.network.handshake import Door, Foreign
 from jaxdist.runtime.start import heartbeat_s
 from jaxdist.runtime.watch import blame, channel, progress, watchdog
 from jaxdist.runtime.watch.blame import Beat, Failure

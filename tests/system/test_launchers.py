@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from jaxdist.observe import read_metrics
-from jaxdist.runtime.job_token import new_token
 from jaxdist.runtime.join.environment import Job, find_job
+from jaxdist.runtime.network.job_token import new_token
 
 pytestmark = pytest.mark.xdist_group("launchers")  # one reference run for all; each fills the machine
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from jaxdist.config.rules.mesh import read_count
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import split_address
-from jaxdist.runtime.job_token import TOKEN, TOKEN_FILE
+from jaxdist.runtime.network.addresses import split_address
+from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
 
 # Explicit flags are put into these variables, so that child processes find the same job.
 INIT_METHOD, NUM_PROCESSES, RANK = "JAXDIST_INIT_METHOD", "JAXDIST_NUM_PROCESSES", "JAXDIST_RANK"

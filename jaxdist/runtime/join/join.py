@@ -8,11 +8,11 @@ import jax
 from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` finds out by itself
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import NAME_S, PortTaken, format_address, listen, split_address
-from jaxdist.runtime.job_token import read_token
 from jaxdist.runtime.join import rendezvous_file
 from jaxdist.runtime.join.environment import FREE_PORT, JOB_ID, Job
 from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
+from jaxdist.runtime.network.addresses import NAME_S, PortTaken, format_address, listen, split_address
+from jaxdist.runtime.network.job_token import read_token
 
 HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the others
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"

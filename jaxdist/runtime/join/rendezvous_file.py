@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import format_address, host_address, local_address_towards
-from jaxdist.runtime.connection import open_connection
-from jaxdist.runtime.handshake import RefusedError
-from jaxdist.runtime.job_token import new_token
 from jaxdist.runtime.join.roll_call import Meeting
-from jaxdist.runtime.messages import Shape, has_shape, number, read_line, string, whole, write_line
+from jaxdist.runtime.network.addresses import format_address, host_address, local_address_towards
+from jaxdist.runtime.network.connection import open_connection
+from jaxdist.runtime.network.handshake import RefusedError
+from jaxdist.runtime.network.job_token import new_token
+from jaxdist.runtime.network.messages import Shape, has_shape, number, read_line, string, whole, write_line
 
 NO_NETWORK = "192.0.2.1"  # an address kept for documentation (RFC 5737): nothing is ever sent to it
 _CONTENT: Shape = {"host": string, "port": whole(1, 65535), "key": string, "secret": string, "written": number}

@@ -17,10 +17,10 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import format_address, host_name
-from jaxdist.runtime.connection import Connection, Connections, open_connection, reach
-from jaxdist.runtime.handshake import Door, Foreign, RefusedError
-from jaxdist.runtime.messages import JsonObject, Shape, one_of, string, whole
+from jaxdist.runtime.network.addresses import format_address, host_name
+from jaxdist.runtime.network.connection import Connection, Connections, open_connection, reach
+from jaxdist.runtime.network.handshake import Door, Foreign, RefusedError
+from jaxdist.runtime.network.messages import JsonObject, Shape, one_of, string, whole
 from jaxdist.runtime.rank_names import name_ranks
 
 TIMEOUT = "JAXDIST_JOIN_TIMEOUT"

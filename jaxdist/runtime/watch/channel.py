@@ -15,11 +15,11 @@ import time
 
 from jaxdist.errors import UserError
 from jaxdist.processes import JobStore, Place, job_state
-from jaxdist.runtime.addresses import format_address, listen, local_address_towards, split_address
-from jaxdist.runtime.connection import Connection, Connections, open_connection, tell
-from jaxdist.runtime.handshake import Door, Foreign
-from jaxdist.runtime.job_token import new_token, read_token
-from jaxdist.runtime.messages import (
+from jaxdist.runtime.network.addresses import format_address, listen, local_address_towards, split_address
+from jaxdist.runtime.network.connection import Connection, Connections, open_connection, tell
+from jaxdist.runtime.network.handshake import Door, Foreign
+from jaxdist.runtime.network.job_token import new_token, read_token
+from jaxdist.runtime.network.messages import (
     JsonObject,
     Shape,
     exactly,

@@ -22,9 +22,9 @@ from typing import Any
 
 from jaxdist.errors import UserError
 from jaxdist.processes import Place, place
-from jaxdist.runtime.connection import tell
 from jaxdist.runtime.exit_status import status_of
-from jaxdist.runtime.messages import JsonObject
+from jaxdist.runtime.network.connection import tell
+from jaxdist.runtime.network.messages import JsonObject
 from jaxdist.runtime.watch import blame as judge
 from jaxdist.runtime.watch.blame import Beat, Blame, Failure, beat_of
 from jaxdist.runtime.watch.channel import CONNECT_S, Channel

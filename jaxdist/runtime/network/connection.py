@@ -18,10 +18,10 @@ from collections.abc import Generator
 from typing import Any
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.addresses import format_address
-from jaxdist.runtime.handshake import SAME_TOKEN, SAME_VERSION, Door, Foreign, Stranger, call, listen_to
-from jaxdist.runtime.job_token import MAKE
-from jaxdist.runtime.messages import JsonObject, has_shape, read_line, write_line
+from jaxdist.runtime.network.addresses import format_address
+from jaxdist.runtime.network.handshake import SAME_TOKEN, SAME_VERSION, Door, Foreign, Stranger, call, listen_to
+from jaxdist.runtime.network.job_token import MAKE
+from jaxdist.runtime.network.messages import JsonObject, has_shape, read_line, write_line
 
 MAX_LINE = 1 << 20  # bytes; more without an end is noise, while the statuses of some thousand ranks fit
 STRANGER_LINE = 1 << 10  # of somebody who is not known yet

@@ -17,8 +17,8 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from jaxdist.errors import UserError
-from jaxdist.runtime.job_token import TOKEN
-from jaxdist.runtime.messages import JsonObject, Shape, has_shape, string, whole
+from jaxdist.runtime.network.job_token import TOKEN
+from jaxdist.runtime.network.messages import JsonObject, Shape, has_shape, string, whole
 
 PROTOCOL = 3  # of this module and of all messages; the first one carries it as "jaxdist"
 SAME_TOKEN = f"{TOKEN} or --token-file must be the same for all processes of a job"
