@@ -11,7 +11,6 @@ All else is a fault: a traceback, more than one line for a refusal, more than tw
 losses. Exit status 1 if there is one.
 """
 
-import argparse
 import collections
 import json
 import os
@@ -27,6 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import CommandParser, reports_mistakes
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
@@ -82,8 +84,6 @@ def leaves(kind: Any, prefix: str = "") -> Iterator[str]:
 
 def malformed(home: Path) -> Iterator[Attack]:
     """Each key of the configuration with a value of a wrong kind, in turn."""
-    from jaxdist.config.schema import Config
-
     for i, key in enumerate(leaves(Config)):
         for value in (VALUES[i % len(VALUES)], VALUES[(i + 2) % len(VALUES)]):
             words = ("--config", home / "run.yaml", "--run-dir", home / f"run{i}-{VALUES.index(value)}")
@@ -245,15 +245,15 @@ def judge(attack: Attack, alone: list[Any], outside: Path, before: dict[str, byt
     return Outcome(attack.family, attack.name, how, status, time.monotonic() - began, (lines or [""])[-1][:300])
 
 
+@reports_mistakes
 def main() -> int:
     """Run all attacks, print a table, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandParser(description="Attack the commands, and classify how each attack ends.")
     parser.add_argument("--only", help="a family, such as 'data'")
     parser.add_argument("--every", type=int, default=1, help="run only one of so many, drawn with a fixed seed")
     parser.add_argument("--jobs", type=int, default=2, help="attacks at once")
     parser.add_argument("--json", type=Path, help="a file for the outcomes")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
         outside = Path(folder) / "outside"
         outside.mkdir()

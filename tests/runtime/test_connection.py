@@ -16,8 +16,8 @@ from strangers import TOKEN, admitted, mirror, mutations, transcript, while_poll
 
 from jaxdist.errors import UserError
 from jaxdist.launcher import hosts
-from jaxdist.runtime.network import connection as connections
 from jaxdist.runtime.join import roll_call
+from jaxdist.runtime.network import connection as connections
 from jaxdist.runtime.network.addresses import listen
 from jaxdist.runtime.network.connection import Connection, Connections, check_token, open_connection
 from jaxdist.runtime.network.handshake import PROTOCOL, Door, Foreign
