@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.load import to_yaml
+from jaxdist.files.regular import replace_file
 from jaxdist.mesh import sizes_of
 from jaxdist.observe import read_metrics, work_unit
 from jaxdist.specs import bytes_per_device, path_name, shard_count
@@ -62,7 +63,7 @@ def write_summary(run: TrainingRun, samples: str) -> None:
     """Write samples.txt and report.html, and say on the console how the run went. For process 0."""
     folder, console = run.outputs.folder, run.outputs.console
     if samples:
-        (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
+        replace_file(folder / "samples.txt", (samples + "\n").encode())
         console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
     if run.plan.config.observe.report:
         write_run_report(run, samples)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.errors import UserError
+from jaxdist.files.regular import replace_file
 from jaxdist.observe import Console, MetricsWriter, environment, read_metrics, redact, redact_command, write_environment
 from jaxdist.observe.console import format_duration
-from jaxdist.observe.metrics import replace_file, smooth
+from jaxdist.observe.metrics import smooth
 
 # ---------------------------------------------------------------- metrics
 
@@ -101,17 +102,35 @@ def test_resume_without_file_and_new_run_over_an_old_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", [b"{\n", b"\n", b"[1]\n", b'{"loss": 1}\n', b'{"step": 1.5}\n', b'{"step": 2, "loss": NaN}\n', b"\xff\n"]
+    "bad",
+    [
+        b"{\n",
+        b"\n",
+        b"[1]\n",
+        b'{"loss": 1}\n',
+        b'{"step": 1.5}\n',
+        b'{"step": 2, "loss": NaN}\n',
+        b"\xff\n",
+        b"[" * 9999 + b"\n",
+    ],
 )
 @pytest.mark.parametrize("rest", [b"", LINES[2], b'{"torn'])
-def test_a_bad_line_is_an_error_with_its_number(tmp_path, bad, rest):
+def test_a_bad_line_is_told_by_its_number_and_set_aside_on_resuming(tmp_path, bad, rest):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(LINES[0] + bad + rest)
     with pytest.raises(UserError, match="metrics.jsonl, line 2:"):
         read_metrics(path)
-    with pytest.raises(UserError, match="line 2:"):
-        MetricsWriter(path, resume_step=5)
-    assert path.read_bytes() == LINES[0] + bad + rest
+    said = []
+    for aside in ("metrics.jsonl.damaged", "metrics.jsonl.damaged-2"):
+        path.write_bytes(LINES[0] + bad + rest)
+        MetricsWriter(path, resume_step=5, say=said.append).close()
+        assert path.read_bytes() == LINES[0] + (rest if rest.endswith(b"\n") else b"")
+        assert (tmp_path / aside).read_bytes() == LINES[0] + bad + rest
+        line = said.pop()
+        assert (
+            re.fullmatch(rf"metrics.jsonl is damaged, line 2: .*; moved to {aside}, its good lines are kept", line)
+            and not said
+        )
 
 
 def test_read_metrics_leaves_out_a_torn_line(tmp_path):

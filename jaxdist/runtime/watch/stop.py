@@ -119,7 +119,7 @@ class StopSignal:
         with self._lock:
             self._begun = step
         if jax.process_index() == 0 and self.limit.is_near():
-            self._ask("train.max_hours")
+            self.ask("train.max_hours")
         with self._lock:
             return self._last is not None and step >= self._last
 
@@ -147,11 +147,11 @@ class StopSignal:
             self._first_signal = now
             if self._begun is None and self._store is None:
                 self._leave(f"ended by {name} before the first step")
-            self._ask(name)
+            self.ask(name)
         elif now > self._first_signal + SAME_S:
             self._leave(f"ended at once by a second signal, {name}")
 
-    def _ask(self, why: str) -> None:
+    def ask(self, why: str) -> None:
         """Ask all processes to stop after a step."""
         self.why = self.why or why
         if self._store is not None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.errors import UserError
+from jaxdist.files.regular import open_new
 from jaxdist.processes import Place, place
 from jaxdist.runtime.connection import JsonObject
 from jaxdist.runtime.watch import blame as judge
@@ -310,7 +311,7 @@ class Watch:
             path = self.folder / STACKS / f"rank{self._here.rank}.txt"
             try:
                 path.parent.mkdir(exist_ok=True)
-                with path.open("w", encoding="utf-8") as file:
+                with os.fdopen(open_new(path), "w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                 write_stderr(f"  stacks of rank {self._here.rank}: {path}")
             except OSError as error:
