@@ -39,7 +39,7 @@ from jaxdist.checkpoint.checksums import (
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
 from jaxdist.checkpoint.retention import PROBE, Retention, remove_leftovers
 from jaxdist.errors import UserError
-from jaxdist.files.regular import identity_of, name_aside, open_new
+from jaxdist.files.regular import identity_of, name_aside, open_new, remove_empty
 from jaxdist.precision.loss_scale import fresh_guard, tree_is_finite
 from jaxdist.processes import anywhere, done_by_first
 from jaxdist.specs import leaves_by_name
@@ -122,9 +122,11 @@ class Checkpoints:
             raise UserError(f"{self._folder} cannot hold checkpoints: {why(error)}; use another --run-dir") from error
 
     def move_to(self, folder: Path) -> None:
-        """Go on in this folder, to which the old one was moved. No save may be under way."""
+        """Go on in this folder, to which the old one was moved. What a save has written to the old path is removed."""
         assert self.under_way is None
         self._manager.close()
+        remove_leftovers(self._folder)
+        remove_empty(self._folder, self._folder.parent)
         self._folder = folder.absolute()
         self._manager = self._open()
 
@@ -225,7 +227,7 @@ class Checkpoints:
         writers_step_back()
 
     def no_room(self) -> OSError | None:
-        """Why process 0 cannot save, as far as a small file tells. None where it can, and on the other processes."""
+        """Why process 0 cannot write here, as far as a small file tells; None on the others."""
         if jax.process_index() != 0:
             return None
         probe = self._folder / f"{PROBE}{TEMPORARY}"
@@ -360,16 +362,15 @@ class Checkpoints:
         if own is None or own != there:  # another folder of that name is no proof
             return step, late[0] if late else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         if late:  # it has its name, which is given last
-            what = f"checkpoint of step {step} is saved, but an old one is not removed: {why(late[0])}"
-            warnings.warn(what, stacklevel=3)
+            what = "is saved, but an old one is not removed"
+            warnings.warn(f"checkpoint of step {step} {what}: {why(late[0])}", stacklevel=3)
         self._manager.reload()  # orbax does not know what was removed
         self.longest_save = max(self.longest_save, self._landed.at - self._began)
         return step, None
 
     def _commit(self, landed: Landed) -> None:
         """Take note of a save that is complete, then remove what is old. On process 0, in the save's thread."""
-        self._landed = landed
-        self._not_removed = self._retention.remove_old(self._folder)
+        self._landed, self._not_removed = landed, self._retention.remove_old(self._folder)
 
     def _drain(self) -> None:
         """Wait for the rest of a save that failed: otherwise orbax's threads go on, and the next save raises their

@@ -1,4 +1,4 @@
-"""The choice of checkpoints that stay: the newest, every n-th step, the best."""
+"""The choice of checkpoints that stay: the newest, every n-th step, the best. And the removal of the others."""
 
 import math
 import re
@@ -18,7 +18,7 @@ FEWEST = 2  # of the newest, even if the user asks for fewer: one may be damaged
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders of saves, on process 0. No save may be under way; what cannot go now goes later."""
     for path in folder.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
-        if re.fullmatch(rf"([0-9]+|{PROBE}){re.escape(TEMPORARY)}(-[a-z]+)?", path.name):
+        if re.fullmatch(rf"([0-9]+|{PROBE}){re.escape(TEMPORARY)}(-[a-z0-9]+)?", path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -43,6 +43,17 @@ def identity_of(path: str | Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def remove_empty(*folders: Path) -> None:
+    """Remove these folders, the innermost first, up to the first one that something is in."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            break
+
+
 def open_new(path: str | Path) -> int:
     """A descriptor that writes a new file, in place of the one that is there. Other names of that one keep it."""
     Path(path).unlink(missing_ok=True)

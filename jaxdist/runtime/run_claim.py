@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from jaxdist.errors import UserError
-from jaxdist.files.regular import identity_of, open_regular, replace_file
+from jaxdist.files.regular import identity_of, open_regular, remove_empty, replace_file
 from jaxdist.runtime.connection import host_name
 from jaxdist.runtime.run_folder import ATTEMPT
 
@@ -186,7 +186,7 @@ class RunClaim:
 
     def is_moved(self) -> bool:
         """Whether the path no longer leads to the directory. Raises `UserError` where another run has taken it over."""
-        if _leads_to(self._path) != _identity(os.fstat(self._directory)):
+        if _leads_to(self._path) != self._own():
             return True
         lock = identity_of(self._path / LOCK)
         if lock is not None and lock != _identity(os.fstat(self._lock)):
@@ -196,43 +196,41 @@ class RunClaim:
             )
         return False
 
+    def _own(self) -> tuple[int, int]:
+        return _identity(os.fstat(self._directory))
+
+    def _find(self) -> Path | None:
+        """Where the directory is now, None where it was removed or cannot be found."""
+        places = [self._path]
+        with suppress(OSError):  # there is no such file but on Linux
+            places.append(Path(f"/proc/self/fd/{self._directory}").readlink())
+        return next((place for place in places if _leads_to(place) == self._own()), None)
+
     def follow(self) -> Path:
         """The path of the directory, which may have been moved. Where it was removed, this is where it was.
 
         Raises `UserError` where it was removed, or cannot be found, and another one is in its place.
         """
-        if not self.is_moved():
-            return self._path
-        own = _identity(os.fstat(self._directory))
-        with suppress(OSError):  # there is no such file but on Linux
-            found = Path(f"/proc/self/fd/{self._directory}").readlink()
-            if _leads_to(found) == own:
-                self._path = found
-                return found
-        if self._path.exists():
+        found = self._find()
+        if found is None and self._path.exists():
             raise UserError(
                 f"--run-dir: {str(self._path)!r} is another directory than this run began in, which is gone, so this"
                 " run ends, without saving"
             )
-        return self._path
+        return found or self._path
 
     def close(self) -> None:
         """Give the directory up. What this process made and nothing was written into is removed."""
         if self._lock >= 0:
-            if identity_of(self._path / LOCK) == _identity(os.fstat(self._lock)):
+            lock = (self._find() or self._path) / LOCK
+            if identity_of(lock) == _identity(os.fstat(self._lock)):
                 with suppress(OSError):  # of a disk that is read-only now: nobody holds the lock that is left
-                    (self._path / LOCK).unlink()
+                    lock.unlink()
             os.close(self._lock)
         if self._directory >= 0:
             os.close(self._directory)
         self._lock = self._directory = -1
-        for place in self._made:  # the innermost first
-            try:
-                place.rmdir()
-            except FileNotFoundError:
-                continue
-            except OSError:  # something is in it
-                break
+        remove_empty(*self._made)
 
     def __enter__(self) -> Self:
         return self

@@ -88,7 +88,8 @@ class Outputs:
         if jax.process_index() != 0:
             return
         try:
-            with os.fdopen(open_to_append(self.folder / "incidents.jsonl"), "a", encoding="utf-8") as file:
+            folder = self.folder if self.claim is None else self.claim.follow()
+            with os.fdopen(open_to_append(folder / "incidents.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             self.console.line(f"incidents.jsonl: {error.strerror}; not written: {json.dumps(record)}")
