@@ -37,7 +37,10 @@ class Retention:
         Each is renamed before it is removed, so that half of one never bears the name of a step. What a kill leaves of
         it goes at the next start, with the other temporary folders.
         """
-        names = [path.name for path in folder.iterdir()]
+        try:
+            names = [path.name for path in folder.iterdir()]
+        except OSError as error:
+            return [error]
         steps = [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
         failures = []
         for step in sorted(set(steps) - self.kept(steps)):

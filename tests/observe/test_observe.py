@@ -111,7 +111,8 @@ def test_resume_without_file_and_new_run_over_an_old_one(tmp_path):
         b'{"step": 1.5}\n',
         b'{"step": 2, "loss": NaN}\n',
         b"\xff\n",
-        b"[" * 9999 + b"\n",
+        pytest.param(b"[" * 9999 + b"\n", id="deep"),
+        b'{"step": 2, "a/nonfinite": []}\n',
     ],
 )
 @pytest.mark.parametrize("rest", [b"", LINES[2], b'{"torn'])
