@@ -58,12 +58,14 @@ class Owner(NamedTuple):
 
 
 def _owner_in(descriptor: int) -> Owner | None:
-    """The owner that a lock file names, None where it names none."""
+    """The owner that a lock file names, None where it names none. The text may be anybody's."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
-        return Owner(**{name: kind(found[name]) for name, kind in Owner.__annotations__.items()})
-    except (ValueError, KeyError, TypeError):
+        owner = Owner(**{name: kind(found[name]) for name, kind in Owner.__annotations__.items()})
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    printable = (owner.host + owner.job + owner.since).isprintable()
+    return owner if printable and 0 < owner.pid < 1 << 31 else None
 
 
 def _lock(descriptor: int) -> bool | None:
@@ -221,6 +223,8 @@ class RunClaim:
 
     def close(self) -> None:
         """Give the directory up. What this process made and nothing was written into is removed."""
+        if self._directory >= 0 and _leads_to(self._path) != self._own():
+            self._made = []  # what is there now is somebody else's
         if self._lock >= 0:
             lock = (self._find() or self._path) / LOCK
             if identity_of(lock) == _identity(os.fstat(self._lock)):

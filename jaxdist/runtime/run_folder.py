@@ -60,7 +60,7 @@ def refuse_strangers(folder: Path) -> None:
                     f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"
                     " there; remove it; to use another disk, give a --run-dir on it"
                 )
-            if not path.is_file() and not path.is_dir():
+            if path.exists() and not path.is_file() and not path.is_dir():
                 raise UserError(
                     f"--run-dir: {str(path)!r} is a pipe, a socket or a device, and a run writes there; remove it"
                 )

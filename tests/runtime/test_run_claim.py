@@ -35,7 +35,7 @@ RESTART = {"JAXDIST_ATTEMPT": "2"}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_claim, "OWNER_LEAVES_S", 0.2)
+    monkeypatch.setattr(run_claim, "OWNER_LEAVES_S", 0.05)
     monkeypatch.setattr(run_claim, "TEXTS_SETTLE_S", 0.0)
 
 
@@ -162,6 +162,22 @@ def test_a_lock_that_is_no_file(kind: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--run-dir: '.*{LOCK}' cannot be written: {text}; mend it"):
         RunClaim(folder, {})
     assert not (tmp_path / "outside").exists()
+
+
+TEXTS = ["[" * 4000, "{", "null", '{"pid": 1}', '{"pid": 1e999}', "\0" * 9]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, {"host": "\x1b[31m"}, {"pid": -1}, {"pid": 10**30}], ids=range(9))
+def test_a_lock_file_that_says_anything(text: str | dict[str, Any], tmp_path: Path) -> None:
+    if isinstance(text, str):
+        (tmp_path / LOCK).write_text(text)
+    else:
+        owner_text(tmp_path, **text)
+    with (tmp_path / LOCK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "belongs to a run under way, another process; wait for it or stop it" in refused(tmp_path)
+    with RunClaim(tmp_path, {}):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_what_was_made_for_nothing_is_removed(tmp_path: Path) -> None:

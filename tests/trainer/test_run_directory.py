@@ -146,6 +146,35 @@ def test_a_directory_that_is_moved_while_it_runs(
     assert losses(new) == losses(finished)
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_directory_that_is_removed_while_it_runs(
+    run: Run, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """The state is saved under the old path, unless another directory is there."""
+    folder, acted = tmp_path / "run", list[int]()
+
+    def remove() -> None:
+        if not acted:
+            acted.append(1)
+            shutil.rmtree(folder)
+            if another:
+                folder.mkdir()
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, remove)
+        options = ("train.steps=9", "checkpoint.every=0")
+        if another:
+            with pytest.raises(UserError, match="is another directory than this run began in, which is gone"):
+                run(folder, *options)
+            assert list(folder.iterdir()) == []
+            return
+        assert run(folder, *options) == 75
+    steps = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert steps in ({"3"}, {"4"})
+    assert run(folder, "train.steps=4") == 0
+    assert [record["loss"] for record in read_metrics(folder / "metrics.jsonl")] == losses(finished)[int(min(steps)) :]
+
+
 PIPES = ["config.yaml", "metrics.jsonl", "env.json", "stacks/rank0.txt", "checkpoints/9"]
 
 
