@@ -115,6 +115,7 @@ class RunClaim:
             self._made = [each for each in (path / "checkpoints", path, *path.parents) if not each.exists()]
             path.mkdir(parents=True, exist_ok=True)
             self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._own = _identity(os.fstat(self._directory))
             self._take()
         except OSError as error:
             self.close()
@@ -150,7 +151,7 @@ class RunClaim:
         self._locks = locked is not None
         if _identity(os.fstat(descriptor)) != identity_of(self._path / LOCK):
             return False  # its last owner has removed it
-        directory = os.fstat(self._directory).st_ino
+        directory = self._own[1]
         copied = owner is not None and owner.directory != directory
         if copied and os.fstat(descriptor).st_nlink > 1:  # by hard links: the lock is the original's, too
             replace_file(self._path / LOCK, b"")
@@ -188,8 +189,13 @@ class RunClaim:
 
     def is_moved(self) -> bool:
         """Whether the path no longer leads to the directory. Raises `UserError` where another run has taken it over."""
-        if _leads_to(self._path) != self._own():
+        try:
+            if _identity(self._path.stat()) != self._own:
+                return True
+        except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:  # the storage does not answer now: the next step asks again
+            return False
         lock = identity_of(self._path / LOCK)
         if lock is not None and lock != _identity(os.fstat(self._lock)):
             raise UserError(
@@ -198,15 +204,12 @@ class RunClaim:
             )
         return False
 
-    def _own(self) -> tuple[int, int]:
-        return _identity(os.fstat(self._directory))
-
     def _find(self) -> Path | None:
         """Where the directory is now, None where it was removed or cannot be found."""
         places = [self._path]
         with suppress(OSError):  # there is no such file but on Linux
             places.append(Path(f"/proc/self/fd/{self._directory}").readlink())
-        return next((place for place in places if _leads_to(place) == self._own()), None)
+        return next((place for place in places if _leads_to(place) == self._own), None)
 
     def follow(self) -> Path:
         """The path of the directory, which may have been moved. Where it was removed, this is where it was.
@@ -223,7 +226,7 @@ class RunClaim:
 
     def close(self) -> None:
         """Give the directory up. What this process made and nothing was written into is removed."""
-        if self._directory >= 0 and _leads_to(self._path) != self._own():
+        if self._directory >= 0 and _leads_to(self._path) != self._own:
             self._made = []  # what is there now is somebody else's
         if self._lock >= 0:
             lock = (self._find() or self._path) / LOCK
