@@ -187,7 +187,8 @@ def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integri
 
 
 def verify(folder: Path) -> list[str]:
-    """The problem of a step's folder, in a list; an empty list if there is none, or there are no checksums."""
+    """The problem of a step's folder, in a list; an empty list if there is none, or there are no checksums. Raises
+    `UserError` for the format of a later version."""
     problem = check_files(folder, int(folder.name)).problem
     return [problem] if problem else []
 

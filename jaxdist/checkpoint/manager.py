@@ -60,7 +60,7 @@ def _restoring(target: Any) -> ocp.args.CheckpointArgs:
 # JAX compiles a program for each.
 MIN_PART = 1 << 20
 # Orbax measures its limit on a save by the wall clock, which may be set forward by an hour meanwhile. So its limit is
-# years away. `SaveBarrier` has one of its own, and the watchdog sees a process that waits for a save for ever.
+# years away. Processes that wait for each other have that of `SaveBarrier`.
 NO_LIMIT_S = 10**8
 
 

@@ -8,6 +8,7 @@ rank 0. docs/watchdog.md says what is seen, after how long, and what is not.
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import os
 import queue
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.errors import UserError
-from jaxdist.files.regular import open_new
+from jaxdist.files.regular import LINK, open_new
 from jaxdist.processes import Place, place
 from jaxdist.runtime.connection import JsonObject
 from jaxdist.runtime.watch import blame as judge
@@ -311,6 +312,8 @@ class Watch:
             path = self.folder / STACKS / f"rank{self._here.rank}.txt"
             try:
                 path.parent.mkdir(exist_ok=True)
+                if path.parent.is_symlink():
+                    raise OSError(errno.ELOOP, LINK)
                 with os.fdopen(open_new(path), "w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                 write_stderr(f"  stacks of rank {self._here.rank}: {path}")
