@@ -112,13 +112,14 @@ def record_of(folder: Path) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
-def _check_format(found: Any, step: int) -> None:
-    """Raise `UserError` for the format of a later version, before anything else in a step is judged."""
-    if type(found) is int and found > CHECKPOINT_FORMAT:
-        raise UserError(
-            f"checkpoint of step {step} is of format {found}, and this version of jaxdist reads {CHECKPOINT_FORMAT} and"
-            " older; use the version that saved it, or another --run-dir"
-        )
+def newer_format(folder: Path) -> int | None:
+    """The format of a step's folder if it is that of a later version, else None."""
+    try:
+        listed = json.loads(read_regular(folder / CHECKSUMS))
+    except (OSError, ValueError, RecursionError):
+        listed = None
+    found = (record_of(folder) or {}).get("checksums"), listed.get("version") if isinstance(listed, dict) else None
+    return max((each for each in found if type(each) is int and each > CHECKPOINT_FORMAT), default=None)
 
 
 def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
@@ -128,10 +129,7 @@ def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
         found = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return "cannot be read"
-    if not isinstance(found, dict):
-        return "changed"
-    _check_format(found.get("version"), step)
-    files = found.get("files")
+    files = found.get("files") if isinstance(found, dict) else None
     if (
         not isinstance(files, dict)
         or found.get("version") != CHECKPOINT_FORMAT
@@ -154,11 +152,15 @@ def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integri
     Only files inside the folder are opened, whatever is listed. Raises `UserError` for the format of a later version,
     and `Cancelled`, in about a millisecond, once `cancel` is set.
     """
+    if (newer := newer_format(folder)) is not None:  # before anything else is judged
+        raise UserError(
+            f"checkpoint of step {step} is of format {newer}, and this version of jaxdist reads {CHECKPOINT_FORMAT} and"
+            " older; use the version that saved it, or another --run-dir"
+        )
     if os.path.lexists(folder / CHECKSUMS) and not stat.S_ISREG(os.lstat(folder / CHECKSUMS).st_mode):
         return Integrity(f"{CHECKSUMS} is no file", sealed=True)
     if not (folder / CHECKSUMS).exists():
         record = record_of(folder)
-        _check_format((record or {}).get("checksums"), step)
         missing = record is None or "checksums" in record
         return Integrity(f"{CHECKSUMS} is missing" if missing else "", sealed=missing)
     listed = _listed(folder, step)

@@ -14,6 +14,7 @@ from flax.traverse_util import unflatten_dict
 from jaxdist.build import make_model
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
+from jaxdist.checkpoint.checksums import newer_format
 from jaxdist.checkpoint.huggingface.convert import CONFIG, check_model, export, load_params
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
@@ -72,7 +73,8 @@ def listing(run_dir: Path) -> list[str]:
         written = f"{datetime.fromtimestamp(folder.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
         losses = [f"{found[key]:.4f}" if key in found else "-" for key in ("loss", "eval/loss")]
         aside = f"damaged, moved aside ({folder.name})" if DAMAGED in folder.name else f"not complete ({folder.name})"
-        state = "complete" if is_complete(folder) else aside
+        newer = newer_format(folder)
+        state = f"of format {newer}, a later version's" if newer else "complete" if is_complete(folder) else aside
         rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
     return aligned(rows, right=range(5))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.cli.checkpoint import checkpoint_command
+from jaxdist.cli.checkpoint import checkpoint_command, listing
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
@@ -261,3 +261,4 @@ def test_checkpoints_of_a_newer_format(run: Run, copy: Path) -> None:
         arguments = Namespace(command=command, run_dir=copy, step=None, output=copy.parent / "out", vocab=None)
         with pytest.raises(UserError, match=text):
             checkpoint_command(arguments, None)
+    assert [line.split(maxsplit=6)[-1] for line in listing(copy)[1:]] == ["complete", "of format 2, a later version's"]
