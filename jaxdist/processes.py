@@ -1,11 +1,14 @@
 """The processes of a job: which one this is, what all of them know, and the key-value store that they share."""
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from jaxdist.errors import UserError
 
 
 class Place(NamedTuple):
@@ -79,6 +82,21 @@ def from_first(value: Any) -> Any:
     padded = np.zeros(length, np.uint8)
     padded[: own.size] = own[:length]
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+
+
+def done_by_first(work: Callable[[], Any]) -> Any:
+    """What `work` returns on process 0, on every process: a value that JSON can hold. A `UserError` or OSError in it is
+    raised on all of them, as a `UserError`. Every process must call it."""
+    value, error = None, ""
+    if jax.process_index() == 0:
+        try:
+            value = work()
+        except (UserError, OSError) as raised:
+            error = str(raised)
+    value, error = from_first((value, error))
+    if error:
+        raise UserError(error)
+    return value
 
 
 def from_all(value: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxdist.processes import JobStore, Place, place
 
+MEET_S = 1200.0  # until every process must have come, by a clock that nobody sets
 LOOK_S = 0.5  # between two looks whether another process has failed
 # What a process has done more, or less, than others that have met as often. Process 0 makes the folder alone.
 LEADS = {"making its folder": -1, "writing": 1}
@@ -92,7 +93,7 @@ class SaveBarrier:
         phase = next((name for end, name in after.items() if end in key), self._phase)
         self.enter("waiting for " + ("rank 0" if phase == "finishing" else "the other ranks"), meeting=1)
         store.set(f"{key}/{here.rank}")
-        until = time.monotonic() + timeout_ms / 1000
+        until = time.monotonic() + min(timeout_ms / 1000, MEET_S)
         if here.rank == 0:
             for rank in range(here.processes):
                 self._wait(store, f"{key}/{rank}", until)

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import re
+import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +20,14 @@ import orbax.checkpoint as ocp
 
 from jaxdist.checkpoint.background import step_back
 from jaxdist.checkpoint.barrier import SaveBarrier
-from jaxdist.config.json_reader import parse_json, read_json_file
+from jaxdist.config.json_reader import parse_json
+from jaxdist.errors import UserError
+from jaxdist.files.regular import identity_of, open_regular, read_regular
 
 CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are not complete
-_VERSION = 1
+CHECKPOINT_FORMAT = 1  # of what is written; docs/checkpoints.md describes each
 _PIECE = 1 << 20  # bytes that are read and hashed at a time
 
 
@@ -58,7 +62,7 @@ class Cancelled(Exception):
 
 def _digest(path: Path, cancel: Event) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while piece := file.read(_PIECE):
             if cancel.is_set():
                 raise Cancelled(str(path))
@@ -81,7 +85,7 @@ def _for_each(function: Callable[[Path, Event], str], paths: list[Path], cancel:
 
 def _text(step: int, files: dict[str, list[Any]]) -> str:
     """The content of `CHECKSUMS`, with its own checksum. The same files always give the same text."""
-    listed = {"version": _VERSION, "step": step, "files": files}
+    listed = {"version": CHECKPOINT_FORMAT, "step": step, "files": files}
     own = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
     return json.dumps({**listed, "sha256": own}, sort_keys=True, indent=1) + "\n"
 
@@ -102,21 +106,36 @@ def seal(folder: Path, step: int) -> None:
 def record_of(folder: Path) -> dict[str, Any] | None:
     """The record of this package in a step's `meta`: {} from an older version, None if it cannot be read."""
     try:
-        found = read_json_file(folder / "meta" / "metadata")
+        found = parse_json(read_regular(folder / "meta" / "metadata"))
     except (OSError, ValueError):
         return None
-    return found.get(RECORD, {}) if isinstance(found, dict) else None
+    own = found.get(RECORD, {}) if isinstance(found, dict) else None
+    return own if isinstance(own, dict) else None
+
+
+def newer_format(folder: Path) -> int | None:
+    """The format of a step's folder if it is that of a later version, else None."""
+    try:
+        listed = parse_json(read_regular(folder / CHECKSUMS))
+    except (OSError, ValueError):
+        listed = None
+    found = (record_of(folder) or {}).get("checksums"), listed.get("version") if isinstance(listed, dict) else None
+    return max((each for each in found if type(each) is int and each > CHECKPOINT_FORMAT), default=None)
 
 
 def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
     """The files that `CHECKSUMS` lists, {name: [bytes, digest]}; or a text that says what is wrong with it."""
     try:
-        text = (folder / CHECKSUMS).read_text(encoding="utf-8")
+        text = read_regular(folder / CHECKSUMS).decode()
         found = parse_json(text)
     except (OSError, ValueError):
         return "cannot be read"
     files = found.get("files") if isinstance(found, dict) else None
-    if not isinstance(files, dict) or found.get("version") != _VERSION or _text(found.get("step"), files) != text:
+    if (
+        not isinstance(files, dict)
+        or found.get("version") != CHECKPOINT_FORMAT
+        or _text(found.get("step", -1), files) != text
+    ):
         return "changed"
     if found["step"] != step:
         return f"of step {found['step']!r}"
@@ -131,10 +150,15 @@ def _listed(folder: Path, step: int) -> dict[str, list[Any]] | str:
 def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integrity:
     """Compare a step's folder with its checksums.
 
-    Only files inside the folder are opened, whatever is listed. Raises `Cancelled`, in about a millisecond, once
-    `cancel` is set.
+    Only files inside the folder are opened, whatever is listed. Raises `UserError` for the format of a later version,
+    and `Cancelled`, in about a millisecond, once `cancel` is set.
     """
-    if (folder / CHECKSUMS).is_symlink():
+    if (newer := newer_format(folder)) is not None:  # before anything else is judged
+        raise UserError(
+            f"checkpoint of step {step} is of format {newer}, and this version of jaxdist reads {CHECKPOINT_FORMAT} and"
+            " older; use the version that saved it, or another --run-dir"
+        )
+    if os.path.lexists(folder / CHECKSUMS) and not stat.S_ISREG(os.lstat(folder / CHECKSUMS).st_mode):
         return Integrity(f"{CHECKSUMS} is no file", sealed=True)
     if not (folder / CHECKSUMS).exists():
         record = record_of(folder)
@@ -166,24 +190,33 @@ def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integri
 
 
 def verify(folder: Path) -> list[str]:
-    """The problem of a step's folder, in a list; an empty list if there is none, or there are no checksums."""
+    """The problem of a step's folder, in a list; an empty list if there is none, or there are no checksums. Raises
+    `UserError` for the format of a later version."""
     problem = check_files(folder, int(folder.name)).problem
     return [problem] if problem else []
+
+
+class Landed(NamedTuple):
+    """A save that is complete: which folder it made, and when, by `time.monotonic`."""
+
+    folder: tuple[int, int] | None
+    at: float
 
 
 class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """The temporary folder of a save, as a class that orbax instantiates.
 
     Its commit has two steps. When every process has written, and orbax its last file, process 0 adds the checksums;
-    only then the folder gets the name of its step.
+    only then the folder gets the name of its step. After it, what is old may go.
     """
 
     saves: SaveBarrier
+    landed: Callable[[Landed], None]
 
     @classmethod
-    def of(cls, saves: SaveBarrier) -> type["SealedFolder"]:
-        """The class for the saves of one `Checkpoints`."""
-        return type(cls.__name__, (cls,), {"saves": saves})
+    def of(cls, saves: SaveBarrier, landed: Callable[[Landed], None]) -> type["SealedFolder"]:
+        """The class for the saves of one `Checkpoints`. landed: is called when a folder has its name."""
+        return type(cls.__name__, (cls,), {"saves": saves, "landed": staticmethod(landed)})
 
     @classmethod
     def from_final(cls, final_path: Any, **options: Any) -> Any:
@@ -211,4 +244,6 @@ class SealedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
             await super().finalize()
             between, final = Path(super().get_final()), Path(self.get_final())
             seal(between, int(final.name))
+            own = identity_of(between)
             between.rename(final)
+            self.landed(Landed(own, time.monotonic()))

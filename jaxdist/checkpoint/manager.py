@@ -26,12 +26,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.checkpoint.background import own_copy, writers_step_back
 from jaxdist.checkpoint.barrier import Entered, SaveBarrier, not_watched, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
-from jaxdist.checkpoint.checksums import CHECKSUMS, RECORD, TEMPORARY, Integrity, SealedFolder, check_files, record_of
+from jaxdist.checkpoint.checksums import (
+    CHECKPOINT_FORMAT,
+    RECORD,
+    TEMPORARY,
+    Integrity,
+    Landed,
+    SealedFolder,
+    check_files,
+    record_of,
+)
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
-from jaxdist.checkpoint.retention import Retention
+from jaxdist.checkpoint.retention import PROBE, Retention, remove_leftovers
 from jaxdist.errors import UserError
+from jaxdist.files.regular import identity_of, name_aside, open_new, remove_empty
 from jaxdist.precision.loss_scale import fresh_guard, tree_is_finite
-from jaxdist.processes import anywhere, from_first
+from jaxdist.processes import anywhere, done_by_first
 from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 
@@ -46,10 +56,12 @@ def _restoring(target: Any) -> ocp.args.CheckpointArgs:
     return ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
 
 
-DAMAGED = ".damaged"  # in the names of folders that were moved aside
 # Copies of an array are each saved in part, so that processes share the writing; a part of fewer bytes is not worth it:
 # JAX compiles a program for each.
 MIN_PART = 1 << 20
+# Orbax measures its limit on a save by the wall clock, which may be set forward by an hour meanwhile. So its limit is
+# years away. Processes that wait for each other have that of `SaveBarrier`.
+NO_LIMIT_S = 10**8
 
 
 class Checkpoints:
@@ -77,15 +89,30 @@ class Checkpoints:
             raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
         self._folder, self._order = folder.absolute(), between(None, order)
         self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier(entered)
+        self._is_finite = jax.jit(tree_is_finite)
+        self._manager = self._open()
+        for step in self._manager.all_steps():
+            self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
+        self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process
+        self._ahead: tuple[int, Future[Integrity]] | None = None
+        self._closing = Event()
+        self._began = 0.0
+        self.longest_save = 0.0  # seconds, from the call of `save` to the end; on process 0
+        self._verified: int | None = None
+        self.failed: SaveFailed | None = None  # how the last save ended, if it did not land
+        # Written by the thread of a save, on process 0: how it landed, and why old checkpoints could not be removed.
+        self._landed, self._not_removed = Landed(None, 0.0), list[OSError]()
+
+    def _open(self) -> ocp.CheckpointManager:
+        """The manager of orbax for the folder, once what killed and failed saves have left is removed."""
+        remove_leftovers(self._folder)  # not by orbax, which does it in the background, and may meet the next save's
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention,
             create=True,
-            cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
-            temporary_path_class=SealedFolder.of(self._saves),
+            temporary_path_class=SealedFolder.of(self._saves, self._commit),
             # If making them fails in a thread, other threads of orbax wait for it, and the interpreter for these.
             async_options=ocp.options.AsyncOptions(
-                create_directories_asynchronously=False, barrier_sync_fn=self._saves.meet
+                timeout_secs=NO_LIMIT_S, create_directories_asynchronously=False, barrier_sync_fn=self._saves.meet
             ),
             lightweight_initialize=True,  # reads nothing of a step, which may be damaged
         )
@@ -97,20 +124,19 @@ class Checkpoints:
         arrays = lambda: ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handled)  # noqa: E731
         items = {"state": arrays(), "residual": arrays(), "meta": ocp.JsonCheckpointHandler()}
         handlers = {name: share_failures(handler, self._saves) for name, handler in items.items()}
-        self._is_finite = jax.jit(tree_is_finite)
         try:
-            self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+            return ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
         except OSError as error:
-            raise UserError(f"{str(folder)!r} cannot hold checkpoints: {why(error)}; use another --run-dir") from error
-        for step in self._manager.all_steps():
-            self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
-        self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process
-        self._ahead: tuple[int, Future[Integrity]] | None = None
-        self._closing = Event()
-        self._began = 0.0
-        self.longest_save = 0.0  # seconds, from the call of `save` to the end; on process 0
-        self._verified: int | None = None
-        self.failed: SaveFailed | None = None  # how the last save ended, if it did not land
+            raise UserError(f"{self._folder} cannot hold checkpoints: {why(error)}; use another --run-dir") from error
+
+    def move_to(self, folder: Path) -> None:
+        """Go on in this folder, to which the old one was moved. What a save has written to the old path is removed."""
+        assert self.under_way is None
+        self._manager.close()
+        remove_leftovers(self._folder)
+        remove_empty(self._folder, self._folder.parent)
+        self._folder = folder.absolute()
+        self._manager = self._open()
 
     def latest(self) -> int | None:
         """The newest complete step, or None. It may be damaged: see `newest_intact`."""
@@ -135,18 +161,10 @@ class Checkpoints:
 
         Newer, damaged ones are moved aside, so that their steps can be saved again. say: is called with one line about
         each of them, and about a checkpoint of an older version, without checksums. Raises `UserError` if all are
-        damaged (none is moved), and `SaveFailed` as `wait` does.
+        damaged or the format of one is newer (none is moved), and `SaveFailed` as `wait` does.
         """
         self.wait()
-        step, lines, error = None, list[str](), ""
-        if jax.process_index() == 0:
-            try:
-                step, lines = self._look()
-            except (OSError, UserError) as raised:  # as text: all processes raise what this one met
-                error = str(raised)
-        step, lines, error = from_first((step, lines, error))
-        if error:
-            raise UserError(error)
+        step, lines = done_by_first(self._look)
         for line in lines:
             say(line)
         self._manager.reload()
@@ -175,15 +193,14 @@ class Checkpoints:
 
     def _move_aside(self, step: int) -> str:
         """Rename a step's folder to a name that is not a step. Nothing is deleted."""
-        name, tries = f"{step}{DAMAGED}", 1
-        while (self._folder / name).exists():
-            name, tries = f"{step}{DAMAGED}-{tries + 1}", tries + 1
+        path = self._folder / str(step)
+        aside = name_aside(path)
         try:
-            (self._folder / str(step)).rename(self._folder / name)
+            path.rename(aside)
         except OSError as error:
             what = f"checkpoint of step {step} in {self._folder} is damaged and cannot be moved aside: {why(error)}"
             raise UserError(f"{what}; move it away") from error
-        return name
+        return aside.name
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any], *, loss: float | None = None) -> None:
         """Start a save. When this returns, the state has been copied: its buffers may be donated.
@@ -194,17 +211,21 @@ class Checkpoints:
         if not self._is_finite((state.params, state.opt_state)):
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         self.wait()
-        if self.failed is not None and jax.process_index() == 0:
-            for path in self._folder.glob(f"*{TEMPORARY}*"):  # what the failed save has left takes room
-                shutil.rmtree(path, ignore_errors=True)  # what cannot go now goes at the next start
+        if self.failed is not None:
+            remove_leftovers(self._folder)  # they take room
         self._saves.begin()
-        self._check_room(step)
+        self._saves.enter("making its folder")
+        problem = self.no_room()
+        self._saves.enter("copying")
+        if anywhere(problem is not None):
+            self._fail(step, problem)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
-        record = {"checksums": 1} | ({} if loss is None else {"loss": loss})
+        record = {"checksums": CHECKPOINT_FORMAT} | ({} if loss is None else {"loss": loss})
         items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.PyTreeSave(state.residual)
-        self._retention.losses[step], self._began = math.nan if loss is None else loss, time.time()
+        self._retention.losses[step], self._began = math.nan if loss is None else loss, time.monotonic()
+        self._landed, self._not_removed = Landed(None, 0.0), []
         try:
             saved = self._manager.save(step, args=ocp.args.Composite(**items))
         except FAILURES as error:
@@ -215,20 +236,20 @@ class Checkpoints:
         self.under_way = step
         writers_step_back()
 
-    def _check_room(self, step: int) -> None:
-        """Raise `SaveFailed` on every process where process 0 cannot make folders."""
-        problem: OSError | None = None
-        if jax.process_index() == 0:
-            probe = self._folder / f"probe{TEMPORARY}"
-            self._saves.enter("making its folder")
-            try:
-                probe.mkdir(parents=True, exist_ok=True)
-                probe.rmdir()
-            except OSError as error:
-                problem = error
-            self._saves.enter("copying")
-        if anywhere(problem is not None):
-            self._fail(step, problem)
+    def no_room(self) -> OSError | None:
+        """Why process 0 cannot write here, as far as a small file tells; None on the others."""
+        if jax.process_index() != 0:
+            return None
+        probe = self._folder / f"{PROBE}{TEMPORARY}"
+        try:
+            probe.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(open_new(probe / "file"), "wb") as file:
+                file.write(bytes(4096))
+        except OSError as error:
+            return error
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+        return None
 
     def _fail(self, step: int, error: Exception | None) -> NoReturn:
         self._manager.reload()  # orbax lists the step that was to be saved
@@ -273,7 +294,7 @@ class Checkpoints:
         if just == step:
             return
         self.wait()
-        problem, sealed = from_first(check_files(self._folder / str(step), step) if jax.process_index() == 0 else None)
+        problem, sealed = done_by_first(lambda: check_files(self._folder / str(step), step))
         if problem:
             raise UserError(f"checkpoint of step {step} is damaged: {problem}; use another one, or another --run-dir")
         if not sealed:
@@ -342,20 +363,25 @@ class Checkpoints:
         step, self.under_way = self.under_way, None
         try:
             self._manager.wait_until_finished()
+            late: list[Exception] = [*self._not_removed]
         except FAILURES as error:
             self._drain()
-            if jax.process_index() != 0 or not (self._folder / str(step)).is_dir():
-                return step, error
-            self._manager.reload()  # it has its name, which is given last
-            warnings.warn(
-                f"checkpoint of step {step} is saved, but an old one is not removed: {why(error)}", stacklevel=3
-            )
-        # Process 0 gives the folder its name, so that only it can tell.
-        landed = jax.process_index() != 0 or (self._folder / str(step)).is_dir()
-        if landed and jax.process_index() == 0:
-            ended = (self._folder / str(step) / CHECKSUMS).stat().st_mtime  # the last file
-            self.longest_save = max(self.longest_save, min(ended, time.time()) - self._began)
-        return step, None if landed else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            late = [error]
+        if jax.process_index() != 0:  # process 0 gives the folder its name, so that only it can tell
+            return step, late[0] if late else None
+        own, there = self._landed.folder, identity_of(self._folder / str(step))
+        if own is None or own != there:  # another folder of that name is no proof
+            return step, late[0] if late else FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if late:  # it has its name, which is given last
+            what = "is saved, but an old one is not removed"
+            warnings.warn(f"checkpoint of step {step} {what}: {why(late[0])}", stacklevel=3)
+        self._manager.reload()  # orbax does not know what was removed
+        self.longest_save = max(self.longest_save, self._landed.at - self._began)
+        return step, None
+
+    def _commit(self, landed: Landed) -> None:
+        """Take note of a save that is complete, then remove what is old. On process 0, in the save's thread."""
+        self._landed, self._not_removed = landed, self._retention.remove_old(self._folder)
 
     def _drain(self) -> None:
         """Wait for the rest of a save that failed: otherwise orbax's threads go on, and the next save raises their

@@ -1,27 +1,56 @@
-"""The choice of checkpoints that stay: the newest, every n-th step, the best."""
+"""The choice of checkpoints that stay: the newest, every n-th step, the best. And the removal of the others."""
 
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
+import jax
+
+from jaxdist.checkpoint.checksums import TEMPORARY
+
+PROBE = "probe"  # name of a folder that is made to see whether one can be
 FEWEST = 2  # of the newest, even if the user asks for fewer: one may be damaged
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary folders of saves, on process 0. No save may be under way; what cannot go now goes later."""
+    for path in folder.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
+        if re.fullmatch(rf"([0-9]+|{PROBE}){re.escape(TEMPORARY)}(-[a-z0-9]+)?", path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A preservation policy of orbax."""
+    """Which checkpoints stay."""
 
     keep: int  # how many of the newest checkpoints stay
     keep_every: int = 0  # steps divisible by it stay for good; 0 for none
     keep_best: int = 0  # how many with the lowest evaluation loss stay
     losses: dict[int, float] = field(default_factory=dict)  # the evaluation losses by step. Saves fill it in
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of these checkpoints stays. They come in the order of steps."""
-        steps = [info.step for info in checkpoints]
-        kept = self.kept(steps)
-        return [step in kept for step in steps]
+    def remove_old(self, folder: Path) -> list[OSError]:
+        """Remove the checkpoints of a run that do not stay. Returns why some could not be removed.
+
+        Each is renamed before it is removed, so that half of one never bears the name of a step. What a kill leaves of
+        it goes at the next start, with the other temporary folders.
+        """
+        try:
+            names = [path.name for path in folder.iterdir()]
+        except OSError as error:
+            return [error]
+        steps = [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+        failures = []
+        for step in sorted(set(steps) - self.kept(steps)):
+            going = folder / f"{step}{TEMPORARY}-removed"
+            try:
+                (folder / str(step)).rename(going)
+                shutil.rmtree(going)
+            except OSError as error:
+                failures.append(error)
+        return failures
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """The steps that stay."""

@@ -1,6 +1,5 @@
 """The command `checkpoint`: list, verify, export, import and average the checkpoints of runs."""
 
-import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +14,15 @@ from flax.traverse_util import unflatten_dict
 from jaxdist.build import make_model
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
+from jaxdist.checkpoint.checksums import newer_format
 from jaxdist.checkpoint.huggingface.convert import CONFIG, check_model, export, load_params
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
-from jaxdist.checkpoint.manager import DAMAGED
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
+from jaxdist.files.regular import DAMAGED, read_regular, replace_file
 from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
 from jaxdist.optim.make import make_optimizer
@@ -57,9 +57,9 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
         else:
             print(average(arguments.run_dir, arguments.output, last=arguments.last))
     except (SaveFailed, OSError) as error:
-        raise UserError(
-            f"{arguments.command}: {error}; nothing complete was written: remove what there is of it, and try again"
-        ) from error
+        writes = arguments.command not in ("ls", "verify")
+        mend = "nothing complete was written: remove what there is of it, and try again" if writes else "mend it"
+        raise UserError(f"{arguments.command}: {error}; {mend}") from error
     return 0
 
 
@@ -74,7 +74,8 @@ def listing(run_dir: Path) -> list[str]:
         written = f"{datetime.fromtimestamp(folder.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
         losses = [f"{found[key]:.4f}" if key in found else "-" for key in ("loss", "eval/loss")]
         aside = f"damaged, moved aside ({folder.name})" if DAMAGED in folder.name else f"not complete ({folder.name})"
-        state = "complete" if is_complete(folder) else aside
+        newer = newer_format(folder)
+        state = f"of format {newer}, a later version's" if newer else "complete" if is_complete(folder) else aside
         rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
     return aligned(rows, right=range(5))
 
@@ -113,7 +114,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))
-    (run_dir / "config.yaml").write_text(to_yaml(config, redact_settings), encoding="utf-8")
+    replace_file(run_dir / "config.yaml", to_yaml(config, redact_settings).encode())
     now = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
     cast = f", {' and '.join(before)} cast to {' and '.join(now)}" if before != now else ""
     padding = model.vocab - vocab
@@ -140,7 +141,7 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, without_order(newest.meta))
     if (run_dir / "config.yaml").exists():
-        shutil.copy(run_dir / "config.yaml", output / "config.yaml")
+        replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
     return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}"
 
 

@@ -24,9 +24,8 @@ from jaxdist.runtime.join.environment import FREE_PORT, INIT_METHOD, JOB_ID, NUM
 from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
 from jaxdist.runtime.network.addresses import free_port, split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
-from jaxdist.runtime.run_folder import RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
+from jaxdist.runtime.run_folder import ATTEMPT, RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
 
-ATTEMPT = "JAXDIST_ATTEMPT"  # of the job, from 1
 MAX_BACKOFF_S = 60.0
 # Variables that an outer launcher may have left in the environment. They would win over those that are set here.
 OUTER_VARIABLES = (

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.observe.metrics import replace_file
+from jaxdist.files.regular import replace_file
 
 REDACTED = "[redacted]"
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
@@ -19,22 +19,9 @@ import numpy as np
 
 from jaxdist.config.json_reader import log_record
 from jaxdist.errors import UserError
+from jaxdist.files.regular import name_aside, open_regular, open_to_append, read_regular, replace_file
 
 _MARK = "/nonfinite"
-
-
-def replace_file(path: str | Path, data: bytes) -> None:
-    """Write `path` so that a reader, or a crash at any moment, sees either the old content or the new, whole."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _encode(step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> bytes:
@@ -64,21 +51,32 @@ def _decode(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _parse(path: Path, content: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
-    """(lines with their records, whether a torn last line was left out).
+class _Parsed(NamedTuple):
+    """The content of a metrics.jsonl. A line is written in one piece with its newline last, so only a line without
+    newline can be torn.
 
-    A line is written in one piece with its newline last, so only a line without newline can be torn.
+    - lines: the good ones, with their records.
+    - torn: whether a torn last line was left out.
+    - problem: what is wrong with the first of the other lines, "" without any.
     """
+
+    lines: list[tuple[bytes, dict[str, Any]]]
+    torn: bool
+    problem: str
+
+
+def _parse(content: bytes) -> _Parsed:
     lines = content.splitlines(keepends=True)
-    parsed = []
+    good, torn, problem = [], False, ""
     for number, line in enumerate(lines, start=1):
         try:
-            parsed.append((line, _decode(line)))
-        except ValueError as error:
+            good.append((line, _decode(line)))
+        except (ValueError, TypeError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
-                return parsed, True
-            raise UserError(f"{path}, line {number}: not a line of metrics ({error}); mend or remove it") from error
-    return parsed, False
+                torn = True
+            else:
+                problem = problem or f"line {number}: not a line of metrics ({error})"
+    return _Parsed(good, torn, problem)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -87,42 +85,56 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     A last line torn by a killed writer is left out; any other bad line is a UserError naming its number.
     FileNotFoundError when there is no such file.
     """
-    path = Path(path)
-    return [record for _, record in _parse(path, path.read_bytes())[0]]
+    found = _parse(read_regular(path))
+    if found.problem:
+        raise UserError(f"{path}, {found.problem}; mend or remove it")
+    return [record for _, record in found.lines]
 
 
 class MetricsWriter:
     """The writer of metrics.jsonl, on process 0.
 
     A line reaches the operating system before `write` returns. If it cannot be written, as on a full disk, `write`
-    raises OSError, and the line is written before the next one. Raises `UserError` for a damaged file, see
-    `read_metrics`.
+    raises OSError, and the line is written before the next one. A file with bad lines is kept under another name (see
+    `name_aside`), and the good ones go on.
 
     resume_step: the step after which the run goes on. The lines of later steps and a torn last line are dropped in one
         atomic replacement; all others stay byte for byte. None: a new run; a file that is there becomes `<name>.old`
+    say: is called with one line about a file that was damaged
     """
 
-    def __init__(self, path: str | Path, *, resume_step: int | None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, resume_step: int | None, say: Callable[[str], None] = print) -> None:
+        self.path, self._say = Path(path), say
         if resume_step is not None:
             self._truncate(resume_step)
         elif self.path.exists() and self.path.stat().st_size > 0:
             self.path.replace(self.path.with_name(self.path.name + ".old"))
         self._unwritten = b""
-        self._file = self.path.open("ab", buffering=0)
+        self._open()
+
+    def _open(self) -> None:
+        self._file = os.fdopen(open_to_append(self.path), "ab", buffering=0)
 
     def _truncate(self, step: int) -> None:
-        content = self.path.read_bytes() if self.path.exists() else b""
-        parsed, torn = _parse(self.path, content)
-        kept = [line for line, record in parsed if record["step"] <= step]
+        content = read_regular(self.path) if self.path.exists() else b""
+        found = _parse(content)
+        kept = [line for line, record in found.lines if record["step"] <= step]
+        if found.problem:
+            aside = name_aside(self.path)
+            replace_file(aside, content)
+            self._say(f"{self.path.name} is damaged, {found.problem}; moved to {aside.name}, its good lines are kept")
         unfinished = bool(kept) and not kept[-1].endswith(b"\n")  # whole, but killed before its newline
         if unfinished:
             kept[-1] += b"\n"
         whole = b"".join(kept)
-        if not unfinished and self.path.exists() and content.startswith(whole):
-            os.truncate(self.path, len(whole))  # needs no room, and is atomic, too
-        elif torn or unfinished or len(kept) < len(parsed):
-            replace_file(self.path, whole)
+        if whole == content:
+            return
+        if content.startswith(whole):  # needs no room, and is atomic, too
+            with os.fdopen(open_regular(self.path, os.O_WRONLY), "wb") as file:
+                if os.fstat(file.fileno()).st_nlink == 1:
+                    file.truncate(len(whole))
+                    return
+        replace_file(self.path, whole)
 
     def rewind(self, step: int) -> None:
         """Drop the lines of all steps after this one, to go on from it."""
@@ -133,7 +145,8 @@ class MetricsWriter:
             with contextlib.suppress(ValueError):  # the end of a line that was begun
                 kept += line if json.loads(line)["step"] <= step else b""
         self._truncate(step)
-        self._unwritten, self._file = kept, self.path.open("ab", buffering=0)
+        self._unwritten = kept
+        self._open()
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers. A value

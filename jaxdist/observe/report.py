@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.files.regular import replace_file
 from jaxdist.observe import figures
 from jaxdist.observe.console import format_duration, printable
 from jaxdist.observe.environment import redact_urls
-from jaxdist.observe.metrics import Curve, curve, replace_file, work_unit
+from jaxdist.observe.metrics import Curve, curve, work_unit
 
 _LONG = 12  # lists with more entries, and tables with more than 5 times as many rows, are folded
 _Record = Mapping[str, Any]  # a line of metrics.jsonl

@@ -8,8 +8,10 @@ from datetime import datetime
 from pathlib import Path
 
 from jaxdist.errors import UserError
+from jaxdist.files.regular import open_to_append
 
 RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
+ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
 STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
 NAME_LENGTH = 64
 
@@ -48,6 +50,22 @@ def run_directory_of(command: Sequence[str], environ: Mapping[str, str]) -> Path
     return Path(given) if given else new_run_directory(_option(command, "--config") or "run.yaml")
 
 
+def refuse_strangers(folder: Path) -> None:
+    """Raise `UserError` for what is neither a file nor a folder where a run writes. A link in a run directory from
+    elsewhere could lead to any file, and a pipe would make the run wait for ever."""
+    for place in (folder, *(each for each in sorted(folder.iterdir()) if each.is_dir() and not each.is_symlink())):
+        for path in sorted(place.iterdir()):
+            if path.is_symlink():
+                raise UserError(
+                    f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"
+                    " there; remove it; to use another disk, give a --run-dir on it"
+                )
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise UserError(
+                    f"--run-dir: {str(path)!r} is a pipe, a socket or a device, and a run writes there; remove it"
+                )
+
+
 def latest_step(run: Path) -> int:
     """The step of the newest finished checkpoint of a run, -1 where there is none."""
     try:
@@ -72,12 +90,11 @@ def make_log_folder(folder: Path, option: str) -> None:
 
 
 def open_log(path: Path, option: str) -> int:
-    """A descriptor that appends to a log. Raises `UserError`; a link is not followed."""
+    """A descriptor that appends to a log, by `open_to_append`. Raises `UserError`."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        return open_to_append(path)
     except OSError as error:
-        reason = "it is a symbolic link" if path.is_symlink() else error.strerror
-        raise UserError(f"{option}: {str(path)!r} cannot be written: {reason}; give another folder") from error
+        raise UserError(f"{option}: {str(path)!r} cannot be written: {error.strerror}; give another folder") from error
 
 
 def leave_stop_note(environ: Mapping[str, str]) -> None:

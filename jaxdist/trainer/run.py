@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -21,12 +22,14 @@ from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.data import Ids, Source, batch_shapes, bigram_bits, load_source, trigram_bits
 from jaxdist.errors import UserError
+from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
+from jaxdist.runtime.run_claim import RunClaim
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState
@@ -69,21 +72,23 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Outputs:
-    """Where a run writes: the console and the run directory. metrics and samples (`observe.samples`) are the files of
-    process 0; they are None on the others."""
+    """Where a run writes: the console and the run directory. metrics, samples (`observe.samples`) and the claim on the
+    directory are those of process 0; they are None on the others."""
 
     folder: Path
     console: Console
     checkpoints: Checkpoints
     metrics: MetricsWriter | None = None
     samples: MetricsWriter | None = None
+    claim: RunClaim | None = None
 
     def note(self, record: dict[str, Any]) -> None:
         """Add a line to incidents.jsonl, on process 0. Where that fails, as on a full disk, the console says so."""
         if jax.process_index() != 0:
             return
         try:
-            with (self.folder / "incidents.jsonl").open("a", encoding="utf-8") as file:
+            folder = self.folder if self.claim is None else self.claim.follow()
+            with os.fdopen(open_to_append(folder / "incidents.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             self.console.line(f"incidents.jsonl: {error.strerror}; not written: {json.dumps(record)}")
@@ -98,14 +103,24 @@ class Outputs:
         self.warn({"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
 
     def open_files(self, plan: RunPlan, stack: ExitStack, *, resume_step: int | None) -> None:
-        """Write what is known before the first step, and open the files of metrics."""
-        opened = lambda name: stack.enter_context(MetricsWriter(self.folder / name, resume_step=resume_step))  # noqa: E731
-        self.metrics = opened("metrics.jsonl")
-        self.samples = opened("samples.jsonl") if plan.config.observe.samples else None
-        (self.folder / "config.yaml").write_text(to_yaml(plan.config, redact_settings), encoding="utf-8")
-        write_environment(
-            self.folder / "env.json", {**run_environment(plan.mesh), "data": redact_settings(plan.source.info)}
-        )
+        """Write what is known before the first step, then open the files of metrics: they are cut last, once it is
+        known that the run can write. Raises `UserError` where it cannot."""
+
+        def opened(name: str) -> MetricsWriter:
+            say = lambda line: self.warn({"what": line, "action": "went on"})  # noqa: E731
+            return stack.enter_context(MetricsWriter(self.folder / name, resume_step=resume_step, say=say))
+
+        try:
+            if problem := self.checkpoints.no_room():
+                raise problem
+            replace_file(self.folder / "config.yaml", to_yaml(plan.config, redact_settings).encode())
+            data = redact_settings(plan.source.info)
+            write_environment(self.folder / "env.json", {**run_environment(plan.mesh), "data": data})
+            self.metrics = opened("metrics.jsonl")
+            self.samples = opened("samples.jsonl") if plan.config.observe.samples else None
+        except OSError as error:
+            what = f"--run-dir: {str(error.filename or self.folder)!r} cannot be written: {error.strerror}"
+            raise UserError(f"{what}; mend it, or give another folder") from error
 
     def close_metrics(self) -> None:
         """Close metrics.jsonl. A full disk is said, and does not end the run."""

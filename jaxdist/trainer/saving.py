@@ -1,6 +1,10 @@
 """Saving during a run. A save that fails is reported as soon as that is known; the run goes on to its last step."""
 
+from pathlib import Path
+
 from jaxdist.checkpoint import SaveFailed
+from jaxdist.checkpoint.reader import FOLDER
+from jaxdist.processes import done_by_first
 from jaxdist.trainer.resume import record
 from jaxdist.trainer.run import Outputs, TrainingRun
 
@@ -13,12 +17,24 @@ def settle(outputs: Outputs) -> None:
         _report(outputs, error)
 
 
+def follow(run: TrainingRun) -> None:
+    """Go on where the run directory is now, if it was moved. Every process must call it, with no save under way."""
+    outputs = run.outputs
+    was, claim = outputs.folder, outputs.claim
+    now = Path(done_by_first(lambda: str(was if claim is None else claim.follow())))
+    if now != was:
+        outputs.folder = run.watch.folder = now
+        outputs.checkpoints.move_to(now / FOLDER)
+        outputs.warn({"what": f"the run directory was moved from {was} to {now}", "action": "stopped"})
+
+
 def begin_save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     """Begin to save the state; training may go on meanwhile. loss: of an evaluation after the step.
 
     Raises FloatingPointError where the state is not finite.
     """
     settle(run.outputs)
+    follow(run)
     plan, progress = run.plan, run.progress
     meta = record(plan.config, plan.source, passed=progress.passed, forced=progress.forced)
     try:

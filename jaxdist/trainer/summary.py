@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.load import to_yaml
+from jaxdist.files.regular import replace_file
 from jaxdist.mesh import sizes_of
 from jaxdist.observe import read_metrics, redact_settings, work_unit
 from jaxdist.specs import bytes_per_device, path_name, shard_count
@@ -16,8 +17,8 @@ from jaxdist.trainer.run import TrainingRun, run_environment
 WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
 
 
-def write_run_report(run: TrainingRun, samples: str) -> None:
-    """Write report.html from the run directory."""
+def write_run_report(run: TrainingRun, records: Sequence[dict[str, Any]], samples: str) -> None:
+    """Write report.html. records: of metrics.jsonl."""
     from jaxdist.observe.report import LayoutRow, write_report  # imports matplotlib, which is slow
 
     plan, folder = run.plan, run.outputs.folder
@@ -39,7 +40,7 @@ def write_run_report(run: TrainingRun, samples: str) -> None:
         title=folder.name,
         config_yaml=to_yaml(plan.config, redact_settings),
         environment=run_environment(plan.mesh),
-        metrics=read_metrics(folder / "metrics.jsonl"),
+        metrics=records,
         layout=layout,
         mesh_axes=sizes_of(plan.mesh),
         devices=[device.device_kind for device in plan.mesh.devices.flat],
@@ -62,11 +63,12 @@ def write_summary(run: TrainingRun, samples: str) -> None:
     """Write samples.txt and report.html, and say on the console how the run went. For process 0."""
     folder, console = run.outputs.folder, run.outputs.console
     if samples:
-        (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
+        replace_file(folder / "samples.txt", (samples + "\n").encode())
         console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
-    if run.plan.config.observe.report:
-        write_run_report(run, samples)
-    records = read_metrics(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    records = read_metrics(metrics) if metrics.exists() else []  # a directory that was removed was made again
+    if run.plan.config.observe.report and records:
+        write_run_report(run, records, samples)
     evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]

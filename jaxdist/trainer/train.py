@@ -22,11 +22,12 @@ from jaxdist.config.schema import Config
 from jaxdist.data import GlobalBatches, make_loader, prefetch
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.observe.environment import versions
-from jaxdist.processes import anywhere, from_first
+from jaxdist.processes import anywhere, done_by_first, from_first
 from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.output import lasting_output
-from jaxdist.runtime.run_folder import RUN_DIR, leave_stop_note, new_run_directory
+from jaxdist.runtime.run_claim import RunClaim
+from jaxdist.runtime.run_folder import RUN_DIR, leave_stop_note, new_run_directory, refuse_strangers
 from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
@@ -41,6 +42,8 @@ from jaxdist.trainer.run import RunPlan, TrainingRun, build
 from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
 from jaxdist.trainer.summary import write_summary
+
+MOVED = "the run directory was moved"  # a reason to stop
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -117,6 +120,8 @@ def steps(run: TrainingRun, loader: GlobalBatches, spikes: Spikes, stop: StopSig
             crumbs.at_step("agree")
             if step == progress.first_step + 1 and run.cache.count > loaded:
                 run.outputs.console.line("the program of a step came from the compilation cache")
+            if run.outputs.claim is not None and run.outputs.claim.is_moved():
+                stop.ask(MOVED)
             stopped = stop.requested(step) and step < last
             crumbs.enter("host")
             evaluating = evaluate is not None and due(step, config.train.eval_every, last)
@@ -147,17 +152,6 @@ def run_directory(given: str | None, config_path: str) -> Path:
     return folder
 
 
-def refuse_links(folder: Path) -> None:
-    """Raise `UserError` for a link where this run writes: a run directory from elsewhere could lead to any file."""
-    for place in (folder, folder / "checkpoints"):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            if path.is_symlink():
-                raise UserError(
-                    f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"
-                    " there; remove it; to use another disk, give a --run-dir on it"
-                )
-
-
 def train(config: Config, folder: Path) -> int:
     """Train into `folder`, or resume the run that is there.
 
@@ -185,14 +179,21 @@ def train(config: Config, folder: Path) -> int:
 
 def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     folder = Path(from_first(str(folder)))  # a new one is named after the second in which its process started
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run-dir: {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
-    refuse_links(folder)
-    try:
+    with ExitStack() as stack:
+        claimed: list[RunClaim] = []  # of process 0, for all
+
+        def claim() -> None:
+            claimed.append(stack.enter_context(RunClaim(folder)))
+            refuse_strangers(folder)
+
+        done_by_first(claim)
         watch.folder = stop.folder = folder
-        return _build_and_loop(config, folder, stop, watch)
+        return _in_claimed(config, folder, next(iter(claimed), None), stop, watch)
+
+
+def _in_claimed(config: Config, folder: Path, claim: RunClaim | None, stop: StopSignal, watch: Watch) -> int:
+    try:
+        return _build_and_loop(config, folder, claim, stop, watch)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -212,9 +213,10 @@ def time_limit(plan: RunPlan, checkpoints: Checkpoints, started: float) -> TimeL
     return TimeLimit(hours and hours * 3600, started, lambda: checkpoints.longest_save or guess)
 
 
-def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
+def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: StopSignal, watch: Watch) -> int:
     with ExitStack() as stack, watch.crumbs.failing():
         run = build(config, folder, stack, watch)
+        run.outputs.claim = claim
         outputs, console = run.outputs, run.outputs.console
         stack.callback(outputs.close_metrics)
         console.header(describe(run))
@@ -227,7 +229,7 @@ def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch
             return FAILED
         except ReplicasDiffer as error:  # it was not saved: the newest checkpoint is good
             settle(outputs)
-            console.line(f"stopped: {error}; the same command with --run-dir {folder} goes on before it")
+            console.line(f"stopped: {error}; the same command with --run-dir {outputs.folder} goes on before it")
             outputs.note({"step": error.step, "what": str(error), "action": "stopped"})
             return STOPPED
         except RunStopped as error:
@@ -246,7 +248,7 @@ def _build_and_loop(config: Config, folder: Path, stop: StopSignal, watch: Watch
             if not complete:
                 if stop.why == "train.max_hours":
                     console.line(f"train.max_hours: {config.train.max_hours:g} hours are nearly over")
-                console.line(f"stopped after step {step}; the same command with --run-dir {folder} goes on")
+                console.line(f"stopped after step {step}; the same command with --run-dir {outputs.folder} goes on")
             write_summary(run, samples)
         anywhere(False)  # all stay until process 0 is done, with watch and signal handlers
     if not complete:

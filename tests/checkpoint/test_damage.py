@@ -289,6 +289,39 @@ def test_links_are_not_followed(copy: Path, tmp_path: Path, name: str) -> None:
     assert f"{name} is no file" in check_files(copy / "2", 2).problem
 
 
+@pytest.mark.parametrize("name", [CHECKSUMS, "meta/metadata", "state/_METADATA"])
+def test_a_pipe_is_not_waited_for(copy: Path, name: str) -> None:
+    (copy / "2" / name).unlink()
+    os.mkfifo(copy / "2" / name)
+    lines: list[str] = []
+    with Checkpoints(copy, keep=2) as checkpoints:
+        assert checkpoints.newest_intact(lines.append) == 1
+    assert f"checkpoint of step 2 is damaged: {name} is no file; moved to 2.damaged" in lines[0]
+
+
+@pytest.mark.parametrize("where", ["version", "record", "both"])
+def test_a_newer_format_is_no_damage(copy: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version is read before anything else is judged, and nothing is moved, not even what is damaged."""
+    folder = copy / "2"
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "CHECKPOINT_FORMAT", 2)
+        if where != "version":
+            (folder / CHECKSUMS).unlink()
+            meta = json.loads((folder / "meta" / "metadata").read_text())
+            (folder / "meta" / "metadata").write_text(json.dumps(meta | {"jaxdist": {"checksums": 2}}))
+        if where != "record":
+            seal(folder, 2)
+    (Path(shutil.copytree(folder, copy / "3")) / "state" / "_METADATA").unlink()
+    if where == "record":
+        (copy / "3" / "meta" / "metadata").unlink()  # this one is damaged
+    names = files_of(copy)
+    with Checkpoints(copy, keep=2) as checkpoints:
+        for call in (lambda: checkpoints.newest_intact(print), lambda: checkpoints.restore(2, asked())):
+            with pytest.raises(UserError, match=r"^checkpoint of step [23] is of format 2, .* reads 1 and older; use"):
+                call()
+    assert files_of(copy) == names
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

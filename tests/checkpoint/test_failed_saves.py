@@ -6,15 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import Checkpoints, SaveFailed, checksums
+from jaxdist.checkpoint import Checkpoints, SaveFailed, barrier, checksums
 from jaxdist.checkpoint.retention import Retention
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
@@ -152,6 +154,65 @@ def test_an_old_step_that_cannot_be_removed_is_no_failed_save(tmp_path: Path, mo
         assert checkpoints.failed is None and checkpoints.latest() == 1
         monkeypatch.undo()
     assert_restores(tmp_path, 1)
+
+
+def test_another_folder_of_that_name_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another run, or of a copy: this save has failed."""
+
+    def seal(folder: Path, step: int) -> None:
+        (tmp_path / str(step)).mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(checksums, "seal", seal)
+        checkpoints.save(1, state_of(1), {})
+        with pytest.raises(SaveFailed, match=r"^checkpoint of step 1 was not saved: No space left on device$"):
+            checkpoints.wait()
+
+
+def test_an_old_step_is_renamed_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the removal, half a checkpoint has no valid name; the next start removes it. Folders of others
+    stay."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {})
+        checkpoints.wait()
+        real = shutil.rmtree
+
+        def rmtree(path: Path, *arguments: object, **options: object) -> None:
+            if any((Path(path) / "state").glob("*")):
+                real(Path(path) / "state")
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            real(path, *arguments, **options)
+
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        checkpoints.save(3, state_of(3), {})
+        with pytest.warns(UserWarning, match="step 3 is saved, but an old one is not removed: Input/output error"):
+            checkpoints.wait()
+        monkeypatch.undo()
+        assert checkpoints.latest() == 3
+    assert steps_in(tmp_path) == ["1.orbax-checkpoint-tmp-removed", "2", "3"]
+    (tmp_path / "notes.orbax-checkpoint-tmp").mkdir()
+    assert_restores(tmp_path, 3)
+    assert steps_in(tmp_path) == ["2", "3", "notes.orbax-checkpoint-tmp"]
+
+
+def test_the_clock_is_set_while_a_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour forward or back: limits and durations go by a clock that nobody sets."""
+    real, result, off = time.time, barrier._SharedFuture.result, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + off[0])
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step, hours in ((1, 1.0), (2, -1.0)):
+
+            def late(self: Any, timeout: float | None = None, hours: float = hours) -> Any:
+                off[0] += hours * 3600
+                return result(self, timeout)
+
+            monkeypatch.setattr(barrier._SharedFuture, "result", late)
+            checkpoints.save(step, state_of(step), {})
+            checkpoints.wait()
+            assert 0 < checkpoints.longest_save < 600
+        assert checkpoints.latest() == 2
 
 
 def test_metrics_go_back_without_room(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
+from jaxdist.files.regular import replace_file
 from jaxdist.observe import (
     Console,
     MetricsWriter,
@@ -27,7 +28,7 @@ from jaxdist.observe import (
     write_environment,
 )
 from jaxdist.observe.console import format_duration
-from jaxdist.observe.metrics import replace_file, smooth
+from jaxdist.observe.metrics import smooth
 
 # ---------------------------------------------------------------- metrics
 
@@ -112,17 +113,36 @@ def test_resume_without_file_and_new_run_over_an_old_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", [b"{\n", b"\n", b"[1]\n", b'{"loss": 1}\n', b'{"step": 1.5}\n', b'{"step": 2, "loss": NaN}\n', b"\xff\n"]
+    "bad",
+    [
+        b"{\n",
+        b"\n",
+        b"[1]\n",
+        b'{"loss": 1}\n',
+        b'{"step": 1.5}\n',
+        b'{"step": 2, "loss": NaN}\n',
+        b"\xff\n",
+        pytest.param(b"[" * 9999 + b"\n", id="deep"),
+        b'{"step": 2, "a/nonfinite": []}\n',
+    ],
 )
 @pytest.mark.parametrize("rest", [b"", LINES[2], b'{"torn'])
-def test_a_bad_line_is_an_error_with_its_number(tmp_path, bad, rest):
+def test_a_bad_line_is_told_by_its_number_and_set_aside_on_resuming(tmp_path, bad, rest):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(LINES[0] + bad + rest)
     with pytest.raises(UserError, match="metrics.jsonl, line 2:"):
         read_metrics(path)
-    with pytest.raises(UserError, match="line 2:"):
-        MetricsWriter(path, resume_step=5)
-    assert path.read_bytes() == LINES[0] + bad + rest
+    said = []
+    for aside in ("metrics.jsonl.damaged", "metrics.jsonl.damaged-2"):
+        path.write_bytes(LINES[0] + bad + rest)
+        MetricsWriter(path, resume_step=5, say=said.append).close()
+        assert path.read_bytes() == LINES[0] + (rest if rest.endswith(b"\n") else b"")
+        assert (tmp_path / aside).read_bytes() == LINES[0] + bad + rest
+        line = said.pop()
+        assert (
+            re.fullmatch(rf"metrics.jsonl is damaged, line 2: .*; moved to {aside}, its good lines are kept", line)
+            and not said
+        )
 
 
 def test_read_metrics_leaves_out_a_torn_line(tmp_path):

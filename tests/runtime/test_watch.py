@@ -124,6 +124,29 @@ def test_the_cause_is_named_and_not_its_symptoms() -> None:
     assert blame.failed({0: wrong}).status == 2
 
 
+@pytest.mark.parametrize("place", ["file", "folder", "second name"])
+def test_stacks_are_written_inside_the_run_directory(place: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Whoever can write there cannot lead them elsewhere, and a copy of hard links keeps its own."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "rank0.txt").write_text("kept")
+    run.mkdir()
+    if place == "folder":
+        (run / "stacks").symlink_to(outside)
+    else:
+        (run / "stacks").mkdir()
+        link = Path.symlink_to if place == "file" else Path.hardlink_to
+        link(run / "stacks" / "rank0.txt", outside / "rank0.txt")
+    watch = Watch()
+    watch.folder = run
+    watch._report(blame.Blame("stuck", (0,), "stuck: rank 0", 75))
+    assert (outside / "rank0.txt").read_text() == "kept" and len(list(outside.iterdir())) == 1
+    if place == "folder":
+        assert "stacks not written: it is a symbolic link" in capfd.readouterr().err
+    else:
+        assert "test_stacks_are_written" in (run / "stacks" / "rank0.txt").read_text()
+
+
 def test_limits() -> None:
     assert blame.limit_of(None, 0.0) == 60
     assert blame.limit_of(None, 30.0) == 300

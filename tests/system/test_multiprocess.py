@@ -20,6 +20,7 @@ from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.join.environment import Job, find_job
+from jaxdist.runtime.run_claim import LOCK, RunClaim
 from jaxdist.trainer.train import train
 
 pytestmark = pytest.mark.xdist_group("processes")  # runs and commands are shared by the tests of this file
@@ -158,6 +159,34 @@ def test_sigterm_to_one_process_stops_both(processes: Processes) -> None:
     assert processes.wait(30) == [75, 75], processes.logs()
     steps = sorted(int(path.name) for path in (processes.folder / "run" / "checkpoints").iterdir())
     assert steps[-1] == len(losses(processes.folder / "run"))
+
+
+@pytest.mark.slow
+def test_another_run_has_the_directory(processes: Processes) -> None:
+    """All processes say so and end."""
+    port = free_port()
+    with RunClaim(processes.folder / "run"):
+        (processes.folder / "run" / "kept").touch()
+        for rank in (0, 1):
+            processes.add([*SCRIPT, "--run-dir", "run"], torchrun(port, rank))
+        assert processes.wait(60) == [2, 2], processes.logs()
+        assert {path.name for path in (processes.folder / "run").iterdir()} == {"kept", LOCK}
+    for rank in (0, 1):
+        assert processes.err(rank).startswith("error: --run-dir: 'run' belongs to a run under way, process ")
+        assert processes.err(rank).count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_directory_of_two_processes_is_moved(processes: Processes) -> None:
+    port, old, new = free_port(), processes.folder / "run", processes.folder / "new"
+    for rank in (0, 1):
+        options = ["--run-dir", "run", "train.steps=1000000", "train.eval_every=0", "checkpoint.every=0"]
+        processes.add([*SCRIPT, *options], torchrun(port, rank))
+    processes.wait_for_step(old / "metrics.jsonl", 5)
+    old.rename(new)
+    assert processes.wait(30) == [75, 75], processes.logs()
+    assert [path.name for path in (new / "checkpoints").iterdir()] == [str(len(losses(new)))] and not old.exists()
+    assert f"warning: the run directory was moved from run to {new}\n" in processes.out(0)
 
 
 def test_error_in_one_process_ends_it_at_once(processes: Processes) -> None:

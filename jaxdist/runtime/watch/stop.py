@@ -127,7 +127,7 @@ class StopSignal:
         with self._lock:
             self._begun = step
         if jax.process_index() == 0 and self.limit.is_near():
-            self._ask("train.max_hours")
+            self.ask("train.max_hours")
         with self._lock:
             return self._last is not None and step >= self._last
 
@@ -165,9 +165,9 @@ class StopSignal:
         self._asked = self._asked or time.monotonic()
         if self._begun is None and self._store is None:
             self._leave(f"ended by {why} before the first step")
-        self._ask(why)
+        self.ask(why)
 
-    def _ask(self, why: str) -> None:
+    def ask(self, why: str) -> None:
         """Ask all processes to stop after a step."""
         self.why = self.why or why
         if self._store is not None:

@@ -8,6 +8,7 @@ rank 0. docs/watchdog.md says what is seen, after how long, and what is not.
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import os
 import queue
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.errors import UserError
+from jaxdist.files.regular import LINK, open_new
 from jaxdist.processes import Place, place
 from jaxdist.runtime.exit_status import status_of
 from jaxdist.runtime.network.connection import tell
@@ -334,7 +336,9 @@ class Watch:
             path = self.folder / STACKS / f"rank{self._here.rank}.txt"
             try:
                 path.parent.mkdir(exist_ok=True)
-                with path.open("w", encoding="utf-8") as file:
+                if path.parent.is_symlink():
+                    raise OSError(errno.ELOOP, LINK)
+                with os.fdopen(open_new(path), "w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                 tell(f"  stacks of rank {self._here.rank}: {path}")
             except OSError as error:

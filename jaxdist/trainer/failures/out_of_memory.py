@@ -8,6 +8,7 @@ import jax
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
+from jaxdist.files.regular import replace_file
 from jaxdist.observe import redact_settings
 from jaxdist.plan.compiled.memory import check_windows
 from jaxdist.plan.explain import explain
@@ -35,7 +36,7 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     _say(said, "", "\n".join(memory_text(explain(config))), "")
     file = folder / "config.yaml"
     if not file.exists():  # the run had not begun
-        file.write_text(to_yaml(config, redact_settings), encoding="utf-8")
+        replace_file(file, to_yaml(config, redact_settings).encode())
     command = f"python scripts/explain.py --config {file} --remedies"
     try:
         table = remedies(config, progress=_say) if compiling else None

@@ -1,0 +1,1 @@
+"""Files in folders that others can write to, or have made: opened and replaced without surprises."""
