@@ -8,7 +8,6 @@ them is the record of the run.
 import errno
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in
 from jaxdist.checkpoint.checksums import (
     CHECKPOINT_FORMAT,
     RECORD,
-    TEMPORARY,
     Integrity,
     Landed,
     SealedFolder,
@@ -37,9 +35,9 @@ from jaxdist.checkpoint.checksums import (
     record_of,
 )
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
-from jaxdist.checkpoint.retention import PROBE, Retention, remove_leftovers
+from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
 from jaxdist.errors import UserError
-from jaxdist.files.regular import identity_of, name_aside, open_new, remove_empty
+from jaxdist.files.regular import identity_of, name_aside, remove_empty
 from jaxdist.precision.loss_scale import fresh_guard, tree_is_finite
 from jaxdist.processes import anywhere, done_by_first
 from jaxdist.specs import leaves_by_name
@@ -238,18 +236,7 @@ class Checkpoints:
 
     def no_room(self) -> OSError | None:
         """Why process 0 cannot write here, as far as a small file tells; None on the others."""
-        if jax.process_index() != 0:
-            return None
-        probe = self._folder / f"{PROBE}{TEMPORARY}"
-        try:
-            probe.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_new(probe / "file"), "wb") as file:
-                file.write(bytes(4096))
-        except OSError as error:
-            return error
-        finally:
-            shutil.rmtree(probe, ignore_errors=True)
-        return None
+        return no_room(self._folder)
 
     def _fail(self, step: int, error: Exception | None) -> NoReturn:
         self._manager.reload()  # orbax lists the step that was to be saved

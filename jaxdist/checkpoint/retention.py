@@ -1,6 +1,7 @@
 """The choice of checkpoints that stay: the newest, every n-th step, the best. And the removal of the others."""
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 
 from jaxdist.checkpoint.checksums import TEMPORARY
+from jaxdist.files.regular import open_new
 
 PROBE = "probe"  # name of a folder that is made to see whether one can be
 FEWEST = 2  # of the newest, even if the user asks for fewer: one may be damaged
@@ -20,6 +22,22 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
         if re.fullmatch(rf"([0-9]+|{PROBE}){re.escape(TEMPORARY)}(-[a-z0-9]+)?", path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def no_room(folder: Path) -> OSError | None:
+    """Why process 0 cannot write into a folder, as far as a small file tells; None on the others."""
+    if jax.process_index() != 0:
+        return None
+    probe = folder / f"{PROBE}{TEMPORARY}"
+    try:
+        probe.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_new(probe / "file"), "wb") as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return error
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+    return None
 
 
 @dataclass(frozen=True)

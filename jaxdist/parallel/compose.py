@@ -6,8 +6,6 @@ from jaxdist import registry
 from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.parallel.schedule import Schedule
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.parallel.wrappers.freeze import freezing
-from jaxdist.parallel.wrappers.keep_fp32 import keeping_fp32
 from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
 
