@@ -34,5 +34,16 @@ def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
             "jaxdist.parallel.strategies", options.strategy, Strategy, options, key="parallel.strategy"
         )
 
-    strategy = sharding_over_pipe(keeping_fp32(make, options), options)
-    return freezing(reducing_in_backward(strategy, options, once=once), options.freeze)
+    # What only some options need is imported where they are read.
+    if options.precision.keep_fp32:
+        from jaxdist.parallel.wrappers.keep_fp32 import keeping_fp32
+
+        strategy = keeping_fp32(make, options)
+    else:
+        strategy = make(options)
+    strategy = reducing_in_backward(sharding_over_pipe(strategy, options), options, once=once)
+    if options.freeze:
+        from jaxdist.parallel.wrappers.freeze import freezing
+
+        strategy = freezing(strategy, options.freeze)
+    return strategy
