@@ -113,13 +113,13 @@ def make_model(
     changed = {key: value for key, value in chosen.items() if hasattr(config.model, key)}
     name, options = config.model.name, config.model.replace(**changed)
     given: dict[str, Any] = {"max_length": config.data.seq_len, "param_dtype": precision.param}
-    build = registry.function("jaxdist.models", name, options, **given, key="model.name")
+    build = registry.load("jaxdist.models", name, key="model.name")
     asked = {"fp8": ("precision.policy: 'fp8'", "a policy without float8, such as bf16")} if precision.fp8 else {}
     for key in ("sequence_parallel", "collective_matmul"):
         if training and getattr(config.parallel, key):
             asked[key] = (f"parallel.{key}: true", "false")
-    known = inspect.signature(build).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    known = inspect.signature(build).parameters if inspect.isfunction(build) else {}  # else `make` decides
+    takes_any = not known or any(each.kind is each.VAR_KEYWORD for each in known.values())
     for key, (setting, allowed) in asked.items():
         if not takes_any and key not in known:  # a model of somebody else's need not know of it
             raise UserError(

@@ -96,7 +96,7 @@ def test_readers_that_have_an_answer_for_what_cannot_be_read(tmp_path: Path) -> 
     (tmp_path / CHECKSUMS).write_text(DEEP)
     assert check_files(tmp_path, 1).problem == f"{CHECKSUMS} cannot be read"
     (tmp_path / "meeting").write_text(DEEP[:4000])
-    assert read_meeting(tmp_path / "meeting") is None
+    assert read_meeting(tmp_path / "meeting", "token") is None
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ def test_no_console_ends_a_run(
         assert train(configure(*options), tmp_path) == (0 if lost == "no room" else 75)
     if lost == "no room":
         os.close(writes)
-    assert steps_saved(tmp_path) == ["6" if lost == "no room" else "4"]
+    (step,) = steps_saved(tmp_path)
+    assert step == "6" if lost == "no room" else step in ("3", "4")  # it hears of a reader that went after step 2
 
 
 def test_resume_after_a_crash_gives_the_same_bits(
