@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxdist.plan.explain import Explanation
 from jaxdist.plan.remedies import Table
+from jaxdist.plan.traced.activations import BETWEEN_STAGES
 from jaxdist.plan.traced.ledger import SENDS, Collective
 from jaxdist.plan.traced.sharding import aligned, rows_as_text
 from jaxdist.specs import format_bytes
@@ -39,7 +40,7 @@ def explanation_text(
     activations: add the arrays saved for the backward pass
     """
     collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
-    rows = rows or max(len(collectives), len(explanation.activations or ()))
+    rows = rows or max(len(collectives), len(explanation.activations))
     heads = ("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")
     lines: list[tuple[object, ...]] = [heads]
     for each in collectives[:rows]:
@@ -63,10 +64,6 @@ def explanation_text(
         text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {extra}")
     text += _comparison(explanation)
     text += ["", *memory_text(explanation)]
-    if explanation.activations is None:
-        text.append("Activations are not told apart for pipelines yet: --compile gives the temporary memory.")
-    elif explanation.added is None:
-        text.append("What a block needs beside these while it runs is not in the program: --compile measures it.")
     text += _saved_arrays(explanation, rows) if activations else []
     text += ["", rows_as_text(explanation.parameters)] if parameters else []
     return "\n".join(text)
@@ -149,9 +146,7 @@ def _comparison(explanation: Explanation) -> list[str]:
 
 
 def _saved_arrays(explanation: Explanation, rows: int) -> list[str]:
-    """The lines of the largest saved arrays, equal ones in one line; none if they are not known."""
-    if explanation.activations is None:
-        return []
+    """The lines of the largest saved arrays, equal ones in one line."""
     counted = Counter(explanation.activations)
     kept = sorted(counted.items(), key=lambda item: -item[0].bytes_per_device * item[1])
     lines: list[tuple[object, ...]] = [("what", "kind", "shape", "dtype", "arrays", "bytes", "source")]
@@ -159,7 +154,9 @@ def _saved_arrays(explanation: Explanation, rows: int) -> list[str]:
         shape = "x".join(map(str, each.shape)) or "scalar"
         size = format_bytes(each.bytes_per_device * count)
         lines.append((each.what, each.kind, shape, each.dtype, count, size, each.source))
-    text = ["", "Kept for the backward pass of one microbatch, on one device:", *aligned(lines, right=(4, 5))]
+    pipeline = any(each.kind == BETWEEN_STAGES for each in explanation.activations)
+    whose = "passes of all microbatches that a stage has begun" if pipeline else "pass of one microbatch"
+    text = ["", f"Kept for the backward {whose}, on one device:", *aligned(lines, right=(4, 5))]
     if rest := kept[rows:]:
         left = sum(each.bytes_per_device * count for each, count in rest)
         text.append(f"... and {len(rest)} more, {format_bytes(left)}")
