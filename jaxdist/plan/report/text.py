@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.plan.explain import Explanation
+from jaxdist.plan.explain import MEASURED, Explanation
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.activations import BETWEEN_STAGES
 from jaxdist.plan.traced.ledger import SENDS, Collective
@@ -80,8 +80,16 @@ def _on_stages(calls: tuple[int, ...]) -> str:
 
 
 def memory_text(explanation: Explanation) -> list[str]:
-    """The lines of the memory table of a device."""
+    """The lines of the memory table of a device, and what its estimate is worth."""
     text = memory_table(explanation.memory)
+    if explanation.added is None:
+        least, median, most = MEASURED
+        text += [
+            "Estimated: the most that is there at one time of the traced program, gradients and activations among it.",
+            "Not in this table: arrays in other layouts, gaps between arrays. Compiled for CPU devices, the peak was",
+            f"{least:.2f} to {most:.2f} times the estimate in 8 of 10 random configurations, {median:.2f} in the median"
+            " (docs/plan.md). --compile measures it.",
+        ]
     if explanation.empty_rows:
         text.append(
             f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"

@@ -20,9 +20,7 @@ from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
 # The same array under another name or shape.
-_SAME = primitives(
-    "reshape squeeze expand_dims transpose name stop_gradient optimization_barrier copy copy_p pvary pcast"
-)
+_SAME = primitives("reshape squeeze expand_dims transpose name optimization_barrier copy copy_p pvary pcast")
 # Nothing is fused into these.
 _WHOLE = primitives(
     """
@@ -91,15 +89,13 @@ def temporary_bytes(step: TrainStep, state: TrainState, batch: PyTree) -> int:
     """The most bytes that one device holds beside state and batch at any time of a step. Arguments: see `ledger`."""
     jaxpr = step.jitted(state).trace(state, batch).jaxpr
     sizes = [bytes_per_device(x, x.sharding.spec, x.sharding.mesh) for x in jax.tree.leaves((state, batch))]
+    return peak_bytes(jaxpr, sizes)
+
+
+def peak_bytes(jaxpr: Any, sizes: Sequence[int]) -> int:
+    """The most bytes that a program holds beside its arguments and results. sizes: of the arguments, on one device."""
     body = _Body()
-    results = body.read(jaxpr, [_outside(size) for size in sizes])
-    return round(body.peak(results))
-
-
-def _calls(jaxpr: Any, equation: Any) -> bool:
-    """Whether an equation only calls a jaxpr."""
-    plain = opened(jaxpr)
-    return (len(plain.invars), len(plain.outvars)) == (len(equation.invars), len(equation.outvars))
+    return round(body.peak(body.read(jaxpr, [_outside(size) for size in sizes])))
 
 
 def _on_host(atom: Any) -> bool:
@@ -128,7 +124,7 @@ class _Body:
             return self.scan(equation, given)
         if name == "cond":
             return self.condition(equation, given)
-        if len(inner) == 1 and _calls(inner[0], equation):
+        if len(inner) == 1 and len(opened(inner[0]).invars) == len(given):  # a call
             return self.read(inner[0], given)
         made = [_Value(self.size(equation, given, each)) for each in equation.outvars]
         if name == "device_put":
@@ -172,9 +168,8 @@ class _Body:
         own = [_Value(each.nbytes / scan.length, own=False) for each in rows]
         after = body.read(scan.body, [*(_outside(each.nbytes) for each in constants), *before, *own])
         made = [_Value(self.size(equation, given, each)) for each in equation.outvars]
-        count = scan.carried
-        workspace = body.peak(after[:count], before=before)
-        places = list(zip(carry, made[:count], strict=True))
+        workspace = body.peak(after[: scan.carried], before=before)
+        places = list(zip(carry, made[: scan.carried], strict=True))
         self.operations.append(_Operation([*constants, *rows], []))  # a carry is computed into the loop's own array
         self.operations.append(_Operation(given, made, whole=False, workspace=workspace, places=places))
         return made
@@ -201,11 +196,14 @@ class _Body:
         first, last, free = dict[_Value, int](), dict[_Value, int](), set(results)
         for i, each in enumerate(events):
             last |= dict.fromkeys(each.reads, i)
-            first = dict.fromkeys(each.made, i) | first
+            for value in each.made:
+                first.setdefault(value, i)
         for old, new in zip(before, results, strict=False):
-            if new is not old and new in first and last.get(old, -1) > first[new]:  # the old one is still read
-                free.discard(new)
-                last[new] = len(events)
+            if new is not old and new in first:
+                places, read = events[first[new]].places, last.get(old, -1)
+                if read > first[new] or (read == first[new] and places is not None and (old, new) not in places):
+                    free.discard(new)  # the old one is still read
+                    last[new] = len(events)
 
         def cost(values: Iterable[_Value]) -> float:
             return sum(value.nbytes for value in values if value.inside and value not in free)

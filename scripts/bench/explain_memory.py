@@ -1,6 +1,6 @@
 """The memory of a step as `explain` estimates it, beside what the compiler takes, for random configurations.
 
-    python scripts/bench/plan_memory.py [--count 50] [--seed 0] [--json OUT]
+    python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--json OUT]
 
 Small GPTs in fp32 on 8 simulated CPU devices: random meshes, strategies, pipelines, remat modes and optimizers. (In
 bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: estimate / compiled peak, and what it is.
@@ -55,8 +55,8 @@ def measured(overrides: list[str]) -> dict[str, Any]:
 
     begun = time.perf_counter()
     found = explain(load_config(QUICKSTART, overrides, planned=True), compiled=True).memory
-    ratio = found[ESTIMATED_PEAK] / found[COMPILED_PEAK]
-    return {"overrides": overrides, "memory": found, "ratio": ratio, "seconds": time.perf_counter() - begun}
+    ratio = found[COMPILED_PEAK] / found[ESTIMATED_PEAK]
+    return {"overrides": " ".join(overrides), "memory": found, "ratio": ratio, "seconds": time.perf_counter() - begun}
 
 
 def summary(ratios: list[float]) -> dict[str, Any]:
