@@ -137,9 +137,8 @@ class _Body:
         elif name in _WHOLE or inner or moving_axes(equation):
             self.operations.append(_Operation(given, made))
         else:
-            whole = [each for each in equation.invars if each.aval.shape == equation.outvars[0].aval.shape]
             for each in made:
-                each.own, each.dear = False, name in _DEAR or len(whole) > 1
+                each.own, each.dear = False, name in _DEAR
             self.operations.append(_Operation(given, made, fused=True))
         return made
 
@@ -148,7 +147,9 @@ class _Body:
         fetched = [_on_host(before) for before in equation.invars]
         self.operations.append(_Operation(given, [new for new, there in zip(made, fetched, strict=True) if there]))
         arrived = [new if there else old for old, new, there in zip(given, made, fetched, strict=True)]
-        return [_outside(0) if _on_host(x) else each for x, each in zip(equation.outvars, arrived, strict=True)]
+        return [
+            _outside(each.nbytes) if _on_host(x) else each for x, each in zip(equation.outvars, arrived, strict=True)
+        ]
 
     def size(self, equation: Any, given: list[_Value], result: Any) -> float:
         """Bytes of a result on one device. Outside of `shard_map` types are global: it is split like its operands."""
