@@ -11,7 +11,6 @@ import json
 import platform
 import random
 import statistics
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -51,11 +50,12 @@ def drawn(rng: random.Random) -> list[str]:
 def measured(overrides: list[str]) -> dict[str, Any]:
     """Estimate and compiled peak of one configuration. Raises `UserError` if it is not allowed."""
     from jaxdist.config.load import load_config
-    from jaxdist.plan.explain import COMPILED_PEAK, ESTIMATED_PEAK, explain
+    from jaxdist.plan.explain import COMPILED_PEAK, ESTIMATED_PEAK, NOT_HERE, explain
 
     begun = time.perf_counter()
     config = load_config(QUICKSTART, overrides, planned=True)
     found = explain(config).memory  # on a mesh without devices
+    del found[NOT_HERE]  # which is made of what is measured here
     found[COMPILED_PEAK] = explain(config, compiled=True).memory[COMPILED_PEAK]
     ratio = found[COMPILED_PEAK] / found[ESTIMATED_PEAK]
     return {"overrides": " ".join(overrides), "memory": found, "ratio": ratio, "seconds": time.perf_counter() - begun}
@@ -93,7 +93,8 @@ def main() -> None:
     result = summary([each["ratio"] for each in found])
     print(json.dumps(result))
     if arguments.json:
-        head: dict[str, Any] = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "summary": result}
+        command = f"scripts/bench/explain_memory.py --count {arguments.count} --seed {arguments.seed}"
+        head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d"), "summary": result}
         head |= {"jax": jax.__version__, "jaxlib": version("jaxlib"), "python": platform.python_version()}
         arguments.json.write_text(json.dumps(head | {"configurations": found}, indent=1) + "\n")
 

@@ -24,7 +24,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.parallel.pipeline.stages import arrange
 from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate_slots
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
-from jaxdist.plan.explain import ESTIMATED_PEAK, NOT_HERE, TEMPORARY, explain
+from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, NOT_HERE, explain
 from jaxdist.plan.report.pipeline import configured_ticks, described, show_pipeline
 from jaxdist.plan.report.text import explanation_text, pytorch_term
 from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, Ledger, collectives_of, hosts_of, ledger
@@ -287,7 +287,11 @@ def test_uneven_stages_are_described(tmp_path: Path) -> None:
     drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert "stages 4 (1 + 2 + 2 + 1 blocks)" in drawn
     found, full = explain(uneven), explain(configured("parallel.schedule=gpipe", "model.layers=8"))
-    for name in found.memory.keys() - {TEMPORARY, ESTIMATED_PEAK, NOT_HERE}:  # it takes memory to tell rows apart
+    for name in found.memory.keys() - {
+        ESTIMATED_TEMPORARY,
+        ESTIMATED_PEAK,
+        NOT_HERE,
+    }:  # it takes memory to tell rows apart
         assert found.memory[name] == full.memory[name]
     assert found.memory.keys() == full.memory.keys() and (found.empty_rows, full.empty_rows) == (2, 0)
     note = "parallel.stages: 2 rows of every parameter of the blocks hold no block"

@@ -90,6 +90,11 @@ def memory_text(explanation: Explanation) -> list[str]:
             f"{least:.2f} to {most:.2f} times the estimate in 8 of 10 random configurations, {median:.2f} in the median"
             " (docs/plan.md). --compile measures it.",
         ]
+    kernel, why = explanation.attention
+    if why is not None:
+        text.append(
+            f"Traced with {kernel}'s attention, which stores all scores; cuDNN's, which does not, is not used: {why}"
+        )
     if explanation.empty_rows:
         text.append(
             f"parallel.stages: {explanation.empty_rows} rows of every parameter of the blocks hold no block;"
