@@ -12,36 +12,47 @@ from jaxdist.config.schema import Config
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.optim import leave_out
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, resident_bytes
 from jaxdist.plan.remedies import Table, remedies_to_json
-from jaxdist.plan.traced.activations import SAVED_KINDS, SavedArray, saved_activations
+from jaxdist.plan.traced.activations import BETWEEN_STAGES, SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
+from jaxdist.plan.traced.liveness import temporary_bytes
 from jaxdist.plan.traced.sharding import Row, sharding_rows
 from jaxdist.specs import STACKED, PyTree, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
+
+# The sums of the table of memory: the only rows that may be compared with the memory of a device; and what they lack.
+ESTIMATED_PEAK, COMPILED_PEAK = (f"peak, {how} (state, batch and temporary)" for how in ("estimated", "compiled"))
+ESTIMATED_TEMPORARY = "temporary, estimated (gradients, copies, activations)"
+NOT_HERE = "not in this table (more in 1 of 10 configurations)"
+
+# Compiled peak / estimated peak, tenth percentile, median and ninetieth, of the 50 random configurations in
+# docs/measurements/explain_memory_cpu.json.
+MEASURED = (0.96, 1.04, 1.21)
 
 
 class Explanation(NamedTuple):
     """The facts of a configuration.
 
     memory: {purpose: bytes of a device}
-    activations: arrays that one microbatch saves; None for a pipeline, whose buffers are not told apart
+    activations: arrays that one microbatch saves; of a pipeline those of all microbatches that a stage has begun
     empty_rows: rows of each stacked parameter that hold no block (see `jaxdist.parallel.pipeline.stages`); all figures
         count them
     added: collectives that the compiler adds; None if nothing was compiled
     compiled: {op: the ledger beside the compiled program}; None if nothing was compiled
+    attention: the kernel of the traced program, and why it is not cuDNN's (see `jaxdist.build.Parts`)
     """
 
     mesh: dict[str, int]
     ledger: Ledger
     parameters: list[Row]
     memory: dict[str, int]
-    activations: list[SavedArray] | None
+    activations: list[SavedArray]
     empty_rows: int
     added: list[Compiled] | None
     compiled: dict[str, Comparison] | None
+    attention: tuple[str, str | None]
 
 
 def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8) -> Explanation:
@@ -55,24 +66,26 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     batch = batch_of(config, mesh)
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
-    pipeline = table_of(config.parallel.schedule) is not None
-    kept = None if pipeline else saved_activations(parts.step, parts.target, batch)
-    memory = memory_at_rest(parts.target) | memory_of_a_step(config, parts, mesh)
-    if kept is not None:
-        sizes = dict.fromkeys(SAVED_KINDS, 0)  # and what is offloaded, if anything is
-        for each in kept:
-            sizes[each.kind] = sizes.get(each.kind, 0) + each.bytes_per_device
-        memory |= {f"{kind}, kept for backward": size for kind, size in sizes.items()}
+    kept = saved_activations(parts.step, parts.target, batch)
+    memory = memory_at_rest(parts.target) | {"batch": resident_bytes(batch)} | memory_of_a_step(config, parts, mesh)
+    sizes = dict.fromkeys(SAVED_KINDS, 0)  # and what is offloaded or sent, if anything is
+    for each in kept:
+        sizes[each.kind] = sizes.get(each.kind, 0) + each.bytes_per_device
+    memory |= {kind if kind == BETWEEN_STAGES else f"{kind}, kept for backward": size for kind, size in sizes.items()}
+    temporary = temporary_bytes(parts.step, parts.target, batch)
+    memory[ESTIMATED_TEMPORARY] = temporary
+    memory[ESTIMATED_PEAK] = resident_bytes((parts.target, batch)) + temporary
+    memory |= {} if compiled else {NOT_HERE: round((MEASURED[-1] - 1) * memory[ESTIMATED_PEAK])}
     added, compared = None, None
     if compiled:
         program = compile_step(parts, batch)
         if (footprint := footprint_of(program, config, parts)) is not None:
             memory["temporary, compiled (gradients, copies, activations)"] = footprint.temporary
-            memory["peak, compiled (state, batch and temporary)"] = footprint.peak
+            memory[COMPILED_PEAK] = footprint.peak
         everything = compiled_collectives(program.as_text())
         added = [each for each in everything if each.added and each.group_size > 1]
         compared = compare(found, everything)
-    return Explanation(found.mesh, found, rows, memory, kept, parts.model.empty_rows, added, compared)
+    return Explanation(found.mesh, found, rows, memory, kept, parts.model.empty_rows, added, compared, parts.attention)
 
 
 def memory_at_rest(target: TrainState) -> dict[str, int]:
@@ -133,8 +146,8 @@ def explanation_to_json(explanation: Explanation, table: Table | None = None) ->
         for row in explanation.parameters
     ]
 
-    def dicts(facts: Sequence[SavedArray | Compiled] | None) -> list[dict[str, Any]] | None:
-        return None if facts is None else [each._asdict() for each in facts]
+    def dicts(facts: Sequence[SavedArray | Compiled]) -> list[dict[str, Any]]:
+        return [each._asdict() for each in facts]
 
     compared = None
     if explanation.compiled is not None:
@@ -146,6 +159,6 @@ def explanation_to_json(explanation: Explanation, table: Table | None = None) ->
         "memory": explanation.memory,
         "parameters": parameters,
         "activations": dicts(explanation.activations),
-        "added": dicts(explanation.added),
+        "added": None if explanation.added is None else dicts(explanation.added),
         "compiled": compared,
     } | ({} if table is None else {"remedies": remedies_to_json(table)})

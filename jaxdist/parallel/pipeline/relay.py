@@ -18,6 +18,8 @@ from jaxdist.specs import PyTree
 
 # Scopes by which the ledger recognises the work of a tick, and its sends.
 FORWARD, BACKWARD, TO_NEXT, TO_BEFORE = "pipeline_forward", "pipeline_backward", "pipeline.next", "pipeline.before"
+# Scopes by which the table of memory recognises what a stage hands from tick to tick.
+KEPT, CROSSING, LATE, RECEIVED = "pipeline.kept", "pipeline.crossing", "pipeline.late", "pipeline.received"
 
 
 def blocks_of_chunk(

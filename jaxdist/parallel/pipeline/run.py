@@ -21,7 +21,17 @@ from jaxdist.config.rules.remat import refuse_split_backward
 from jaxdist.jaxpr.evaluate import trimmed
 from jaxdist.parallel.blocks.branch import Choose, by_condition, by_mask, pack, typed_like, unpack
 from jaxdist.parallel.blocks.layers import BlockRows, ScannedBlocks, at, put
-from jaxdist.parallel.pipeline.relay import BACKWARD, FORWARD, blocks_of_chunk, cut_into_chunks, send
+from jaxdist.parallel.pipeline.relay import (
+    BACKWARD,
+    CROSSING,
+    FORWARD,
+    KEPT,
+    LATE,
+    RECEIVED,
+    blocks_of_chunk,
+    cut_into_chunks,
+    send,
+)
 from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate_slots
 from jaxdist.parallel.schedule import Program, Schedule, Seed, Stages, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
@@ -156,19 +166,20 @@ class _Machine(NamedTuple):
     def start(self) -> tuple[_State, PyTree]:
         """(state of zeros, residuals of one microbatch as ShapeDtypeStructs)."""
 
-        def zeros(leaf: Any, *places: int) -> jax.Array:
-            return to_varying(jnp.zeros((*places, *leaf.shape), leaf.dtype), {*varying_axes(leaf), "pipe"})
+        def zeros(leaf: Any, *places: int, scope: str = "pipeline") -> jax.Array:
+            with jax.named_scope(scope):
+                return to_varying(jnp.zeros((*places, *leaf.shape), leaf.dtype), {*varying_axes(leaf), "pipe"})
 
         batch = at(self.microbatches, 0)
-        h = zeros(jax.eval_shape(self._embed, self.diff[EMBED], batch))
+        h = zeros(jax.eval_shape(self._embed, self.diff[EMBED], batch), scope=RECEIVED)
         _, saved = jax.eval_shape(self._run_blocks, h, batch, jnp.zeros((), jnp.int32))
-        kept = [zeros(leaf, self.slots.residuals.size) for leaf in jax.eval_shape(pack, saved)]
+        kept = [zeros(leaf, self.slots.residuals.size, scope=KEPT) for leaf in jax.eval_shape(pack, saved)]
         crossing: PyTree = ()
         if self.ticks.weights.shape[2]:
             blocks = self._rows(jnp.zeros((), jnp.int32))
             shapes, _ = jax.eval_shape(self._scanned.backward_input, blocks, saved, h)
-            crossing = jax.tree.map(lambda leaf: zeros(leaf, self.slots.cotangents.size), shapes)
-        late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1)
+            crossing = jax.tree.map(lambda leaf: zeros(leaf, self.slots.cotangents.size, scope=CROSSING), shapes)
+        late = zeros(h, self.slots.residuals.size if self.slots.late_loss else 1, scope=LATE)
         grads = zeros_varying_like(self.diff, accumulation_dtype(self.reduce_dtype))
         totals = jax.tree.map(zeros, jax.eval_shape(self.stages.head, self.diff, self.captured, h, batch))
         return _State(h, h, kept, crossing, late, grads, totals), saved

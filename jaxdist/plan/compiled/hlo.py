@@ -8,7 +8,17 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxdist.plan.compiled.instructions import HLO_OPS, Computation, Instruction, array_bytes, arrays, group_size, parse
+from jaxdist.errors import UserError
+from jaxdist.plan.compiled.instructions import (
+    HLO_OPS,
+    UNCOUNTED,
+    Computation,
+    Instruction,
+    array_bytes,
+    group_size,
+    parse,
+    sent_arrays,
+)
 from jaxdist.plan.traced.ledger import Collective, Ledger, wire_bytes
 
 
@@ -74,36 +84,39 @@ def compiled_collectives(text: str) -> list[Compiled]:
 
 
 def collectives_in(computations: dict[str, Computation], name: str, times: int = 1) -> list[Compiled]:
-    """The collectives of a computation, and of those that it calls. times: how often it runs in a step."""
+    """The collectives of a computation, and of those that it calls. times: how often it runs in a step.
+
+    Raises `UserError` for what sends data between devices and is not counted here.
+    """
     found: list[Compiled] = []
-    for own in computations.get(name, {}).values():
+    inside = computations.get(name, {})
+    for own in inside.values():
         if own.kind in HLO_OPS:
-            found.append(_collective(own, times))
+            found.append(_collective(own, inside, times))
+        elif own.kind in UNCOUNTED and "is_host_transfer=true" not in own.rest:
+            raise UserError(
+                f"compiled program: {own.name} is a {own.opcode} between devices, whose bytes are not counted; allowed:"
+                f" {', '.join(HLO_OPS)}; leave out the compiler flag that makes such (devices.xla.flags)"
+            )
         elif own.kind in ("while", "call", "conditional", "fusion", "async"):
-            inside = [collectives_in(computations, called, times * (own.trips or 1)) for called in own.runs]
+            called = [collectives_in(computations, each, times * (own.trips or 1)) for each in own.runs]
             if own.kind == "conditional":  # which branch runs is not known: the one that sends most, as in the ledger
-                inside = [max(inside, key=lambda branch: sum(each.wire_bytes for each in branch), default=[])]
-            found += (each for branch in inside for each in branch)
+                called = [max(called, key=lambda branch: sum(each.wire_bytes for each in branch), default=[])]
+            found += (each for branch in called for each in branch)
     return found
 
 
-def _collective(own: Instruction, times: int) -> Compiled:
-    op, n, results = HLO_OPS[own.kind], group_size(own.rest), arrays(own.shape)
-    # The result of a -start holds the inputs as well, first; an all-reduce's or permute's are as large as its outputs.
-    if own.opcode.endswith("-start") and op != "psum" and len(results) > 1:
-        results = results[len(results) // 2 :] if op != "ppermute" else results[1:2]
-    operand, count = (
-        {"all_gather": total // n, "reduce_scatter": total * n}.get(op, total)
-        for total in (sum(map(array_bytes, results)), sum(math.prod(dims) for _, dims in results))
-    )
+def _collective(own: Instruction, inside: Computation, times: int) -> Compiled:
+    op, n, sent = HLO_OPS[own.kind], group_size(own.rest), sent_arrays(own, inside)
+    nbytes = sum(map(array_bytes, sent))
     return Compiled(
         op=op,
         group_size=n,
-        dtype=results[0][0],
-        bytes_per_call=operand,
-        elements_per_call=count,
+        dtype=sent[0][0],
+        bytes_per_call=nbytes,
+        elements_per_call=sum(math.prod(dims) for _, dims in sent),
         calls=times,
-        wire_bytes=wire_bytes(op, operand, n) * times,
+        wire_bytes=wire_bytes(op, nbytes, n) * times,
         added="shard_map" not in own.op_name and "shmap" not in own.op_name,
         name=own.op_name,
     )

@@ -15,7 +15,10 @@ HLO_OPS = {
     "reduce-scatter": "reduce_scatter",
     "collective-permute": "ppermute",
     "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",  # how much is sent, only the data say: at most the whole input counts
+    "collective-broadcast": "pbroadcast",
 }
+UNCOUNTED = frozenset({"send", "recv"})  # of XLA's own passes that cut collectives to pieces
 BITS = {"pred": 8, "s4": 4, "u4": 4}  # the names of other types have them: f32, bf16, s8, f8e4m3fn
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)(\(.*)$")  # name, shape, opcode, the rest
@@ -103,6 +106,16 @@ def array_bytes(array: HloArray) -> int:
 def nbytes(shape: str) -> int:
     """Bytes of a shape, tuples summed."""
     return sum(map(array_bytes, arrays(shape)))
+
+
+def sent_arrays(own: Instruction, inside: Computation) -> list[HloArray]:
+    """The arrays that a device gives to a collective: its operands, however its result is arranged.
+
+    inside: the computation that it is in
+    """
+    # Behind the input of a ragged-all-to-all stand the array that it writes to, offsets and sizes.
+    given = own.operands[:1] if own.kind == "ragged-all-to-all" else own.operands
+    return [array for each in given for array in arrays(inside[each].shape)]
 
 
 def group_size(rest: str) -> int:

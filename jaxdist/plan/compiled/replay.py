@@ -20,10 +20,10 @@ from jaxdist.plan.compiled.instructions import (
     Computation,
     Instruction,
     InstructionCosts,
-    arrays,
+    array_bytes,
     group_size,
-    nbytes,
     parse,
+    sent_arrays,
 )
 from jaxdist.plan.traced.ledger import wire_bytes
 
@@ -154,8 +154,8 @@ class _Replay:
             elif own.opcode.endswith("-done"):
                 if own.operands and (name, own.operands[0]) in self.flying:
                     self.wait((name, own.operands[0]))
-            elif (collective := self.collective(own)) is not None:
-                self.send((name, own.name), own, collective, loop)
+            elif (found := self.collective(name, own)) is not None:
+                self.send((name, own.name), own, found, loop)
             elif own.opcode == "call" and (called := own.called("to_apply")) is not None:
                 self.run(called, loop)
             else:
@@ -195,10 +195,12 @@ class _Replay:
         for key in self.flying:
             self.totals[key] += (0, seconds, 0, flops > WORTH_FLOPS)
 
-    def send(self, key: tuple[str, str], own: Instruction, collective: Instruction, loop: tuple[int, ...]) -> None:
+    def send(
+        self, key: tuple[str, str], own: Instruction, found: tuple[Instruction, Computation], loop: tuple[int, ...]
+    ) -> None:
         """Start a collective on the communication stream, and wait for its end if it is synchronous."""
         if key not in self.travels:
-            self.travels[key], self.totals[key] = self.travel(key[0], own, collective, loop), np.zeros(4)
+            self.travels[key], self.totals[key] = self.travel(own, *found, loop), np.zeros(4)
         each = self.travels[key]
         self.free = max(self.now, self.free) + each.needed
         self.totals[key] += (1, 0, 0, 0)
@@ -212,21 +214,20 @@ class _Replay:
         self.now += stall
         self.totals[key] += (0, 0, stall, 0)
 
-    def collective(self, own: Instruction) -> Instruction | None:
-        """The collective that an instruction is, or wraps."""
+    def collective(self, name: str, own: Instruction) -> tuple[Instruction, Computation] | None:
+        """The collective that an instruction of a computation is, or wraps, and the computation that it is in."""
         if own.kind in HLO_OPS:
-            return own
+            return own, self.computations[name]
         if own.kind in ("async", "fusion", "call"):
             inside = self.computations.get(own.called() or own.called("to_apply") or "", {})
-            return next((each for each in inside.values() if each.opcode in HLO_OPS), None)
+            return next(((each, inside) for each in inside.values() if each.opcode in HLO_OPS), None)
         return None
 
-    def travel(self, name: str, own: Instruction, collective: Instruction, loop: tuple[int, ...]) -> Travel:
-        """The `Travel` of a collective that has not been called yet."""
-        body, op, n = self.computations[name], HLO_OPS[collective.kind], group_size(collective.rest)
-        shapes = [body[each].shape for each in own.operands if each in body]
-        sent = wire_bytes(op, sum(map(nbytes, shapes)), n)
-        largest = max((array for shape in shapes for array in arrays(shape)), key=lambda array: math.prod(array[1]))
+    def travel(self, own: Instruction, collective: Instruction, inside: Computation, loop: tuple[int, ...]) -> Travel:
+        """The `Travel` of a collective that has not been called yet. own: itself, or what wraps it."""
+        op, n, given = HLO_OPS[collective.kind], group_size(collective.rest), sent_arrays(collective, inside)
+        sent = wire_bytes(op, sum(map(array_bytes, given)), n)
+        largest = max(given, key=lambda array: math.prod(array[1]))
         return Travel(
             op=op,
             dtype=largest[0],

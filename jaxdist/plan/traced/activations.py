@@ -2,8 +2,8 @@
 
 A step is one jaxpr, whatever its strategy, schedule and remat mode. A device holds these arrays from the forward pass
 to the backward pass, for one microbatch at a time. A block needs more memory while it runs: workspace, and with remat
-what it computes again. Only a compiler knows that part. Pipelines are not supported: in their loop over ticks, forward
-and backward passes of several microbatches alternate.
+what it computes again (see `jaxdist.plan.traced.liveness`). In a pipeline, forward and backward passes of several
+microbatches alternate: a stage holds what its loop over ticks carries, in as many slots as its table needs.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, scan_of
+from jaxdist.parallel.pipeline.relay import CROSSING, KEPT, LATE, RECEIVED
 from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
 from jaxdist.plan.traced.program import traced_program
 from jaxdist.specs import STACKED, PyTree, is_model
@@ -21,6 +22,14 @@ from jaxdist.train_step import TrainStep
 
 ACTIVATIONS, COPIES, CONSTANTS = SAVED_KINDS = ("activations", "copies of parameters", "constants")
 ON_HOST = "activations on the host"  # offloaded; not in the device's memory
+BETWEEN_STAGES = "buffers between stages"
+# What a stage of a pipeline carries from tick to tick, by its scope: (kind, what).
+CARRIED = {
+    KEPT: (ACTIVATIONS, "residuals of blocks, in slots"),
+    CROSSING: (ACTIVATIONS, "from B to W, in slots"),
+    LATE: (ACTIVATIONS, "gradient of the head's input"),
+    RECEIVED: (BETWEEN_STAGES, "received from a neighbouring stage"),
+}
 # Primitives whose result is their operand: the compiled program has no second array for it.
 PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
 
@@ -28,12 +37,12 @@ PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_prec
 class SavedArray(NamedTuple):
     """An array that a device holds from the forward to the backward pass.
 
-    kind: one of `SAVED_KINDS`, or `ON_HOST`
+    kind: one of `SAVED_KINDS`, `ON_HOST` or `BETWEEN_STAGES`
         - activations are computed from the batch, or from the number of the step (dropout masks)
         - copies of parameters are computed from parameters alone: cast, gathered, or stacked by the loop over blocks
         - constants are computed from neither: causal masks, tables
     what: the layer that makes it, the parameter, "input of a block", or "carry of a loop"
-    shape: on one device; [blocks, ...] where all blocks keep one
+    shape: on one device; [blocks, ...] where all blocks keep one, [slots, ...] of a pipeline
     source: the line that makes it
     """
 
@@ -65,7 +74,7 @@ class _Value(NamedTuple):
 def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list[SavedArray]:
     """The arrays that one microbatch of `step(state, batch)` saves on one device, the largest first.
 
-    The arguments are those of `ledger`.
+    In a pipeline: of all microbatches that a stage has begun, and its buffers. The arguments are those of `ledger`.
     """
     jaxpr = traced_program(step, state, batch)
     marks = (
@@ -80,6 +89,7 @@ def saved_activations(step: TrainStep, state: TrainState, batch: PyTree) -> list
     reader.read(jaxpr, jax.tree.leaves(marks, is_leaf=lambda node: isinstance(node, _Value)), "")
     # A schedule may run microbatches in several places of the program. All save the same; a part of one saves less.
     found = max(reader.found.values(), key=lambda kept: sum(each.bytes_per_device for each in kept), default=[])
+    found = list(reader.slots.values()) or found
     return sorted(found, key=lambda each: -each.bytes_per_device)
 
 
@@ -88,10 +98,12 @@ class _Reader:
 
     carry, copies: names for the carry of the outermost loop, and for that part of it which is computed from parameters
     found: the saved arrays, by the jaxpr in which both passes are
+    slots: what a pipeline carries from tick to tick, by the variable
     """
 
     def __init__(self, carry: str, copies: str) -> None:
         self.carry, self.copies, self.found = carry, copies, dict[int, list[SavedArray]]()
+        self.slots = dict[Any, SavedArray]()
 
     def read(self, jaxpr: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
         """The origins of a jaxpr's results, from those of its arguments."""
@@ -159,6 +171,10 @@ class _Reader:
         """The origins of a scan's results: arrays of its own, also where its body only hands something on."""
         scan = scan_of(equation)
         constants, before, rows = scan.split(given)
+        for value, variable in zip(before, equation.outvars, strict=False):
+            if (scope := scope_of(value.stack)) in CARRIED:
+                kind, what = CARRIED[scope]
+                self.slots[variable] = self.saved(value, variable.aval)._replace(kind=kind, what=what)
         carry = [_Value(object(), value.batch, value.parameters, equation, stack, True) for value in before]
         while True:
             made = self.read(scan.body, [*constants, *carry, *rows], stack)

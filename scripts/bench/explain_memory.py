@@ -1,0 +1,103 @@
+"""The memory of a step as `explain` estimates it, beside what the compiler takes, for random configurations.
+
+    python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--json OUT]
+
+Small GPTs in fp32 on 8 simulated CPU devices: random meshes, strategies, pipelines, remat modes and optimizers. (In
+bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: estimate / compiled peak, and what it is.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+DEVICES = 8
+OPTIMIZERS = ("adamw", "adamw", "sgd", "lion", "adafactor", "muon")
+
+
+def drawn(rng: random.Random) -> list[str]:
+    """Overrides of the quickstart: a random configuration, which may not be allowed."""
+    pick, mesh = rng.choice, dict.fromkeys(("pipe", "data", "fsdp", "tensor"), 1)
+    for _ in range(3):
+        mesh[pick(list(mesh))] *= 2
+    chosen: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    chosen |= {
+        "model.style": pick(("gpt2", "llama")),
+        "model.layers": pick((4, 8)),
+        "model.width": pick((64, 128, 256)),
+        "model.vocab": pick((256, 1024, 4096)),
+        "data.seq_len": pick((64, 128, 256)),
+        "data.global_batch": pick((16, 32, 64)),
+        "parallel.strategy": pick(("ddp", "zero1", "zero2", "zero3")),
+        "parallel.microbatches": pick((1, 2, 4)),
+        "memory.remat": pick(("none", "dots", "full", "sqrt")),
+        "optimizer.name": pick(OPTIMIZERS),
+        "parallel.prefetch": pick((0, 0, 1)),
+    }
+    if mesh["pipe"] > 1:
+        schedule = pick(("gpipe", "one_f_one_b", "interleaved", "zero_bubble"))
+        chosen |= {"parallel.schedule": schedule, "parallel.chunks": 2 if schedule == "interleaved" else 1}
+        chosen |= {"parallel.microbatches": pick((4, 8)), "parallel.prefetch": 0}
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def measured(overrides: list[str]) -> dict[str, Any]:
+    """Estimate and compiled peak of one configuration. Raises `UserError` if it is not allowed."""
+    from jaxdist.config.load import load_config
+    from jaxdist.plan.explain import COMPILED_PEAK, ESTIMATED_PEAK, NOT_HERE, explain
+
+    begun = time.perf_counter()
+    config = load_config(QUICKSTART, overrides, planned=True)
+    found = explain(config).memory  # on a mesh without devices
+    del found[NOT_HERE]  # which is made of what is measured here
+    found[COMPILED_PEAK] = explain(config, compiled=True).memory[COMPILED_PEAK]
+    ratio = found[COMPILED_PEAK] / found[ESTIMATED_PEAK]
+    return {"overrides": " ".join(overrides), "memory": found, "ratio": ratio, "seconds": time.perf_counter() - begun}
+
+
+def summary(ratios: list[float]) -> dict[str, Any]:
+    """Of quotients estimate / compiled: the spread, and how many are within 5 %."""
+    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    near = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
+    spread = {"least": min(ratios), "tenth": tenths[0], "median": statistics.median(ratios), "ninetieth": tenths[-1]}
+    return {"configurations": len(ratios), "within 5 %": near, **spread, "most": max(ratios)}
+
+
+def main() -> None:
+    """Print a line for each configuration, and the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    from jaxdist.errors import UserError
+
+    rng, found = random.Random(arguments.seed), list[dict[str, Any]]()
+    while len(found) < arguments.count:
+        overrides = drawn(rng)
+        try:
+            found.append(measured(overrides))
+        except UserError:  # such a one does not exist: draw again
+            continue
+        print(f"{found[-1]['ratio']:.3f} ({found[-1]['seconds']:.0f} s)  {' '.join(overrides)}", flush=True)
+    result = summary([each["ratio"] for each in found])
+    print(json.dumps(result))
+    if arguments.json:
+        command = f"scripts/bench/explain_memory.py --count {arguments.count} --seed {arguments.seed}"
+        head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d"), "summary": result}
+        head |= {"jax": jax.__version__, "jaxlib": version("jaxlib"), "python": platform.python_version()}
+        arguments.json.write_text(json.dumps(head | {"configurations": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
