@@ -49,10 +49,17 @@ def train_in_child(environ: dict[str, str], config: Path, devices: int, run: Pat
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environ)
+    import jax
+
     from jaxdist.config.load import load_config
     from jaxdist.trainer.train import train
 
-    sys.exit(train(load_config(config, [f"devices.simulated={devices}"]), run))
+    status = train(load_config(config, [f"devices.simulated={devices}"]), run)
+    # multiprocessing ends a process without the functions of atexit, by which JAX's processes wait for each other: the
+    # first one would go, and the service with it, before the others have left.
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    sys.exit(status)
 
 
 class Life:
