@@ -158,6 +158,9 @@ class RunClaim:
             return False
         if locked is False:
             return False
+        if os.fstat(descriptor).st_nlink > 1:  # its other name is somebody else's file
+            replace_file(self._path / LOCK, b"")
+            return False
         if owner is not None and not copied:
             if locked is None and not owner.is_dead() and not self._restarted:
                 return False

@@ -1,7 +1,8 @@
 """The end of a run: samples.txt, report.html, and the last lines on the console."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -59,16 +60,29 @@ def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
     return waited / sum(seconds) if timed else 0.0
 
 
+@contextmanager
+def _told(run: TrainingRun, name: str) -> Iterator[None]:
+    """A context in which a file that cannot be written is a line on the console: the run itself is complete."""
+    try:
+        yield
+    except OSError as error:
+        run.outputs.console.line(
+            f"{name} cannot be written: {error.strerror}; the run and its checkpoints are complete"
+        )
+
+
 def write_summary(run: TrainingRun, samples: str) -> None:
     """Write samples.txt and report.html, and say on the console how the run went. For process 0."""
     folder, console = run.outputs.folder, run.outputs.console
     if samples:
-        replace_file(folder / "samples.txt", (samples + "\n").encode())
+        with _told(run, "samples.txt"):
+            replace_file(folder / "samples.txt", (samples + "\n").encode())
         console.line("sample\n" + "\n".join("  | " + line for line in samples.split("\n\n")[0].splitlines()[:12]))
     metrics = folder / "metrics.jsonl"
     records = read_metrics(metrics) if metrics.exists() else []  # a directory that was removed was made again
     if run.plan.config.observe.report and records:
-        write_run_report(run, records, samples)
+        with _told(run, "report.html"):
+            write_run_report(run, records, samples)
     evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]

@@ -240,3 +240,14 @@ def test_many_at_once(tmp_path: Path) -> None:
         thread.start()
     wait_until(lambda: len(done) == 4, "all threads", 60)
     assert set(most) == {1}
+
+
+def test_a_lock_file_with_a_second_name(tmp_path: Path) -> None:
+    """What is somebody else's file, too, is not written into."""
+    (tmp_path / "victim").write_text("kept\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / LOCK).hardlink_to(tmp_path / "victim")
+    with RunClaim(run):
+        assert json.loads((run / LOCK).read_text())["pid"] == os.getpid()
+    assert (tmp_path / "victim").read_text() == "kept\n"

@@ -262,3 +262,12 @@ def test_checkpoints_of_a_newer_format(run: Run, copy: Path) -> None:
         with pytest.raises(UserError, match=text):
             checkpoint_command(arguments, None)
     assert [line.split(maxsplit=6)[-1] for line in listing(copy)[1:]] == ["complete", "of format 2, a later version's"]
+
+
+def test_a_report_that_cannot_be_written(run: Run, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder is in its place: a line says so, and the run is complete all the same."""
+    (copy / "report.html").unlink(missing_ok=True)
+    (copy / "report.html").mkdir()
+    assert run(copy, "train.steps=5", "observe.report=true") == 0
+    assert "report.html cannot be written: Is a directory; the run and its checkpoints are" in capsys.readouterr().out
+    assert len(losses(copy)) == 5
