@@ -3,6 +3,7 @@
 import fnmatch
 import importlib.util
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -118,7 +119,10 @@ def make_model(
     for key in ("sequence_parallel", "collective_matmul"):
         if training and getattr(config.parallel, key):
             asked[key] = (f"parallel.{key}: true", "false")
-    known = inspect.signature(build).parameters if inspect.isfunction(build) else {}  # else `make` decides
+    try:
+        known: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
+    except (TypeError, ValueError):  # it is no function, or has no signature: `make` refuses it
+        known = {}
     takes_any = not known or any(each.kind is each.VAR_KEYWORD for each in known.values())
     for key, (setting, allowed) in asked.items():
         if not takes_any and key not in known:  # a model of somebody else's need not know of it

@@ -106,7 +106,8 @@ def seal(folder: Path, step: int) -> None:
 def record_of(folder: Path) -> dict[str, Any] | None:
     """The record of this package in a step's `meta`: {} from an older version, None if it cannot be read."""
     try:
-        found = parse_json(read_regular(folder / "meta" / "metadata"))
+        # Beside the record, `meta` holds what a loop of the user's own has put there: numbers of any size.
+        found = parse_json(read_regular(folder / "meta" / "metadata"), any_number=True)
     except (OSError, ValueError):
         return None
     own = found.get(RECORD, {}) if isinstance(found, dict) else None

@@ -90,7 +90,8 @@ class Checkpoints:
         self._is_finite = jax.jit(tree_is_finite)
         self._manager = self._open()
         for step in self._manager.all_steps():
-            self._retention.losses[step] = (record_of(self._folder / str(step)) or {}).get("loss", math.nan)
+            loss = (record_of(self._folder / str(step)) or {}).get("loss")
+            self._retention.losses[step] = float(loss) if isinstance(loss, int | float) else math.nan
         self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process
         self._ahead: tuple[int, Future[Integrity]] | None = None
         self._closing = Event()

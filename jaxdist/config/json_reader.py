@@ -1,5 +1,6 @@
 """JSON from elsewhere, as data within limits: its size, its depth, its numbers, each key once. Imports no jax."""
 
+import codecs
 import json
 import math
 import re
@@ -17,7 +18,7 @@ def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
     """The value of a JSON text. Raises `ValueError`, in one line, for what is not UTF-8 or not JSON, a key that comes
     twice in an object, and nesting of more than `JSON_DEPTH`.
 
-    any_number: takes NaN, infinities, 1e400 and integers of more than 64 bits, where nobody looks at numbers. They are
+    any_number: takes NaN, infinities, 1e400 and integers of up to 4300 digits, where nobody looks at numbers. They are
         refused otherwise, because arithmetic with them fails later and far from the file.
     """
     numbers: dict[str, Any] = {"parse_constant": _refused, "parse_float": _float, "parse_int": _int}
@@ -29,6 +30,15 @@ def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
         raise ValueError(_TOO_DEEP) from None
     _check_inside(found)
     return found
+
+
+def parse_document(line: bytes) -> Any:
+    """The value of a line of a corpus, of which only the text is used: what else it holds may be any JSON. Raises
+    `ValueError`."""
+    try:
+        return json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
 
 
 def read_json_file(path: Path) -> Any:

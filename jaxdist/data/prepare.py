@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.config.json_reader import parse_json
+from jaxdist.config.json_reader import parse_document
 from jaxdist.data.files import read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
@@ -85,7 +85,7 @@ def _lines(file: Path, field: str) -> Iterator[Document]:
         for number, line in enumerate(stream, start=1):
             where = f"{file}, line {number}"
             try:
-                record = parse_json(line, any_number=True) if line.strip() else {field: ""}
+                record = parse_document(line) if line.strip() else {field: ""}
                 text = record.get(field) if isinstance(record, dict) else None
                 encoded = text.encode() if isinstance(text, str) else None  # half a surrogate pair is no text
             except ValueError as error:

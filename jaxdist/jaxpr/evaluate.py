@@ -1,5 +1,6 @@
 """Evaluation of a jaxpr, equation by equation: to change some of its operations, or to run only some of them."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxdist.jaxpr.axes import SILENT
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, interpret, opened
 from jaxdist.specs import PyTree
 
@@ -124,16 +126,25 @@ def trimmed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def size_of_count(count: Callable[[PyTree], jax.Array], tree: PyTree) -> float:
-    """The likely size of a count of things in a tree of arrays, such as the targets of a batch: positive.
+    """The likely size of a count of things in a tree of arrays, such as the targets of a batch: finite and positive.
 
-    That is the count itself where it is a constant; else the size of the largest leaf that it is computed from, such as
-    a mask; and else the rows of the tree.
+    That is the size of the largest leaf that the count is computed from, such as a mask. A count that reads no leaf is
+    a constant: its own value, or the rows of the tree where that cannot be computed here.
     """
     traced, leaves = inlined(count, tree), jax.tree.leaves(tree)
-    [result], constants = traced.jaxpr.outvars, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    known = result.val if isinstance(result, Literal) else constants.get(result)
-    if known is not None:
-        return abs(float(known)) or 1.0
-    _, reads = needed(equations(traced), [result], set())
+    chosen, reads = needed(equations(traced), traced.jaxpr.outvars, set())
     read = [leaf.size for leaf, own in zip(leaves, traced.jaxpr.invars, strict=True) if own in reads]
-    return max(read, default=leaves[0].shape[0])
+    rows = float(max(1, leaves[0].shape[0]))
+    if read:
+        return float(max(read)) or rows
+    constants = zip(traced.jaxpr.constvars, traced.consts, strict=True)
+    if any(isinstance(value, jax.core.Tracer) for name, value in constants if name in reads):
+        return rows
+
+    def on_host(equation: Any, operands: Sequence[Any]) -> list[Any]:
+        return list(operands) if equation.primitive.name in SILENT else apply(equation, operands)
+
+    with jax.ensure_compile_time_eval():
+        values = [None] * len(leaves)
+        [value] = evaluate(traced.jaxpr.replace(eqns=chosen), traced.consts, values, on_host)
+    return abs(float(value)) if math.isfinite(value) and value else rows

@@ -19,13 +19,14 @@ from jaxdist.precision.policy import accumulation_dtype
 
 def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
     """(ids counted from this device's first row and clipped into its range, whether they were in range)."""
-    local = ids - rank("tensor") * local_vocab
+    local = ids.astype(jnp.int32) - rank("tensor") * local_vocab
     here = (local >= 0) & (local < local_vocab)
     return jnp.clip(local, 0, local_vocab - 1), here
 
 
 def _nan_outside(ids: jax.Array, local_vocab: int, dtype: Any) -> jax.Array:
     """nan for an id outside the whole vocabulary, else 0: silence would train on whatever row is read for it."""
+    ids = ids.astype(jnp.int32)  # uint8 has no 256 to compare with
     known = (ids >= 0) & (ids < local_vocab * lax.axis_size("tensor"))
     return jnp.where(known, jnp.zeros((), dtype), jnp.asarray(jnp.nan, dtype))
 
@@ -33,7 +34,8 @@ def _nan_outside(ids: jax.Array, local_vocab: int, dtype: Any) -> jax.Array:
 class VocabEmbed(nnx.Module):
     """Token embedding: ids [B, S] -> [B, S, D]. Table [V, D], split by rows over `tensor`. Initial std 0.02 (GPT-2).
 
-    An id outside 0 to V - 1 gets nan, so that the step's guard skips it.
+    An id outside 0 to V - 1 gets nan, so that the step's guard skips it. Pad with an id of the vocabulary, also where
+    nothing counts.
 
     sequence: the result is this device's positions, [B, S / tensor, D] (`jaxdist.nn.sequence_parallel`).
     """

@@ -3,7 +3,7 @@
     python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--json OUT]
 
 Small GPTs in fp32 on 8 simulated CPU devices: random meshes, strategies, pipelines, remat modes and optimizers. (In
-bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: estimate / compiled peak, and what it is.
+bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: compiled peak / estimate, and what it is.
 """
 
 import argparse
@@ -11,10 +11,13 @@ import json
 import platform
 import random
 import statistics
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 DEVICES = 8
@@ -62,16 +65,17 @@ def measured(overrides: list[str]) -> dict[str, Any]:
 
 
 def summary(ratios: list[float]) -> dict[str, Any]:
-    """Of quotients estimate / compiled: the spread, and how many are within 5 %."""
+    """Of quotients compiled / estimate: the spread, and how many are within 5 %."""
     tenths = statistics.quantiles(ratios, n=10, method="inclusive")
     near = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
     spread = {"least": min(ratios), "tenth": tenths[0], "median": statistics.median(ratios), "ninetieth": tenths[-1]}
     return {"configurations": len(ratios), "within 5 %": near, **spread, "most": max(ratios)}
 
 
-def main() -> None:
+@reports_mistakes
+def main() -> int:
     """Print a line for each configuration, and the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -80,8 +84,6 @@ def main() -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    from jaxdist.errors import UserError
-
     rng, found = random.Random(arguments.seed), list[dict[str, Any]]()
     while len(found) < arguments.count:
         overrides = drawn(rng)
@@ -97,7 +99,8 @@ def main() -> None:
         head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d"), "summary": result}
         head |= {"jax": jax.__version__, "jaxlib": version("jaxlib"), "python": platform.python_version()}
         arguments.json.write_text(json.dumps(head | {"configurations": found}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """JSON from elsewhere: what is refused, in one line, by every reader of such files."""
 
+import codecs
 import json
 import os
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.checkpoint.checksums import CHECKSUMS, check_files
+from jaxdist.checkpoint.checksums import CHECKSUMS, check_files, record_of
 from jaxdist.checkpoint.huggingface.safetensors import read_json
 from jaxdist.config.json_reader import JSON_BYTES, JSON_DEPTH, parse_json, read_json_file
 from jaxdist.data.manifest import entry_of
@@ -67,16 +68,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_json_file(tmp_path / "none")
 
 
-def read_lines(path: Path) -> Any:
-    path = path.rename(path.with_suffix(".jsonl"))
-    return list(documents([Input(path, True, 1)], "text"))
-
-
 READERS: dict[str, Callable[[Path], Any]] = {
     "a budget": read_budget,
     "a manifest": lambda path: entry_of(path.with_name("train.bin")),
     "config.json of Hugging Face": read_json,
-    "lines of documents": read_lines,
     "metrics.jsonl": read_metrics,
 }
 
@@ -90,6 +85,29 @@ def test_every_reader_of_a_file_of_others_says_it_in_one_line(name: str, text: s
     with pytest.raises(UserError, match="nested more than|comes twice") as error:
         READERS[name](tmp_path / "manifest.json")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line", ['"author": "x\\ud83d"', '"a": 1, "a": 2', '"a": ' + "[" * 50 + "]" * 50, '"a": 1e400, "b": NaN']
+)
+def test_a_line_of_a_corpus_may_hold_anything_beside_its_text(line: str, tmp_path: Path) -> None:
+    """As corpora from elsewhere do; and a mark of the byte order before the first line."""
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "x", ' + line.encode() + b"}\n")
+    assert [each.text for each in documents([Input(tmp_path / "a.jsonl", True, 1)], "text")] == [b"x"]
+
+
+def test_a_line_of_a_corpus_that_is_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(DEEP + "\n")
+    with pytest.raises(UserError, match="nested more than"):
+        list(documents([Input(tmp_path / "a.jsonl", True, 1)], "text"))
+
+
+def test_a_record_of_a_checkpoint_is_read_beside_any_numbers(tmp_path: Path) -> None:
+    """`meta` of a loop of one's own holds the state of a random generator, or infinity."""
+    (tmp_path / "meta").mkdir()
+    meta = {"random": 2**100, "best": float("inf"), "jaxdist": {"checksums": 1, "loss": 2.5}}
+    (tmp_path / "meta" / "metadata").write_text(json.dumps(meta))
+    assert record_of(tmp_path) == {"checksums": 1, "loss": 2.5}
 
 
 def test_readers_that_have_an_answer_for_what_cannot_be_read(tmp_path: Path) -> None:

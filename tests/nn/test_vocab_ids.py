@@ -11,10 +11,12 @@ import optax
 import pytest
 from batches import random_tokens
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config.schema import ModelConfig
 from jaxdist.models.gpt import gpt
+from jaxdist.nn import vocab_cross_entropy
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.trainer.failures.diagnose import unknown_ids
 
@@ -56,6 +58,19 @@ def test_a_step_with_an_unknown_id_is_skipped(where: tuple[str, int, int, int], 
     before, after, metrics = train({tuple(place): value}, how)  # type: ignore[dict-item]
     assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
+def test_ids_of_a_narrow_type(dtype: Any) -> None:
+    """Whose type has no number as large as the vocabulary."""
+    vocab = jnp.iinfo(dtype).max % 2**16 + 1
+    mesh = make_mesh(tensor=2)
+    ids = jnp.array([[0, vocab - 1, vocab // 2]], dtype)
+    run = lambda ids, logits: vocab_cross_entropy(logits, ids)  # noqa: E731
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P(None, None, "tensor")), out_specs=P()))(
+        ids, jnp.zeros((1, 3, vocab))
+    )
+    np.testing.assert_allclose(found, np.log(vocab), rtol=1e-5)
 
 
 @pytest.mark.parametrize("how", LAYOUTS, ids=str)

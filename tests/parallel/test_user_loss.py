@@ -236,6 +236,37 @@ def test_gradients_do_not_shrink_with_an_input(weight: str, strategy: str, sizes
     assert float(metrics["grads"]["v"][0, 0]) == pytest.approx(1.0, rel=1e-2)  # 2 * (1 - 0.5) * 1
 
 
+WEIGHTS: dict[str, Any] = {  # of 64 targets a row, in words and as a function of (targets, mask)
+    "a number": lambda y, mask: y.size,
+    "a sum of ones": lambda y, mask: jnp.ones_like(y).sum(),
+    "a product": lambda y, mask: jnp.float32(y.shape[0]) * y.shape[1],
+    "a mask": lambda y, mask: mask.sum(),
+    "an empty mask, and a number": lambda y, mask: mask[:, :0].sum() + y.size,
+    "nan": lambda y, mask: jnp.float32(jnp.nan),
+    "0": lambda y, mask: 0,
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_seed_is_one_over_the_weight(weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not over the rows: with 64 targets a row gradients in half precision would be 64 times too large."""
+    seeds: list[float] = []
+    schedule = registry.load("jaxdist.parallel.schedules", "accumulate", key="")
+
+    def watched(*parts: Any, seed: Any, reduce_dtype: Any) -> Any:
+        seeds.append(seed)
+        return schedule(*parts, seed=seed, reduce_dtype=reduce_dtype)
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        return ((batch["y"] * params["v"][0, 0]) ** 2).sum(), WEIGHTS[weight](batch["y"], batch["mask"])
+
+    params, mesh, tx = {"v": jnp.ones((1, 16))}, make_mesh(data=2, fsdp=2), optax.sgd(0.1)
+    batch = {"y": np.ones((32, 64), np.float32), "mask": np.ones((32, 64), np.float32), "empty": np.ones((32, 0))}
+    make_train_step(loss, tx, mesh, schedule=watched, microbatches=2)(init_state(params, tx, mesh), batch)
+    rows = weight in ("nan", "0")
+    assert seeds == [1 / 32 if rows else 1 / (32 * 64)]
+
+
 @pytest.mark.parametrize("policy", ["fp32", "O3"])
 def test_a_leaf_that_is_not_read_changes_no_bit(policy: str) -> None:
     results, dtype = [], jnp.float16 if policy == "O3" else jnp.float32

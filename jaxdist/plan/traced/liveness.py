@@ -2,7 +2,8 @@
 
 Program order stands for the compiler's schedule. An elementwise operation, or one that moves elements, is taken to be
 fused into whatever reads it: it has an array of its own only where a product, a collective, a loop or a result needs
-one. Until then the arrays that it is computed from stay. A loop needs its results and what one round of it needs.
+one. Until then the arrays that it is computed from stay. A `scan` needs its results and what one round of it needs; a
+`while` counts as its results.
 """
 
 import math
