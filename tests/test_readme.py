@@ -56,7 +56,7 @@ def test_the_header_of_the_quickstart(
     monkeypatch.setattr(TrainStep, "__call__", lambda *_: 1 / 0)  # the header is all
     config = load_config(ROOT / "configs" / "quickstart.yaml", ["data.path=text.py", "observe.report=false"])
     with pytest.raises(ZeroDivisionError):
-        train(config, Path("runs/quickstart-20261122-234137"))
+        train(config, Path(re.search(r"runs/quickstart-\S+", block("run  "))[0]))
 
     def plain(text: str) -> list[str]:
         text = re.sub(r"(?m)^(data       text: ).*", r"\1", text)

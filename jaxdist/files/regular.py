@@ -21,7 +21,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     Raises OSError, with `LINK` or `OTHER` as its text, for anything else, and does not wait for it.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and Path(path).is_symlink():
             raise OSError(errno.ELOOP, LINK, str(path)) from error

@@ -137,6 +137,9 @@ class Supervisor:
         statuses = set(outcome.statuses.values())
         if statuses == {0} and not outcome.elsewhere:
             return 0
+        if STOPPED in statuses and not self.plan.run_dir.exists():
+            self.say(f"stopped: the run directory is not at {self.plan.run_dir} any more; the ranks say where it is")
+            return STOPPED
         if self.signals:
             stopped = statuses <= set(HALTED)
             wrong = f"stopped, but not all ranks with a checkpoint: {self.describe(outcome)}"

@@ -38,7 +38,8 @@ _NAME = (
 # Values that are one whatever their name is: by the prefixes that their makers give them, and what HTTP sends.
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:"
-    r"hf_[A-Za-z0-9]{8,}|gh[oprsu]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|sk-[\w-]{8,}|[rs]k_live_\w{8,}"
+    r"hf_[A-Za-z0-9]{8,}|gh[oprsu]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|[rs]k_live_\w{8,}"
+    r"|sk-(?:proj|ant|or|svcacct|admin)-[\w-]{8,}|sk-\w{8,}(?![\w-])"  # but no name of several words, as in a path
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|xox[abeoprs]-[\w-]{8,}|AIza[\w-]{30,}|ya29\.[\w-]{8,}|npm_[A-Za-z0-9]{30,}"
     r"|pypi-[\w-]{30,}|dckr_pat_[\w-]{8,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
     r"|(?i:bearer)\s+[\w.~+/=-]{8,})"

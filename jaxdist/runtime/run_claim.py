@@ -48,6 +48,8 @@ class Owner(NamedTuple):
         """Whether it was a process of this host and is gone. What is on other hosts is not known."""
         if self.host != host_name():
             return False
+        if self.pid == os.getpid() == 1:  # of a container that was started again: the number is that of this process
+            return True
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -107,10 +109,13 @@ class RunClaim:
     def __init__(
         self, path: Path, environ: Mapping[str, str] = os.environ, say: Callable[[str], None] | None = None
     ) -> None:
-        self._path, self._say = path, say or (lambda line: print(line, file=sys.stderr, flush=True))
+        # A relative path would go on leading to the directory where the folder above both is moved.
+        self._path, self._at = path, path.absolute()
+        self._say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         self._restarted, self._locks = _restarted(environ), True
         self._job = next((environ[name] for name in JOBS if environ.get(name, "none") != "none"), "")
         self._lock, self._directory, self._made = -1, -1, list[Path]()
+        self._owner: Owner | None = None  # this process, once it is
         try:
             self._made = [each for each in (path / "checkpoints", path, *path.parents) if not each.exists()]
             path.mkdir(parents=True, exist_ok=True)
@@ -175,6 +180,7 @@ class RunClaim:
         except OSError:
             (self._path / LOCK).unlink()
             raise
+        self._owner = own
         if locked is None:
             time.sleep(TEXTS_SETTLE_S)
         return bool(locked) or _owner_in(descriptor) == own
@@ -193,23 +199,24 @@ class RunClaim:
     def is_moved(self) -> bool:
         """Whether the path no longer leads to the directory. Raises `UserError` where another run has taken it over."""
         try:
-            if _identity(self._path.stat()) != self._own:
+            if _identity(self._at.stat()) != self._own:
                 return True
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:  # the storage does not answer now: the next step asks again
             return False
-        lock = identity_of(self._path / LOCK)
-        if lock is not None and lock != _identity(os.fstat(self._lock)):
+        lock = identity_of(self._at / LOCK)
+        other = not self._locks and _owner_in(self._lock) != self._owner  # that another run has written
+        if other or (lock is not None and lock != _identity(os.fstat(self._lock))):
             raise UserError(
-                f"--run-dir: {str(self._path / LOCK)!r} is another file than this run's: another run has been let in,"
-                " so this one ends, without saving"
+                f"--run-dir: {str(self._path / LOCK)!r} is not this run's any more: another run has been let in, so"
+                " this one ends, without saving"
             )
         return False
 
     def _find(self) -> Path | None:
         """Where the directory is now, None where it was removed or cannot be found."""
-        places = [self._path]
+        places = [self._at]
         with suppress(OSError):  # there is no such file but on Linux
             places.append(Path(f"/proc/self/fd/{self._directory}").readlink())
         return next((place for place in places if _leads_to(place) == self._own), None)
@@ -220,19 +227,19 @@ class RunClaim:
         Raises `UserError` where it was removed, or cannot be found, and another one is in its place.
         """
         found = self._find()
-        if found is None and self._path.exists():
+        if found is None and self._at.exists():
             raise UserError(
                 f"--run-dir: {str(self._path)!r} is another directory than this run began in, which is gone, so this"
                 " run ends, without saving"
             )
-        return found or self._path
+        return self._path if found in (None, self._at) else found
 
     def close(self) -> None:
         """Give the directory up. What this process made and nothing was written into is removed."""
-        if self._directory >= 0 and _leads_to(self._path) != self._own:
+        if self._directory >= 0 and _leads_to(self._at) != self._own:
             self._made = []  # what is there now is somebody else's
         if self._lock >= 0:
-            lock = (self._find() or self._path) / LOCK
+            lock = (self._find() or self._at) / LOCK
             if identity_of(lock) == _identity(os.fstat(self._lock)):
                 with suppress(OSError):  # of a disk that is read-only now: nobody holds the lock that is left
                     lock.unlink()

@@ -14,6 +14,7 @@ RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds 
 ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
 STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
 NAME_LENGTH = 64
+WRITTEN = ("checkpoints", "logs", "stacks")  # the folders of a run directory that a run writes into
 
 
 def safe_name(text: str) -> str:
@@ -53,8 +54,8 @@ def run_directory_of(command: Sequence[str], environ: Mapping[str, str]) -> Path
 def refuse_strangers(folder: Path) -> None:
     """Raise `UserError` for what is neither a file nor a folder where a run writes. A link in a run directory from
     elsewhere could lead to any file, and a pipe would make the run wait for ever."""
-    for place in (folder, *(each for each in sorted(folder.iterdir()) if each.is_dir() and not each.is_symlink())):
-        for path in sorted(place.iterdir()):
+    for place in (folder, *(folder / name for name in WRITTEN)):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
             if path.is_symlink():
                 raise UserError(
                     f"--run-dir: {str(path)!r} is a link to {str(path.readlink())!r}, and a run writes"

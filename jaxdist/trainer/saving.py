@@ -24,6 +24,9 @@ def follow(run: TrainingRun) -> None:
     now = Path(done_by_first(lambda: str(was if claim is None else claim.follow())))
     if now != was:
         outputs.folder = run.watch.folder = now
+        for writer in (outputs.metrics, outputs.samples):
+            if writer is not None:
+                writer.path = now / writer.path.name
         outputs.checkpoints.move_to(now / FOLDER)
         outputs.warn({"what": f"the run directory was moved from {was} to {now}", "action": "stopped"})
 

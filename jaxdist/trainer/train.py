@@ -187,7 +187,7 @@ def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> 
             refuse_strangers(folder)
 
         done_by_first(claim)
-        watch.folder = stop.folder = folder
+        watch.folder, stop.folder = folder, lambda: watch.folder  # which may be moved
         return _in_claimed(config, folder, next(iter(claimed), None), stop, watch)
 
 
@@ -232,8 +232,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
             console.line(f"stopped: {error}; the same command with --run-dir {outputs.folder} goes on before it")
             outputs.note({"step": error.step, "what": str(error), "action": "stopped"})
             return STOPPED
-        except RunStopped as error:
-            settle(outputs)
+        except RunStopped as error:  # perhaps on this process alone: it may not wait for a save with the others
             outputs.note({"step": watch.crumbs.last.step, "what": str(error), "action": "stopped"})
             raise
         watch.crumbs.enter("finish")

@@ -1,6 +1,7 @@
 """Files of a run directory: links, pipes and second names."""
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,3 +103,14 @@ def test_names_aside(tmp_path: Path) -> None:
     (tmp_path / "6.damaged").symlink_to("nowhere")
     (tmp_path / "6.damaged-2").mkdir()
     assert name_aside(path).name == "6.damaged-3"
+
+
+def test_the_umask_decides_who_may_read_and_write(tmp_path: Path) -> None:
+    """A run directory may be shared by a group."""
+    old = os.umask(0o002)
+    try:
+        replace_file(tmp_path / "a", b"x")
+        os.close(open_to_append(tmp_path / "b"))
+    finally:
+        os.umask(old)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"] == [0o664, 0o664]

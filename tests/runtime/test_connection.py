@@ -272,7 +272,7 @@ def test_tokens(tmp_path: Path) -> None:
     path.chmod(0o600)
     assert read_token({VARIABLE: "x" * 16, TOKEN_FILE: str(path)}) == TOKEN
     path.chmod(0o644)
-    with pytest.raises(UserError, match=r"^--token-file: '.*token' is open to all users .* \(chmod 600\)"):
+    with pytest.raises(UserError, match=r"^--token-file: '.*token' is open to all users .* \(chmod 600;"):
         read_token({TOKEN_FILE: str(path)})
     for bad in ("secret", "x" * 4097, "   "):
         with pytest.raises(UserError, match=r"^JAXDIST_TOKEN holds \d+ characters; allowed: 16 to 4096; make") as error:

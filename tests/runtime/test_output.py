@@ -163,7 +163,7 @@ def test_what_is_said_of_checkpoints_is_true(
     for name in steps or ():
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     stop = StopSignal()
-    stop.folder, stop._asked, stop._first_signal = tmp_path, 1.0, 1.0
+    stop.folder, stop._asked, stop._first_signal = lambda: tmp_path, 1.0, 1.0
     stop._leave("ended at once by a second signal, SIGTERM")
     assert ended == [75]
     said = {

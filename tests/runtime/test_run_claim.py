@@ -251,3 +251,26 @@ def test_a_lock_file_with_a_second_name(tmp_path: Path) -> None:
     with RunClaim(run):
         assert json.loads((run / LOCK).read_text())["pid"] == os.getpid()
     assert (tmp_path / "victim").read_text() == "kept\n"
+
+
+def test_a_folder_above_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, too: a relative path still leads to the run directory, an absolute one does not."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with RunClaim(Path("run")) as claim:
+        assert not claim.is_moved() and claim.follow() == Path("run")
+        (tmp_path / "here").rename(tmp_path / "there")
+        assert claim.is_moved() and claim.follow() == tmp_path / "there" / "run"
+    assert not (tmp_path / "there" / "run" / LOCK).exists()
+
+
+def test_storage_without_locks_on_which_another_run_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunClaim(tmp_path, {}) as claim:
+        assert not claim.is_moved()
+        owner_text(tmp_path, host="elsewhere")
+        with pytest.raises(UserError, match="is not this run's any more: another run has been let in"):
+            claim.is_moved()

@@ -230,6 +230,7 @@ def test_a_phase_is_judged_by_the_longest_one_before(monkeypatch: pytest.MonkeyP
     assert set(seen[2::3]) == {("host", 0)}
     crumbs.enter("save")
     assert blame.beat_of(crumbs, now[0] + 3) == Beat(13, 0, "save", 3, 60)
+    assert blame.beat_of(crumbs, now[0] - 1e-5).age == 0  # entered since the clock was read: no age is negative
 
 
 def test_the_first_batch_may_take_its_time_and_again_after_a_rollback() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from jaxdist.errors import UserError
 from jaxdist.runtime.network.addresses import format_address
 from jaxdist.runtime.network.handshake import SAME_TOKEN, SAME_VERSION, Door, Foreign, Stranger, call, listen_to
-from jaxdist.runtime.network.job_token import MAKE
+from jaxdist.runtime.network.job_token import MAKE, TOKEN
 from jaxdist.runtime.network.messages import JsonObject, has_shape, read_line, write_line
 
 MAX_LINE = 1 << 20  # bytes; more without an end is noise, while the statuses of some thousand ranks fit
@@ -298,8 +298,8 @@ def check_token(host: str, door: Door) -> None:
     """Raise `UserError` where others than this machine's programs reach an address, and there is no token."""
     if not door.token and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         raise UserError(
-            f"{door.channel}: {host} can be reached by other machines, and the job has no token; {SAME_TOKEN}; make one"
-            f" by: {MAKE}"
+            f"{door.channel}: {host} can be reached by other machines, and the job has no token; {SAME_TOKEN}; make"
+            f" one, once, by: {MAKE}, and export {TOKEN}=... on every host"
         )
 
 

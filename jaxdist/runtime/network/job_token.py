@@ -29,7 +29,10 @@ def read_token(environ: Mapping[str, str]) -> str:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"{name} cannot be read: {reason}; make one by: {MAKE}") from error
         if mode & 0o007:
-            raise UserError(f"{name} is open to all users of this machine; allowed: not to others (chmod 600)")
+            raise UserError(
+                f"{name} is open to all users of this machine; allowed: not to others"
+                f" (chmod 600; in Kubernetes, defaultMode: 0400); or set {TOKEN} instead"
+            )
     elif not token:
         return ""
     token = token.strip()

@@ -72,12 +72,12 @@ class Blame(NamedTuple):
 
 
 def beat_of(crumbs: Breadcrumbs, now: float) -> Beat:
-    """The report of a rank about the phase of its main thread, to be sent."""
+    """The report of a rank about the phase of its main thread, to be sent. now: may be a moment ago."""
     crumb, save = crumbs.last, crumbs.saving
-    beat = Beat(crumb.order, crumb.step, crumb.phase, now - crumb.since, crumb.longest)
+    beat = Beat(crumb.order, crumb.step, crumb.phase, max(0.0, now - crumb.since), crumb.longest)
     if crumb.phase.removeprefix("first ") not in SAVING or not save.phase:
         return beat
-    return beat._replace(saved=save.order, saving=save.phase, saving_age=now - save.since)
+    return beat._replace(saved=save.order, saving=save.phase, saving_age=max(0.0, now - save.since))
 
 
 def limit_of(set_s: float | None, median_step: float) -> float:

@@ -75,7 +75,7 @@ class StopSignal:
         self._last: int | None = None  # the step to stop after
         self._store: JobStore | None = None
         self._here = Place(0, 1)
-        self.folder: Path | None = None  # the run directory, once it is known
+        self.folder: Callable[[], Path | None] = lambda: None  # the run directory, once it is known
         self._asked: float | None = None  # when this process was first asked to stop
         self._first_signal: float | None = None
         self._closed = False
@@ -206,7 +206,7 @@ class StopSignal:
 
     def _leave(self, text: str) -> None:
         """End this process at once, and those of its job. text: why; printed by those that were asked themselves."""
-        newest, store, folder = list[int](), self._store, self.folder
+        newest, store, folder = list[int](), self._store, self.folder()
         tasks = [] if store is None else [lambda: _tell_all(store, self._here, text)]
         if folder is not None and self._asked is not None:
             tasks.append(lambda: newest.append(latest_step(folder)))
