@@ -76,6 +76,7 @@ class Supervisor:
         self.log = open_log(plan.log_dir / name, plan.log_option)
         self.procs, self.attempt = plan.procs, 0
         self.best, self.fruitless = latest_step(plan.run_dir), 0  # the newest step, and restarts since without a newer
+        self.began_there = False  # whether the run directory was there when the attempt began
         self.shrunk = False  # whether the job has fewer processes than it was started with
         self.peers: FirstHost | OtherHost | None = None
         if plan.coordinator is not None and plan.nnodes > 1:
@@ -111,7 +112,7 @@ class Supervisor:
         more = {STOP_NOTE: str(note), TOKEN: plan.token} | ({FREE_PORT: "1"} if plan.coordinator is None else {})
         options: dict[str, Any] = {"procs": self.procs, "attempt": self.attempt, "run_dir": plan.run_dir}
         environs = [rank_environ(place, local=n, **options) | more for n in range(self.procs)]
-        attempt = Attempt(plan, environs, self.screen, self.attempt)
+        attempt, self.began_there = Attempt(plan, environs, self.screen, self.attempt), plan.run_dir.exists()
         try:
             attempt.start()
             return attempt.watch(self.signals, self.peers or Peers(), note)
@@ -137,7 +138,7 @@ class Supervisor:
         statuses = set(outcome.statuses.values())
         if statuses == {0} and not outcome.elsewhere:
             return 0
-        if STOPPED in statuses and not self.plan.run_dir.exists():
+        if STOPPED in statuses and self.began_there and not self.plan.run_dir.exists():
             self.say(f"stopped: the run directory is not at {self.plan.run_dir} any more; the ranks say where it is")
             return STOPPED
         if self.signals:

@@ -326,6 +326,14 @@ def test_status_75_alone_is_a_lost_rank(launch: Callable[..., Launcher]) -> None
     assert "given up after 1 restarts" in job.err()
 
 
+def test_a_run_directory_that_was_moved(launch: Callable[..., Launcher]) -> None:
+    """The ranks stop with 75, after a checkpoint where it is now; the command would begin anew at the old place."""
+    job = launch("mv run moved; exit 75", "-n", "1", "--max-restarts", "2", "--backoff", "0.1")
+    assert job.wait() == 75
+    assert "stopped: the run directory is not at run any more; the ranks say where it is" in job.err()
+    assert not (job.folder / "run").exists() and "attempt 2" not in job.err()
+
+
 def test_a_note_that_cannot_be_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_stop_note({})
     leave_stop_note({"JAXDIST_STOP_NOTE": str(tmp_path / "note")})
