@@ -12,6 +12,7 @@ import pytest
 from batches import random_tokens
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config.schema import ModelConfig
@@ -48,7 +49,8 @@ def train(changes: dict[tuple[str, int, int], int], how: tuple[int, int | None])
     return before, jax.device_get(state.params), jax.device_get(metrics)
 
 
-LAYOUTS = [(1, None), (2, None), (2, 24)]  # devices of `tensor`, loss_chunk
+# Devices of `tensor`, loss_chunk.
+LAYOUTS = [(2, 24), pytest.param((2, None), marks=pytest.mark.slow), pytest.param((1, None), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("how", LAYOUTS, ids=str)
@@ -60,7 +62,7 @@ def test_a_step_with_an_unknown_id_is_skipped(where: tuple[str, int, int, int], 
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
+@pytest.mark.parametrize("dtype", levels([jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32], everyday=5))
 def test_ids_of_a_narrow_type(dtype: Any) -> None:
     """Whose type has no number as large as the vocabulary."""
     vocab = jnp.iinfo(dtype).max % 2**16 + 1

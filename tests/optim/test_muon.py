@@ -1,5 +1,6 @@
 """Muon's matrices are whole where they are orthogonalised, by one exchange each way, which the ledger knows."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from batches import token_shapes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from levels import levels
 
 from jaxdist import make_mesh, make_train_step
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
@@ -31,19 +33,17 @@ def products(x: jax.Array) -> jax.Array:
     return (matrices @ jnp.swapaxes(matrices, -1, -2) @ matrices).reshape(x.shape)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 8])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        P(None, "fsdp", "tensor"),
-        P(None, "tensor", "fsdp"),
-        P(None, ("tensor", "fsdp")),
-        P(None, "fsdp"),
-        P("pipe", "fsdp", "tensor"),
-        P(),
-    ],
-    ids=str,
-)
+SPECS = [
+    P(None, "fsdp", "tensor"),
+    P(None, ("tensor", "fsdp")),
+    P("pipe", "fsdp", "tensor"),
+    P(None, "tensor", "fsdp"),
+    P(None, "fsdp"),
+    P(),
+]
+
+
+@pytest.mark.parametrize(("spec", "rows"), levels(itertools.product(SPECS, (3, 4, 1, 8)), everyday=5), ids=str)
 def test_matrices_of_a_stack(spec: P, rows: int) -> None:
     mesh = make_mesh(pipe=2, fsdp=2, tensor=2)
     shape = (rows * 2 if "pipe" in spec else rows, 8, 4, 3)
@@ -84,7 +84,7 @@ def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     assert added and sum(each.wire_bytes for each in added) < 1000
 
 
-@pytest.mark.parametrize("freeze", [(), ("blocks.mlp.*",)])
+@pytest.mark.parametrize("freeze", [("blocks.mlp.*",), pytest.param((), marks=pytest.mark.slow)])
 def test_a_users_tree_and_frozen_parameters(freeze: tuple[str, ...]) -> None:
     """Matrices of somebody else's tree are gathered; the step is that of one device."""
     rng = np.random.default_rng(0)

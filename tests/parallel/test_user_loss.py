@@ -15,6 +15,7 @@ import oracle
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from levels import levels
 
 import jaxdist
 from jaxdist import init_state, make_mesh, make_train_step, registry
@@ -247,7 +248,7 @@ WEIGHTS: dict[str, Any] = {  # of 64 targets a row, in words and as a function o
 }
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", levels(WEIGHTS, everyday=4))
 def test_the_seed_is_one_over_the_weight(weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not over the rows: with 64 targets a row gradients in half precision would be 64 times too large."""
     seeds: list[float] = []
