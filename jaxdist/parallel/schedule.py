@@ -18,6 +18,7 @@ from jaxdist.parallel.blocks.layers import BlockRunner
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree
 
+EMBED = "embed"  # the unit of a model that its embedding reads
 Seed = float | jax.Array
 # (parameters, batch, keys) -> (loss sum, weight sum): a loss of the user's own, in place of a model.
 UserLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
@@ -97,7 +98,14 @@ def loss_seed(program: Program, diff: PyTree, captured: PyTree, microbatches: Py
 
     first, parts = jax.tree.map(lambda leaf: leaf[0], microbatches), jax.tree.leaves(microbatches)[0].shape[0]
     parts *= math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
-    weight = size_of_count(lambda batch: program.loss(diff, captured, batch)[1], first)
+
+    def weight_of(batch: PyTree) -> jax.Array:
+        if program.stages is None:
+            return program.loss(diff, captured, batch)[1]
+        h = program.stages.embed(diff[EMBED], captured[EMBED], batch)  # blocks change no shape and no weight
+        return program.stages.head(diff, captured, h, batch)[1]
+
+    weight = size_of_count(weight_of, first)
     return 2.0 ** -math.ceil(math.log2(parts * weight))
 
 

@@ -150,13 +150,13 @@ def hanging(phase: str, rank: int, hang: Callable[[], None]) -> Iterator[None]:
     """Where this process calls `hang` in a phase of a save."""
     import orbax.checkpoint as ocp
 
-    from jaxdist.checkpoint import barrier, checksums
+    from jaxdist.checkpoint import barrier, checksums, manager
 
     def before(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **keywords: (hang(), function(*arguments, **keywords))[1]
 
     places: dict[str, tuple[Any, str]] = {
-        "making its folder": (Path, "rmdir"),
+        "making its folder": (manager, "no_room"),
         "copying": (ocp.PyTreeCheckpointHandler, "async_save"),
         "writing": (barrier._SharedFuture, "result"),
         "completing": (checksums, "seal"),

@@ -33,11 +33,9 @@ from jaxdist.parallel.pipeline.relay import (
     send,
 )
 from jaxdist.parallel.pipeline.table import Slots, Ticks, allocate_slots
-from jaxdist.parallel.schedule import Program, Schedule, Seed, Stages, seeded_loss
+from jaxdist.parallel.schedule import EMBED, Program, Schedule, Seed, Stages, seeded_loss
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import STACKED, PyTree
-
-EMBED = "embed"
 
 
 class _Work(NamedTuple):
