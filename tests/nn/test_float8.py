@@ -306,7 +306,10 @@ def test_devices_without_float8_are_refused_but_plans_are_made() -> None:
         for policy in ("fp8", "bf16")
     )  # what is kept and communicated is the same: no remat policy stops at the rule of a product
     found, other = explain(config), explain(bf16)
-    assert found.memory == other.memory and found.ledger.wire_bytes == other.ledger.wire_bytes
+    assert found.ledger.wire_bytes == other.ledger.wire_bytes
+    for name, size in found.memory.items():  # what is estimated counts the scales of float8, of a few bytes each
+        rough = "estimated" in name or "not in" in name
+        assert size == pytest.approx(other.memory[name], rel=1e-3 if rough else 0), name
 
 
 def test_a_gpu_without_float8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
