@@ -28,6 +28,11 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def axes_by_dim(spec: P, ndim: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim of an array with `ndim` dims: P("fsdp"), 2 -> [("fsdp",), ()]."""
+    return [entry_axes(entry) for entry in spec] + [()] * (ndim - len(spec))
+
+
 def spec_axes(spec: P) -> tuple[str, ...]:
     """All mesh axes in a PartitionSpec, in dim order."""
     return tuple(axis for entry in spec for axis in entry_axes(entry))
@@ -70,7 +75,7 @@ def split_over(
     columns: prefer the last dim among those that are not split.
     """
     n = mesh.shape[axis]
-    entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape.shape) - len(spec))
+    entries = axes_by_dim(spec, len(shape.shape))
     stack_dim = dim_of(spec, "pipe")
     blocks = 1 if stack_dim is None else shape.shape[stack_dim]
     size = math.prod(shape.shape)

@@ -20,8 +20,9 @@ from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
-from jaxdist.state import place_params
+from jaxdist.state import TrainState, place_params
 from jaxdist.step import make_train_step
+from jaxdist.train_step import TrainStep
 
 SEQ, VOCAB = 8, 48
 STRATEGIES = tuple(registry.names("jaxdist.parallel.strategies"))
@@ -129,7 +130,8 @@ def reference(config: ModelConfig, size: int, policy: str) -> Reference:
     return Reference(losses, all_grads, jax.device_get(params))
 
 
-def run(case: Case, policy: str, steps: int) -> Reference:
+def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, TrainState, TrainStep]:
+    """(optimizer, the state as ShapeDtypeStructs, step)."""
     mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
     model = gpt(
         model_config(case),
@@ -140,7 +142,6 @@ def run(case: Case, policy: str, steps: int) -> Reference:
     )
     tx = optimizer(deterministic=case.algorithm == "deterministic")
     target = state_target(model, tx, mesh, strategy=case.strategy)
-    state = place_params(initial(model_config(case), policy), tx, target)
     step = make_train_step(
         model,
         tx,
@@ -155,6 +156,12 @@ def run(case: Case, policy: str, steps: int) -> Reference:
         return_grads=True,
         pipeline_cond=not case.collective_matmul,
     )
+    return tx, target, step
+
+
+def run(case: Case, policy: str, steps: int) -> Reference:
+    tx, target, step = parts_of(case, policy)
+    mesh, state = target.step.sharding.mesh, place_params(initial(model_config(case), policy), tx, target)
     losses, grads = [], []
     for i in range(steps):
         batch = jax.device_put(make_batch(batch_size(case), i), NamedSharding(mesh, BATCH_SPEC))

@@ -14,7 +14,7 @@ from jaxdist.checkpoint.background import own_copy
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, has_host_memory
 from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, take_rows
-from jaxdist.specs import STACKED, entry_axes, from_entries, leaves_by_name, path_name, split_over
+from jaxdist.specs import STACKED, axes_by_dim, from_entries, leaves_by_name, path_name, split_over
 from jaxdist.state import TrainState
 
 NONE = -1  # in place of a dim
@@ -79,13 +79,13 @@ def stacked_dims(state: TrainState) -> TrainState:
 
 def _aside(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> NamedSharding:
     """The sharding with `dim` whole. If `pipe` split it, `pipe` splits another dim that it divides."""
-    entries = [entry_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
+    entries = axes_by_dim(sharding.spec, len(shape))
     own = entries.pop(dim)
     spec = from_entries(entries)
     if "pipe" in own:
         others = jax.ShapeDtypeStruct(shape[:dim] + shape[dim + 1 :], np.float32)
         spec = split_over(spec, others, axis="pipe", mesh=sharding.mesh, min_bytes=0)
-    entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - 1 - len(spec))
+    entries = axes_by_dim(spec, len(shape) - 1)
     return NamedSharding(sharding.mesh, from_entries([*entries[:dim], (), *entries[dim:]]))
 
 

@@ -17,18 +17,18 @@ from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
 from jaxdist.precision.policy import accumulation_dtype
 
 
-def _local_ids(ids: jax.Array, local_vocab: int) -> tuple[jax.Array, jax.Array]:
-    """(ids counted from this device's first row and clipped into its range, whether they were in range)."""
-    local = ids.astype(jnp.int32) - rank("tensor") * local_vocab
-    here = (local >= 0) & (local < local_vocab)
-    return jnp.clip(local, 0, local_vocab - 1), here
+def _local_ids(ids: jax.Array, local_vocab: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(ids counted from this device's first row and clipped into its range, whether they were in range, elsewhere).
 
-
-def _nan_outside(ids: jax.Array, local_vocab: int, dtype: Any) -> jax.Array:
-    """nan for an id outside the whole vocabulary, else 0: silence would train on whatever row is read for it."""
+    elsewhere: nan for an id outside the whole vocabulary, else 0, in `dtype`: silence would train on whatever row is
+        read for it.
+    """
     ids = ids.astype(jnp.int32)  # uint8 has no 256 to compare with
+    local = ids - rank("tensor") * local_vocab
+    here = (local >= 0) & (local < local_vocab)
     known = (ids >= 0) & (ids < local_vocab * lax.axis_size("tensor"))
-    return jnp.where(known, jnp.zeros((), dtype), jnp.asarray(jnp.nan, dtype))
+    elsewhere = jnp.where(known, jnp.zeros((), dtype), jnp.asarray(jnp.nan, dtype))
+    return jnp.clip(local, 0, local_vocab - 1), here, elsewhere
 
 
 class VocabEmbed(nnx.Module):
@@ -46,10 +46,10 @@ class VocabEmbed(nnx.Module):
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         table = self.table[...]
-        local, here = _local_ids(ids_BS, table.shape[0])
+        local, here, elsewhere = _local_ids(ids_BS, table.shape[0], table.dtype)
         # The lookup is in at least fp32, so that the backward pass adds a frequent token's gradients in it.
         rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
-        own = jnp.where(here[..., None], rows, _nan_outside(ids_BS, table.shape[0], table.dtype)[..., None])
+        own = jnp.where(here[..., None], rows, elsewhere[..., None])
         return sum_to_positions(own) if self.sequence else psum(own, "tensor")
 
 
@@ -96,8 +96,7 @@ def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Arr
     """
     peak = pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
     total = psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
-    local, here = _local_ids(targets_BS, logits_BSV.shape[-1])
+    local, here, elsewhere = _local_ids(targets_BS, logits_BSV.shape[-1], logits_BSV.dtype)
     mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
     target = psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
-    unknown = _nan_outside(targets_BS, logits_BSV.shape[-1], target.dtype)
-    return jnp.log(total) + peak - target + unknown
+    return jnp.log(total) + peak - target + elsewhere

@@ -71,7 +71,7 @@ def _parse(content: bytes) -> _Parsed:
     for number, line in enumerate(lines, start=1):
         try:
             good.append((line, _decode(line)))
-        except (ValueError, TypeError, RecursionError) as error:
+        except ValueError as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 torn = True
             else:

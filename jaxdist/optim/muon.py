@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxdist.specs import STACKED, PyTree, entry_axes, is_model, path_name
+from jaxdist.specs import STACKED, PyTree, axes_by_dim, is_model, path_name
 
 Orthogonalise = Callable[[jax.Array], jax.Array]
 
@@ -45,9 +45,8 @@ def muon_dims(params: PyTree) -> PyTree:
 
 def _splits(sharding: NamedSharding, ndim: int, first: int) -> Iterator[tuple[int, str]]:
     """(dim, mesh axis) of each cut of a matrix from dim `first` on; of one dim the axis that varies fastest first."""
-    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    for dim, entry in enumerate(entries):
-        for axis in reversed(entry_axes(entry)):
+    for dim, axes in enumerate(axes_by_dim(sharding.spec, ndim)):
+        for axis in reversed(axes):
             if dim >= first and sharding.mesh.shape[axis] > 1:
                 yield dim, axis
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ observe: {console: plain}
 VALUES = ("{a: {b: [1]}}", "[[]]", "-1", "1e400", "nope", "!!python/object/apply:os.system [id]")
 JSON_VALUES: tuple[Any, ...] = (None, "text", -1, 1e400, [], {}, [[1]], True, 2**70, "\ud800", 10**400)
 DEEP = b"[" * 100_000
+Spoiled = tuple[str, str, bytes | None]  # a file; what is wrong with it; its new content, None for one of `KINDS`
 
 
 class Attack(NamedTuple):
@@ -127,54 +128,58 @@ def plant(path: Path, kind: str, outside: Path) -> None:
 KINDS = ("missing", "empty", "cut", "flipped", "deep", "a folder", "a pipe", "a link", "a hard link", "read-only")
 
 
+def spoiled(home: Path, made: Path, name: str, cases: Iterable[Spoiled]) -> Iterator[tuple[int, str, Path]]:
+    """(number, what is wrong, folder) of copies of a folder in each of which one file is spoiled.
+
+    cases: (file, its new content); or (file, one of `KINDS`, None)
+    """
+    for i, (file, kind, text) in enumerate(cases):
+        folder = shutil.copytree(made, home / f"{name}{i}")
+        if text is None:
+            plant(folder / file, kind, home.parent / "outside")
+        else:
+            (folder / file).write_bytes(text)
+        yield i, f"{file}: {kind}", folder
+
+
 def data_files(home: Path, made: Path) -> Iterator[Attack]:
     """Token files and their manifest. made: a folder of prepared data."""
     manifest = json.loads((made / "manifest.json").read_bytes())
-    cases: list[tuple[str, str, bytes | None]]
-    cases = [("manifest.json", name, text) for name, text in edits(manifest)]
-    cases += [("manifest.json", kind, None) for kind in KINDS] + [("train.bin", kind, None) for kind in KINDS]
-    for i, (file, name, text) in enumerate(cases):
-        folder = shutil.copytree(made, home / f"data{i}")
-        if text is None:
-            plant(folder / file, name, home.parent / "outside")
-        else:
-            (folder / file).write_bytes(text)
+    cases: list[Spoiled] = [("manifest.json", name, text) for name, text in edits(manifest)]
+    cases += [(file, kind, None) for file in ("manifest.json", "train.bin") for kind in KINDS]
+    for i, what, folder in spoiled(home, made, "data", cases):
         words = ("--config", home / "run.yaml", "--run-dir", home / f"run-data{i}", "data.source=tokens")
         command = python("train.py", *words, f"data.path={folder}", "model.vocab=256", "train.steps=1")
-        yield Attack("data", f"{file}: {name}", command, home)
+        yield Attack("data", what, command, home)
 
 
 def folders_of_others(home: Path, made: Path) -> Iterator[Attack]:
     """Hugging Face folders. made: an exported model."""
     config = json.loads((made / "config.json").read_bytes())
     kept = {key: config[key] for key in ("model_type", "n_embd", "n_head", "n_layer", "vocab_size") if key in config}
-    cases: list[tuple[str, str, bytes | None]]
-    cases = [("config.json", name, text) for name, text in edits(kept)]
+    cases: list[Spoiled] = [("config.json", name, text) for name, text in edits(kept)]
     cases += [(file, kind, None) for file in ("config.json", "model.safetensors") for kind in KINDS]
-    for i, (file, name, text) in enumerate(cases):
-        folder = shutil.copytree(made, home / f"hf{i}")
-        if text is None:
-            plant(folder / file, name, home.parent / "outside")
-        else:
-            (folder / file).write_bytes(text)
+    for i, what, folder in spoiled(home, made, "hf", cases):
         words = ("import", folder, "--config", home / "run.yaml", "--run-dir", home / f"run-hf{i}")
-        yield Attack("Hugging Face", f"{file}: {name}", python("checkpoint.py", *words), home)
+        yield Attack("Hugging Face", what, python("checkpoint.py", *words), home)
 
 
 def run_directories(home: Path, made: Path) -> Iterator[Attack]:
     """Faults of each file of a stopped run, which then goes on. made: the run directory, two steps of four done."""
     names = ("config.yaml", "env.json", "metrics.jsonl", "samples.txt", "report.html", "run.lock", "stacks/rank0.txt")
-    cases = [(name, kind) for name in names for kind in KINDS]
     step = made / "checkpoints" / "2"
     inside = sorted(path.relative_to(made) for path in step.rglob("*") if path.is_file())
-    cases += [(str(name), kind) for name in inside[:: max(1, len(inside) // 9)] for kind in KINDS[:8]]
-    for i, (name, kind) in enumerate(cases):
-        run = shutil.copytree(made, home / f"run-fault{i}")
-        plant(run / name, kind, home.parent / "outside")
+    of_step: list[Spoiled] = [
+        (str(name), kind, None) for name in inside[:: max(1, len(inside) // 9)] for kind in KINDS[:8]
+    ]
+    cases: list[Spoiled] = [(name, kind, None) for name in names for kind in KINDS]
+    for _, what, run in spoiled(home, made, "run-fault", [*cases, *of_step]):
         command = python("train.py", "--config", home / "run.yaml", "--run-dir", run)
-        yield Attack("run directory", f"{name}: {kind}", command, home, run)
-        if name.startswith("checkpoints"):
-            yield Attack("checkpoint command", f"{name}: {kind}", python("checkpoint.py", "verify", run), home)
+        yield Attack("run directory", what, command, home, run)
+    for _, what, run in spoiled(
+        home, made, "run-verified", of_step
+    ):  # copies of their own: a run moves what is damaged
+        yield Attack("checkpoint command", what, python("checkpoint.py", "verify", run), home)
 
 
 def prepared(home: Path) -> list[Attack]:

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from batches import token_shapes
 from jax.sharding import PartitionSpec as P
-from layouts import SEQ, Case, batch_size, check_wide, model_config, optimizer, sync_of
+from layouts import SEQ, Case, batch_size, check_wide, parts_of
 from levels import levels
 
-from jaxdist import collectives, make_mesh, make_train_step
-from jaxdist.init import state_target
-from jaxdist.models.gpt import gpt
+from jaxdist import collectives, make_mesh
 
 STEPS = [
     Case("gpt2", True, "zero3", 2, (1, 2, 2), sequence=True),
@@ -69,20 +67,7 @@ def test_its_gradient_is_that_of_one_process(operation: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("case", levels(STEPS, everyday=6), ids=str)
 def test_no_step_contains_a_reduce_scatter(case: Case) -> None:
-    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
-    model, tx = gpt(model_config(case), max_length=SEQ, sequence_parallel=case.sequence), optimizer()
-    target = state_target(model, tx, mesh, strategy=case.strategy)
-    step = make_train_step(
-        model,
-        tx,
-        mesh,
-        strategy=case.strategy,
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        grad_sync=sync_of(case),
-        remat=case.remat,
-        prefetch=case.prefetch,
-    )
+    _, target, step = parts_of(case, "fp32")
     text = step.lower(target, token_shapes(batch_size(case), SEQ)).compile().as_text()
     assert "reduce-scatter" not in text
     assert any(name in text for name in ("all-to-all", "collective-permute"))
