@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.specs import STACKED, PyTree, axes_by_dim, is_model, path_name
 
+OPTIMIZER = "optimizer."  # the scope of what an optimizer sends, before the name of the parameter
 Orthogonalise = Callable[[jax.Array], jax.Array]
 
 
@@ -114,7 +115,7 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
 
         def one(path: tuple[Any, ...], x: jax.Array, dims: optax.contrib.MuonDimensionNumbers) -> jax.Array:
             name = path_name(path)
-            with jax.named_scope(f"optimizer.{name}"):
+            with jax.named_scope(OPTIMIZER + name):
                 return on_whole_matrices(functools.partial(orthogonal, dims=dims), x, known[name], stacked=stacked)
 
         return jax.tree_util.tree_map_with_path(one, moved, muon_dims(moved)), state._replace(count=count, mu=mu)

@@ -13,8 +13,9 @@ from jaxdist.config.entries import StrategyFacts
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.jaxpr.walk import equations
+from jaxdist.jaxpr.walk import equations, names_at
 from jaxdist.mesh import make_mesh
+from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger
@@ -133,13 +134,14 @@ def cost_of(config: Config) -> StepCost:
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:
         raise UserError(f"remedies: the compiler of {mesh.devices.flat[0].platform} does not say what memory it takes")
-    return StepCost(memory, _flops(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
+    return StepCost(memory, flops_of_passes(parts, batch), ledger(parts.step, parts.target, batch).wire_bytes)
 
 
-def _flops(parts: Parts, batch: Any) -> float:
-    """FLOPs of the manual region, whose shapes are those of one device. (The optimizer sees whole arrays.)"""
+def flops_of_passes(parts: Parts, batch: Any) -> float:
+    """FLOPs of forward and backward pass: of the manual region, whose shapes are those of one device."""
     jaxpr = traced_program(parts.step, parts.target, batch)
-    return sum(flops_of(each.params["jaxpr"]) for each in equations(jaxpr) if each.primitive.name == "shard_map")
+    regions = [each for each in equations(jaxpr) if each.primitive.name == "shard_map"]
+    return sum(flops_of(each.params["jaxpr"]) for each in regions if OPTIMIZER not in names_at("", each))
 
 
 def _check_available(config: Config, other: Config) -> None:

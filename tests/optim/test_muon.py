@@ -1,5 +1,6 @@
 """Muon's matrices are whole where they are orthogonalised, by one exchange each way, which the ledger knows."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -15,12 +16,16 @@ from jax.sharding import PartitionSpec as P
 from levels import levels
 
 from jaxdist import make_mesh, make_train_step
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.build import assemble
+from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from jaxdist.init import init_state, state_target
+from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim.make import make_optimizer
 from jaxdist.optim.muon import on_whole_matrices
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
+from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.plan.remedies import flops_of_passes
 from jaxdist.plan.report.text import pytorch_term
 from jaxdist.plan.traced.ledger import ledger
 
@@ -116,3 +121,19 @@ def test_a_step_without_shardings_is_the_compilers() -> None:
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = tx.update({"w": jnp.eye(4, 6)}, tx.init(params), params)
     assert optax.tree.norm(updates) > 0
+
+
+def test_products_of_the_optimizer_are_none_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs the update is in no condition; its products still are not those of forward and backward pass."""
+    monkeypatch.setattr("jaxdist.step.on_cpu", lambda mesh: False)
+    config = Config(
+        model=ModelConfig(layers=2, width=32, heads=4),
+        data=DataConfig(seq_len=8, global_batch=8),
+        mesh=MeshConfig(fsdp=2, tensor=2),
+        parallel=ParallelConfig(strategy="zero3", min_shard_bytes=0),
+    )
+    found, mesh = [], abstract_mesh(fsdp=2, tensor=2)
+    for name in ("muon", "adamw"):
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(name=name))
+        found.append(flops_of_passes(assemble(config, mesh), batch_of(config, mesh)))
+    assert found[0] == found[1] > 0

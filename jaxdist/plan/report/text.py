@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.explain import MEASURED, Explanation
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.activations import BETWEEN_STAGES
@@ -18,7 +19,7 @@ def pytorch_term(each: Collective) -> str:
     """The name of a collective in PyTorch."""
     if (each.phase, each.purpose) in SENDS.values():
         return "point to point"
-    if each.purpose.startswith("optimizer."):
+    if each.purpose.startswith(OPTIMIZER):
         return "distributed Muon"
     if "tensor" in each.axes:
         return "Megatron tensor parallel"
