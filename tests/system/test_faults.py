@@ -174,9 +174,8 @@ def check_save(job: Job, rank: int, chance: random.Random) -> None:
 def check_first_batch(job: Job, rank: int, chance: random.Random) -> None:
     """It has no limit. Rank 0 says where the ranks are; before gloo gives up, which it does after 30 s."""
     job.begin({"kind": "data", "rank": rank, "step": 0, "unmoved": 4.0})
-    said = (
-        rf"^no step for \d+ s: rank {rank} in first batch of step 1 for [\d.]+ s; rank {1 - rank} in \w+ of step 1 for"
-    )
+    there, other = f"rank {rank} in first batch of step 1", rf"rank {1 - rank} in \w+ of step [12]"
+    said = rf"^no step for \d+ s: {there} for [\d.]+ s; {other} for"
     wait_until(lambda: re.search(said, job.err(0, notices=True), re.MULTILINE), said, START, logs=job.logs)
 
 

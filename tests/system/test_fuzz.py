@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxdist import registry
-from jaxdist.checkpoint.checksums import CHECKSUMS, _text, check_files, seal
+from jaxdist.checkpoint.checksums import CHECKSUMS, _text, check_files, newer_format, seal
 from jaxdist.checkpoint.huggingface.convert import config_differences, config_json
 from jaxdist.checkpoint.huggingface.safetensors import SINGLE, TensorEntry, TensorFiles, read_json, write
 from jaxdist.config.json_reader import parse_json
@@ -284,7 +284,9 @@ def test_checksums(count: int, tmp_path: Path) -> None:
 
     def check(content: bytes) -> None:
         (folder / CHECKSUMS).write_bytes(content)
-        problem = check_files(folder, 7).problem
+        found = answer(lambda: check_files(folder, 7))  # a later version's is refused
+        problem = found.problem if found else ""
+        assert found or newer_format(folder)
         assert "\n" not in problem and len(problem) < 3000
         assert not problem.startswith(CHECKSUMS) or problem.isprintable()
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config.json_reader import read_json_file
+from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -113,10 +114,11 @@ class TensorFiles:
             try:
                 file = self._stack.enter_context(safe_open(path, framework="numpy"))
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: not a file of safetensors: {error}") from None
+                reason = str(error)[:300]  # it quotes names of the file, which may be of any length
+                raise UserError(f"{path}: not a file of safetensors: {reason}") from None
             inside = set(file.keys())
             if missing := sorted(set(names or ()) - inside):
-                raise UserError(f"{path}: has no tensor {missing[0]!r}, which {INDEX} says is there")
+                raise UserError(f"{path}: has no tensor {show(missing[0])}, which {INDEX} says is there")
             self._where |= dict.fromkeys(names or inside, file)
         self.names = set(self._where)  # of all tensors
 
@@ -134,7 +136,7 @@ class TensorFiles:
         """ "float32", ... Raises `UserError` for a type that no parameter has."""
         code = self._where[name].get_slice(name).get_dtype()
         if code not in TENSOR_DTYPES:
-            raise UserError(f"{name}: is of type {code} in the file; allowed: {', '.join(TENSOR_DTYPES)}")
+            raise UserError(f"{show(name)}: is of type {code} in the file; allowed: {', '.join(TENSOR_DTYPES)}")
         return TENSOR_DTYPES[code]
 
     def read(self, name: str) -> np.ndarray:
@@ -150,7 +152,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
             raise UserError(f"{folder / INDEX}: has no weight_map from names of tensors to names of files")
         for name in sorted(set(where.values())):
             if name in ("", ".", "..") or set(name) & set("/\\\0") or not name.endswith(".safetensors"):
-                raise UserError(f"{folder / INDEX}: names the file {name!r}; allowed: files *.safetensors beside it")
+                raise UserError(
+                    f"{folder / INDEX}: names the file {show(name)}; allowed: files *.safetensors beside it"
+                )
             yield folder / name, [tensor for tensor, file in where.items() if file == name]
         return
     if (folder / SINGLE).is_file():
