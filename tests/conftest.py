@@ -13,6 +13,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
+import pytest
 
 gc.set_threshold(200_000, 100, 1000)  # tracing makes many objects, and few cycles
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A case that is marked exhaustive, of a test that is marked slow, is left out of slow runs."""
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]

@@ -173,7 +173,7 @@ def test_same_bits_with_other_optimizers(name: str, case: Case) -> None:
     assert (got[1] != want[1]).sum() == 0 and (got[0] != want[0]).sum() == 0
 
 
-@pytest.mark.parametrize("width", levels([24, 32]))
+@pytest.mark.parametrize("width", levels([24, 32], slow=2))
 def test_parameters_start_with_the_same_bits_in_every_layout(width: int) -> None:
     """Shards of 3, 4, 6, 12 and 16 columns: loops that a compiler rounds each in its own way."""
     model = gpt(dataclasses.replace(model_config("gpt2"), width=width), max_length=LENGTH)

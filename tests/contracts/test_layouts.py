@@ -140,7 +140,7 @@ CROSSED = [case for case in crossed() if case not in EACH_MESH]
     "case",
     [
         *levels(CROSSED, slow=8),
-        *levels(case for case in ALGORITHMS if case not in SOME),
+        *levels((case for case in ALGORITHMS if case not in SOME), slow=2),
         *levels((case for case in APART if case not in SOME_APART), slow=4),
     ],
     ids=str,

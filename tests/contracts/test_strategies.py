@@ -186,7 +186,7 @@ EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
     ("name", "sizes", "config"),
     [
         *levels(EVERYDAY, everyday=2),
-        *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=4),
+        *levels(itertools.product(NAMES, (CUBE, ODD, {}, {"data": 8}, {"fsdp": 8}), (GPT2, LLAMA)), slow=8),
     ],
     ids=lambda value: value.style if isinstance(value, ModelConfig) else str(value),
 )

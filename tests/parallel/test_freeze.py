@@ -55,7 +55,7 @@ def train(strategy: str, sizes: dict[str, int], freeze: tuple[str, ...], steps: 
     return before, jax.device_get(state), grads
 
 
-@pytest.mark.parametrize("strategy", levels(reversed(NAMES), slow=2))
+@pytest.mark.parametrize("strategy", levels(reversed(NAMES), slow=4))
 def test_the_others_train_as_on_one_device(strategy: str) -> None:
     with jax.enable_x64(True):
         _, want, want_grads = train("ddp", {}, FREEZE)
@@ -101,7 +101,7 @@ def test_zero3_gathers_frozen_blocks_again_for_the_backward_pass() -> None:
     assert counts["reduce_scatter", "float32"] == 3
 
 
-@pytest.mark.parametrize("strategy", levels(reversed(NAMES), slow=2))
+@pytest.mark.parametrize("strategy", levels(reversed(NAMES), slow=4))
 def test_frozen_blocks_take_no_memory_of_gradients(strategy: str) -> None:
     config = ModelConfig(style="llama", layers=8, width=64, heads=4, vocab=32, mlp_width=128)
     deep, mesh, tx = gpt(config, max_length=8), make_mesh(fsdp=4), optax.sgd(0.1)

@@ -112,7 +112,7 @@ WHOLE = [  # all but zero3 have whole parameters on a device: nothing is cut
 ]
 
 
-@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, everyday=6))
+@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, everyday=6, slow=2))
 def test_gradients_under_other_strategies(strategy: str, name: str, options: dict[str, Any]) -> None:
     check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
 
@@ -131,7 +131,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", levels(PLAIN))
+@pytest.mark.parametrize("name", levels(PLAIN, slow=2))
 def test_gradients_are_those_without_prefetching(name: str) -> None:
     """Those of plain differentiation; of sizes that the recipe was not tuned on, among others."""
     model, sizes, options = PLAIN[name]
@@ -254,7 +254,7 @@ def stacks(jaxpr: Any, layers: int) -> set[str]:
 NARROW = {"zero3": {"data": 2, "fsdp": 2}, "zero2": {"data": 2, "fsdp": 2}, "ddp": {"data": 2}}
 
 
-@pytest.mark.parametrize("strategy", levels(NARROW))
+@pytest.mark.parametrize("strategy", levels(NARROW, slow=3))
 def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At half the memory, and with the bits that they would have in the parameters' dtype."""
     model, sync = config("llama", tied=False, layers=5, vocab=64), GradSync(bucket_mb=1e-3)

@@ -19,9 +19,9 @@ def campaign(*arguments: str, timeout: int, script: str = "") -> subprocess.Comp
 
 @pytest.mark.slow
 def test_nothing_is_lost() -> None:
-    done = campaign("--kills", "5", "--terms", "2", "--steps", "40", timeout=900)
+    done = campaign("--layouts", "two", "--kills", "3", "--terms", "1", "--steps", "30", timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = r"5 kills, \d of them during a save: 0 complete checkpoints lost; 2 SIGTERM, .* as if left alone, to the bit"
+    said = r"3 kills, \d of them during a save: 0 complete checkpoints lost; 1 SIGTERM, .* as if left alone, to the bit"
     assert re.match(said, done.stdout.splitlines()[-1])
 
 

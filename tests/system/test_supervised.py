@@ -130,7 +130,7 @@ def log_of(run: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kills", "steps"),
-    [pytest.param(2, 40, marks=pytest.mark.slow), pytest.param(10, 200, marks=pytest.mark.exhaustive)],
+    [pytest.param(1, 30, marks=pytest.mark.slow), pytest.param(10, 200, marks=pytest.mark.exhaustive)],
 )
 def test_kills_change_nothing(kills: int, steps: int, folder: Path) -> None:
     override = f"train.steps={steps}"

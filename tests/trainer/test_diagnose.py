@@ -139,7 +139,7 @@ def test_the_microbatch_is_named(everyday: Bench) -> None:
     check_a_token(everyday)
 
 
-@pytest.mark.parametrize("style", levels(["gpt2", "llama"], slow=1))
+@pytest.mark.parametrize("style", levels(["gpt2", "llama"], slow=2))
 def test_with_prefetching(style: str) -> None:
     """Where the embedding is looked up by columns, of all devices' tokens; the probes' model is not."""
     sizes = {"data": 2, "fsdp": 2}
@@ -215,7 +215,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "strategy", "schedule", "options"), levels(OTHERS, slow=2))
+@pytest.mark.parametrize(("sizes", "strategy", "schedule", "options"), levels(OTHERS, slow=4))
 def test_in_other_layouts(sizes: dict[str, int], strategy: str, schedule: str, options: dict[str, Any]) -> None:
     other = bench(sizes, strategy=strategy, schedule=schedule, microbatches=2, **options)
     stages = other.mesh.shape["pipe"]
