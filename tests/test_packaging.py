@@ -141,3 +141,26 @@ def test_groups_reach_the_workers(request: pytest.FixtureRequest) -> None:
     """pytest and pytest-xdist must agree on how: else nothing fails, and the suite takes twice the time."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         assert request.node.nodeid.endswith("@groups")
+
+
+TOP_LEVEL = {
+    *(
+        "jaxdist",
+        "configs",
+        "docs",
+        "scripts",
+        "tests",
+        ".ci",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        "pyproject.toml",
+    ),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout of git")
+def test_nothing_else_stands_at_the_top() -> None:
+    """What a command has written there is easily committed with the rest."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {path.split("/")[0] for path in done.stdout.split("\0") if path} <= TOP_LEVEL

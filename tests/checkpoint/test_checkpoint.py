@@ -89,7 +89,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize(("source", "into"), levels(itertools.product(("one", "zero3"), LAYOUTS), everyday=3))
+@pytest.mark.parametrize(("source", "into"), levels(itertools.product(("one", "zero3"), LAYOUTS), everyday=5))
 def test_any_layout_into_any_other(saved: dict[str, Path], source: str, into: str) -> None:
     with Checkpoints(saved[source], keep=1) as checkpoints:
         assert checkpoints.latest() == 3

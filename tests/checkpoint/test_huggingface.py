@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @NEEDS
-@pytest.mark.parametrize("name", levels(MODELS, everyday=3))
+@pytest.mark.parametrize("name", levels(MODELS, everyday=6))
 def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Every parameter, in the target's layout; and every byte of the files."""
     config = config_of(
@@ -119,7 +119,7 @@ LAYOUTS = [
 
 
 @NEEDS
-@pytest.mark.parametrize(("name", "pipe", "chunks", "stages"), levels(LAYOUTS, everyday=5))
+@pytest.mark.parametrize(("name", "pipe", "chunks", "stages"), levels(LAYOUTS))
 def test_blocks_are_written_in_the_order_of_the_model(
     name: str, pipe: int, chunks: int, stages: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("n", "name"), levels(itertools.product([3, 8], BY_HAND), everyday=3))
+@pytest.mark.parametrize(("n", "name"), levels(itertools.product([3, 8], BY_HAND), everyday=5))
 def test_bf16_is_within_its_bound_and_the_same_on_all_devices(name: str, n: int) -> None:
     """A value is rounded at most n-1 times on its way into a sum, and once on the way back."""
     x = normal((n, n * 50 + 1))
@@ -61,7 +61,7 @@ def test_turns_on_a_shared_link_leave_the_same_in_bf16_on_all_devices() -> None:
     assert np.all(np.abs(whole[0] - exact) <= ((1 + BF16) ** 4 * (1 + FP32) ** 3 - 1) * absolute)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", levels([jnp.bfloat16, np.float32, np.float16], everyday=3))
 def test_bf16_is_what_travels_and_fp32_what_is_summed(dtype: Any) -> None:
     """256 + 1 is 256 in bf16, and so are seven more of them."""
     x = np.ones((8, 8), dtype)
@@ -131,7 +131,7 @@ def in_blocks(x: np.ndarray, n: int) -> np.ndarray:
     return largest.reshape(n, -1)[:, :length].ravel()[: x.size]
 
 
-@pytest.mark.parametrize("size", [0, 1, SCALE_BLOCK, 3 * SCALE_BLOCK + 7])
+@pytest.mark.parametrize("size", levels([3 * SCALE_BLOCK + 7, 0, 1, SCALE_BLOCK], everyday=4))
 def test_int8_blocks_are_within_half_a_level(size: int) -> None:
     x = normal((size,)) * np.linspace(1e-6, 1e6, size, dtype=np.float32)
     code = encode(jnp.asarray(x))
@@ -174,7 +174,7 @@ def test_int8_reduce_scatter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", levels([np.inf, np.nan, -np.inf], everyday=3))
 def test_a_block_with_a_value_that_is_not_finite_is_nan(name: str, bad: float) -> None:
     n, x = 4, normal((4, 4 * 2 * SCALE_BLOCK))
     x[1, SCALE_BLOCK + 5] = bad
@@ -186,7 +186,7 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan(name: str, bad: float) -
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("n", levels([3, 8], everyday=2))
 def test_error_feedback_loses_nothing(name: str, n: int) -> None:
     """Results and residuals together are the exact sums, so the mean of k results is off by residuals / k only."""
     calls, x = 50, normal((n, ROW))

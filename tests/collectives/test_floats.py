@@ -44,12 +44,12 @@ def check_sums(name: str, n: int, sizes: tuple[int, ...], dtypes: tuple[Any, ...
         assert np.all(np.abs(parts.ravel() - exact) <= largest)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", levels(NAMES, everyday=3))
 def test_sums_are_within_the_bound_and_the_same_on_all_devices(name: str) -> None:
     check_sums(name, 8, (130,), (jnp.float32, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", levels(NAMES, everyday=3))
 def test_the_mean_is_the_sum_divided(name: str) -> None:
     x = random_rows((3, 30), np.float32)
     operations = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "reduce": reduce}

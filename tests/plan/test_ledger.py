@@ -1,6 +1,7 @@
 """The ledger, and the bytes of a state, against closed forms, written unit by unit, and against what is compiled."""
 
 import functools
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
     assert found == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize(("strategy", "prefetch"), [("ddp", 0), ("ddp", 1), ("zero3", 0), ("zero3", 1)])
+@pytest.mark.parametrize(("strategy", "prefetch"), levels(itertools.product(("ddp", "zero3"), (0, 1)), everyday=3))
 def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str, prefetch: int) -> None:
     early = jaxdist.GradSync(bucket_mb=1e-6)
     sizes = {"data": 4} if strategy == "ddp" else {"data": 4, "fsdp": 2}

@@ -119,6 +119,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @SHARED
 @pytest.mark.parametrize(("unit", "kind", "device", "block"), PLACES)
 def test_what_is_not_finite_is_skipped_and_named(
@@ -127,6 +128,7 @@ def test_what_is_not_finite_is_skipped_and_named(
     assert trial(everyday, unit, kind, device, block).unit == unit
 
 
+@pytest.mark.slow
 @SHARED
 def test_a_good_step_is_not_looked_into(everyday: Bench) -> None:
     state, metrics = everyday.step(everyday.make(), everyday.batch)
@@ -134,6 +136,7 @@ def test_a_good_step_is_not_looked_into(everyday: Bench) -> None:
     assert everyday.diagnose(state, everyday.batch) is None
 
 
+@pytest.mark.slow
 @SHARED
 def test_the_microbatch_is_named(everyday: Bench) -> None:
     check_a_token(everyday)
@@ -187,6 +190,7 @@ def check_a_token(everyday: Bench) -> None:
     assert {(each["data"], each["fsdp"]) for each in found.devices} == {(1, 0)}
 
 
+@pytest.mark.slow
 @SHARED
 def test_a_parameter_that_was_not_finite_before(everyday: Bench) -> None:
     state = everyday.make()

@@ -148,7 +148,7 @@ def test_resume_in_another_layout(
 
 
 @pytest.mark.parametrize("mode", ["plain", pytest.param("rich", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lost", ["no room", "no reader"])
+@pytest.mark.parametrize("lost", [pytest.param("no room", marks=pytest.mark.slow), "no reader"])
 def test_no_console_ends_a_run(
     lost: str, mode: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
