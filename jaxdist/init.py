@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -15,17 +16,34 @@ from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle
+from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, path_name, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
 Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | Callable[[jax.Array], PyTree] | PyTree
 
 
+def _is_init(source: Any) -> bool:
+    """Whether it is a function key -> parameters. Trees of parameters can be callable, too: modules of Equinox are."""
+    return callable(source) and jax.tree_util.all_leaves([source])
+
+
 def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     if isinstance(source, ModelDef):
         return source.shapes, source.specs
-    shapes = jax.eval_shape(source, jax.random.key(0)) if callable(source) else jax.eval_shape(lambda: source)
+    for path, leaf in [] if _is_init(source) else jax.tree_util.tree_leaves_with_path(source):
+        if not hasattr(leaf, "shape"):
+            raise UserError(
+                f"params.{path_name(path)}: {leaf!r:.60} is no array; give a tree of arrays, such as the first of "
+                "eqx.partition(model, eqx.is_inexact_array)"
+            )
+    shapes = jax.eval_shape(source, jax.random.key(0)) if _is_init(source) else jax.eval_shape(lambda: source)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise UserError(
+                f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
+                "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does"
+            )
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
@@ -78,4 +96,4 @@ def init_state(
     target = state_target(source, optimizer, mesh, options, rules=rules)
     optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
-    return allocate(make, key, optimizer, target) if callable(make) else place_params(make, optimizer, target)
+    return allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)
