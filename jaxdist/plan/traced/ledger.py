@@ -18,10 +18,11 @@ from jax.sharding import Mesh
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, Reached, outermost, reached
+from jaxdist.jaxpr.source import source_of
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.pipeline.relay import TO_BEFORE, TO_NEXT
-from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
+from jaxdist.plan.traced.origin import phase_of, scope_of
 from jaxdist.plan.traced.program import traced_program
 from jaxdist.plan.traced.readers import first_readers
 from jaxdist.specs import PyTree, path_name
