@@ -13,6 +13,7 @@ import pytest
 
 import jaxdist
 from jaxdist.config.load import load_config
+from jaxdist.mesh import abstract_mesh
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 SGD = optax.sgd(0.1)
@@ -175,3 +176,19 @@ def test_whatever_a_state_holds_it_has_a_text() -> None:
     assert seen == ["TrainState(abstract, 16 parameters)"]
     for leaf in (None, 1.0, jax.P("data"), state.step.sharding, jax.ShapeDtypeStruct((2,), jnp.float32)):
         assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, state)).startswith("TrainState(")
+
+
+def test_a_ledger_and_a_sharding_table_are_printed_as_tables() -> None:
+    mesh, params = abstract_mesh(fsdp=64), {"w": jnp.ones((64, 4)), "b<1>": jnp.ones(4)}
+    target = jaxdist.state_target(params, SGD, mesh, strategy="zero3")
+    step = jaxdist.make_train_step(loss, SGD, mesh, strategy="zero3")
+    found = jaxdist.ledger(step, target, np.ones((64, 64), np.float32))
+    heads, *rows, empty, total = str(found).splitlines()[1:]
+    assert heads.split()[:3] == ["op", "axes", "n"] and len(rows) == len(found.collectives) > 1 and not empty
+    assert any("reduce_scatter" in row and "FSDP reduce-scatter" in row for row in rows)
+    assert total.startswith("A device sends ")
+    assert "and 1 more" in found.text(rows=len(rows) - 1)
+    table = jaxdist.sharding_table(target.params, {"w": jax.P("fsdp"), "b<1>": jax.P()}, mesh)
+    for each in (found, table):
+        shown = each._repr_html_()
+        assert shown.startswith("<pre>") and shown.endswith("</pre>") and "<1>" not in shown
