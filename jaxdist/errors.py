@@ -22,6 +22,10 @@ class UserError(ValueError):
     """A mistake in a configuration, a command line or a call.
 
     The message is one line: the key or argument, its value, what is allowed, and how to mend it.
+
+    >>> jaxdist.make_mesh(dp=8)
+    Traceback (most recent call last):
+    jaxdist.errors.UserError: mesh.dp: is no axis; allowed: pipe, data, fsdp, ...; did you mean data=8?
     """
 
     def __init__(self, message: str) -> None:

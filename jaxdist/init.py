@@ -57,7 +57,12 @@ def state_target(
     **keywords: Any,
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
-    is compiled for without allocating anything."""
+    is compiled for without allocating anything.
+
+    >>> mesh = jaxdist.make_mesh(fsdp=8)
+    >>> jaxdist.state_target(lambda key: {"w": jnp.zeros((1024, 256))}, optax.sgd(0.1), mesh, strategy="zero3")
+    TrainState(abstract, 262,144 parameters, 128.02 KiB a device, mesh: fsdp=8)
+    """
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     options = make_options(options, keywords)
@@ -91,6 +96,11 @@ def init_state(
     options, keywords: a `StepOptions`, or its fields. The step must get the same.
     rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
     [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
+
+    >>> params = {"w": jnp.ones((16, 4)), "b": jnp.ones(3)}
+    >>> state = jaxdist.init_state(params, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
+    >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
+    {'b': (3,), 'w': (2, 4)}
     """
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules)

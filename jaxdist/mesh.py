@@ -45,6 +45,9 @@ def make_mesh(
 
     Raises `UserError` for an axis of another name, if a size is not positive, if the mesh needs more devices than there
     are, or if it leaves a process without a device.
+
+    >>> jaxdist.make_mesh(data=2, fsdp=-1).shape["fsdp"]  # of 8 devices
+    4
     """
     for axis in unknown:
         near = nearest(axis, AXES, cutoff=0.5)

@@ -27,6 +27,10 @@ class TrainState(NamedTuple):
     opt_state: optax's state, sharded like params.
     residual: the errors of lossy gradient sums, for the next step (`jaxdist.parallel.grad_sync`); mostly ().
     guard: the loss scale, and the number of steps skipped as not finite (`jaxdist.precision.loss_scale`).
+
+    >>> state = jaxdist.init_state({"w": jnp.ones((16, 4))}, optax.sgd(0.1), jaxdist.make_mesh(data=8))
+    >>> int(state.step), state.params["w"].shape
+    (0, (16, 4))
     """
 
     step: Any

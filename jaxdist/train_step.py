@@ -28,6 +28,14 @@ class TrainStep:
     grad_norm: the norm of the gradients before clipping.
     skipped, skipped_in_a_row, loss_scale: those of the guard, see `jaxdist.precision.loss_scale`.
     grads: the gradients, if asked for.
+
+    >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
+    >>> mesh, tx = jaxdist.make_mesh(fsdp=8), optax.sgd(0.1)
+    >>> state = jaxdist.init_state({"w": jnp.ones((8, 1))}, tx, mesh, strategy="zero3")
+    >>> step = jaxdist.make_train_step(loss, tx, mesh, strategy="zero3")
+    >>> state, metrics = step(state, np.ones((8, 8), np.float32))
+    >>> float(metrics["loss"])
+    64.0
     """
 
     def __init__(self, build: Callable[[TrainState], Any], mesh: AnyMesh, options: StepOptions) -> None:

@@ -1,6 +1,9 @@
 """What a new user writes and prints first, and the line that answers it."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +113,20 @@ def test_a_name_that_is_not_there(typo: str, meant: str | None) -> None:
         getattr(jaxdist, typo)
     assert (found.value.name, found.value.obj) == (typo, jaxdist)
     assert str(found.value).endswith(f"did you mean {meant!r}?" if meant else repr(typo))
+
+
+FOLDERS = """
+import sys, jaxdist
+assert not {"jax", "flax", "numpy"} & set(sys.modules)
+jaxdist.nn.ColumnParallelLinear, jaxdist.runtime.spawn, jaxdist.data.Loader, jaxdist.checkpoint.Checkpoints
+jaxdist.optim.global_norm, jaxdist.collectives.all_reduce, jaxdist.precision
+"""
+
+
+def test_folders_are_there_after_the_import_which_starts_no_jax() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", FOLDERS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_mesh_that_leaves_devices_idle_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -54,7 +54,13 @@ def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
 
 def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> Text:
     """The rows as text, with totals: of all parameters, and of those that every device holds whole. Raises `UserError`
-    for a spec that does not divide a dim."""
+    for a spec that does not divide a dim.
+
+    >>> mesh, params = jaxdist.make_mesh(fsdp=8), {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}
+    >>> print(jaxdist.sharding_table(params, {"w": jax.P("fsdp")}, mesh))
+    parameter ...
+    w          16x4 ...
+    """
     check_divisible(params, specs, mesh)
     return Text(rows_as_text(sharding_rows(params, specs, mesh)))
 
