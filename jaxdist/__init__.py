@@ -5,10 +5,17 @@ that a mistake in a configuration is reported before anything slow happens.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxdist import checkpoint as checkpoint
     from jaxdist import collectives as collectives
+    from jaxdist import data as data
+    from jaxdist import nn as nn
+    from jaxdist import optim as optim
+    from jaxdist import precision as precision
+    from jaxdist import runtime as runtime
     from jaxdist.config.grad_sync import GradSync as GradSync
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
@@ -61,16 +68,22 @@ _HOME = {
     "state_target": "jaxdist.init",
 }
 
-__all__ = [*_HOME, "collectives"]  # pyright: ignore[reportUnsupportedDunderAll]
+_FOLDERS = ("checkpoint", "collectives", "data", "nn", "optim", "precision", "runtime")
+
+__all__ = [*_HOME, *_FOLDERS]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "collectives":
-        return importlib.import_module("jaxdist.collectives")
+    if name in _FOLDERS:
+        return importlib.import_module(f"jaxdist.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")
+        from jaxdist.errors import nearest
+
+        near = nearest(name, __all__)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise AttributeError(f"module 'jaxdist' has no attribute {name!r}{hint}", name=name, obj=sys.modules["jaxdist"])
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, "collectives", "__version__"])
+    return sorted([*__all__, "__version__"])

@@ -1,18 +1,31 @@
 """The exceptions for mistakes that a user can mend, on command lines too, and for a stop. Invariants are asserts."""
 
 import argparse
+import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
+_OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
+    "adam": "adamw", "dp": "data", "tp": "tensor", "mp": "tensor", "pp": "pipe", "cp": "context", "ep": "expert",
+    "sp": "sequence_parallel",
+    "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
+    "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
+    "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "hsdp": "zero3", "cuda": "gpu",
+    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
 
 
 class UserError(ValueError):
     """A mistake in a configuration, a command line or a call.
 
     The message is one line: the key or argument, its value, what is allowed, and how to mend it.
+
+    >>> jaxdist.make_mesh(dp=8)
+    Traceback (most recent call last):
+    jaxdist.errors.UserError: mesh.dp: is no axis; allowed: pipe, data, fsdp, ...; did you mean data=8?
     """
 
     def __init__(self, message: str) -> None:
@@ -45,3 +58,13 @@ def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, i
             return 2
 
     return run
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.55) -> str | None:
+    """The known name that `word` was probably meant to be, or None. Ignores case and knows other programs' names."""
+    by_lower = {name.lower(): name for name in known}
+    word = word.lower()
+    if _OTHER_NAMES.get(word) in by_lower:
+        return by_lower[_OTHER_NAMES[word]]
+    near = difflib.get_close_matches(word, by_lower, n=1, cutoff=cutoff)
+    return by_lower[near[0]] if near else None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -15,17 +16,34 @@ from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, without_idle
+from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, path_name, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
 
 Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | Callable[[jax.Array], PyTree] | PyTree
 
 
+def _is_init(source: Any) -> bool:
+    """Whether it is a function key -> parameters. Trees of parameters can be callable, too: modules of Equinox are."""
+    return callable(source) and jax.tree_util.all_leaves([source])
+
+
 def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     if isinstance(source, ModelDef):
         return source.shapes, source.specs
-    shapes = jax.eval_shape(source, jax.random.key(0)) if callable(source) else jax.eval_shape(lambda: source)
+    for path, leaf in [] if _is_init(source) else jax.tree_util.tree_leaves_with_path(source):
+        if not hasattr(leaf, "shape"):
+            raise UserError(
+                f"params.{path_name(path)}: {leaf!r:.60} is no array; give a tree of arrays, such as the first of "
+                "eqx.partition(model, eqx.is_inexact_array)"
+            )
+    shapes = jax.eval_shape(source, jax.random.key(0)) if _is_init(source) else jax.eval_shape(lambda: source)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise UserError(
+                f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
+                "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does"
+            )
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
@@ -39,7 +57,12 @@ def state_target(
     **keywords: Any,
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
-    is compiled for without allocating anything."""
+    is compiled for without allocating anything.
+
+    >>> mesh = jaxdist.make_mesh(fsdp=8)
+    >>> jaxdist.state_target(lambda key: {"w": jnp.zeros((1024, 256))}, optax.sgd(0.1), mesh, strategy="zero3")
+    TrainState(abstract, 262,144 parameters, 128.02 KiB a device, mesh: fsdp=8)
+    """
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     options = make_options(options, keywords)
@@ -73,9 +96,14 @@ def init_state(
     options, keywords: a `StepOptions`, or its fields. The step must get the same.
     rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
     [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
+
+    >>> params = {"w": jnp.ones((16, 4)), "b": jnp.ones(3)}
+    >>> state = jaxdist.init_state(params, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
+    >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
+    {'b': (3,), 'w': (2, 4)}
     """
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules)
     optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
-    return allocate(make, key, optimizer, target) if callable(make) else place_params(make, optimizer, target)
+    return allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)

@@ -4,6 +4,8 @@ Each axis has one owner: `tensor`, `context` and `expert` belong to the layers i
 strategy, `pipe` to the schedule. In jaxdist, a mesh has axes and a tensor has dims.
 """
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 
@@ -11,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, nearest
 
 AnyMesh = Mesh | AbstractMesh  # layouts and traces need no devices
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -31,17 +33,26 @@ def make_mesh(
     context: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    **unknown: int,
 ) -> Mesh:
     """A `jax.sharding.Mesh` over all six axes, with Auto axis types.
 
     pipe, data, fsdp, expert, context, tensor: sizes. One of them may be -1, "the rest of the devices". If none is, the
-        first devices are used, as many as the product of sizes: a mesh may be smaller than the machine.
+        first devices are used, as many as the product of sizes: a mesh may be smaller than the machine. A line of the
+        logger "jaxdist" says so, unless `devices` is given.
     devices: default `jax.devices()`. They are sorted so that devices of one process are neighbours, and `tensor`, the
         last and fastest axis, stays inside a host if its size allows that.
 
-    Raises `UserError` if a size is not positive, if the mesh needs more devices than there are, or if it leaves a
-    process without a device.
+    Raises `UserError` for an axis of another name, if a size is not positive, if the mesh needs more devices than there
+    are, or if it leaves a process without a device.
+
+    >>> jaxdist.make_mesh(data=2, fsdp=-1).shape["fsdp"]  # of 8 devices
+    4
     """
+    for axis in unknown:
+        near = nearest(axis, AXES, cutoff=0.5)
+        hint = f"; did you mean {near}={unknown[axis]}?" if near else ""
+        raise UserError(f"mesh.{axis}: is no axis; allowed: {', '.join(AXES)}{hint}")
     pool = list(jax.devices() if devices is None else devices)
     pool.sort(key=lambda device: (device.process_index, device.id))
     sizes = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
@@ -67,8 +78,21 @@ def make_mesh(
             f"mesh: {total} devices leave process {min(missing)} without one; make the mesh larger or start fewer "
             "processes"
         )
+    if devices is None and total < len(pool) and jax.process_index() == 0:
+        _tell_idle(total, len(pool))
     grid = np.asarray(pool[:total], dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@functools.cache  # once
+def _tell_idle(used: int, there: int) -> None:
+    logging.getLogger("jaxdist").warning(
+        "mesh: uses %d of %d devices, the others are idle; give one axis -1, as fsdp=-1, to use all, or make_mesh "
+        "devices=jax.devices()[:%d] if these are meant",
+        used,
+        there,
+        used,
+    )
 
 
 def abstract_mesh(**sizes: int) -> AbstractMesh:
@@ -102,6 +126,11 @@ def count_hosts(mesh: AnyMesh) -> int:
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """Axis sizes in mesh order, for printing: {"pipe": 1, "data": 2, ...}."""
     return {str(axis): int(size) for axis, size in mesh.shape.items()}
+
+
+def sizes_text(mesh: AnyMesh) -> str:
+    """The axes that are on, for a message: "data=2 fsdp=4"; "one device" if none is."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items() if size > 1) or "one device"
 
 
 def batch_shards(mesh: AnyMesh) -> int:

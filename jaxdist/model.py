@@ -18,6 +18,11 @@ class ModelDef(NamedTuple):
         h = model.block(jax.tree.map(lambda leaf: leaf[0], params["blocks"]), h, keys_B)
         loss_sum, weight_sum = model.head(params["head"], params["embed"] if model.tied else None, h, batch)
 
+    >>> from jaxdist.models.gpt import gpt
+    >>> model = gpt(jaxdist.Config().model.replace(layers=2, width=16, heads=2, vocab=32), max_length=8)
+    >>> model.layers, list(model.specs)
+    (2, ['embed', 'blocks', 'head'])
+
     init: key -> parameters, in global shapes.
     specs: the PartitionSpecs of the layers; those of blocks have a leading "pipe".
     shapes: ShapeDtypeStructs of the parameters.

@@ -9,7 +9,6 @@ Somebody else's module has both at its top level, and is imported for them.
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, nearest
 
 Made = TypeVar("Made")
 
@@ -54,8 +53,8 @@ def check(package: str, name: str, *, key: str) -> None:
         return
     known = names(package)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(name, known)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{key}: {name!r} is not known; allowed: {', '.join(known)}, or a dotted path{hint}")
 
 

@@ -1,20 +1,22 @@
 """The state of a training run, and how each of its leaves is sharded."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.mesh import HOST, AnyMesh
+from jaxdist.mesh import HOST, AnyMesh, sizes_text
 from jaxdist.optim import apply_updates
 from jaxdist.precision.loss_scale import choose, fresh_guard
 from jaxdist.precision.reproducible import products_rounded
-from jaxdist.specs import PyTree, map_specs, path_name, spec_leaves
+from jaxdist.specs import PyTree, format_bytes, map_specs, path_name, spec_leaves
 
 
 class TrainState(NamedTuple):
@@ -25,6 +27,10 @@ class TrainState(NamedTuple):
     opt_state: optax's state, sharded like params.
     residual: the errors of lossy gradient sums, for the next step (`jaxdist.parallel.grad_sync`); mostly ().
     guard: the loss scale, and the number of steps skipped as not finite (`jaxdist.precision.loss_scale`).
+
+    >>> state = jaxdist.init_state({"w": jnp.ones((16, 4))}, optax.sgd(0.1), jaxdist.make_mesh(data=8))
+    >>> int(state.step), state.params["w"].shape
+    (0, (16, 4))
     """
 
     step: Any
@@ -32,6 +38,30 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     residual: PyTree = ()
     guard: Any = ()
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        if not all(hasattr(leaf, "shape") for leaf in leaves):  # of specs, or of other things that are no arrays
+            return f"TrainState{tuple.__repr__(self)}"
+        parts = [_step_text(self.step), f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters"]
+        placed = [leaf for leaf in jax.tree.leaves(tuple(self)) if getattr(leaf, "sharding", None) is not None]
+        if placed:
+            near = [leaf for leaf in placed if leaf.sharding.memory_kind != HOST]
+            size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in near)
+            parts.append(f"{format_bytes(size)} a device")
+        if isinstance(getattr(self.step, "sharding", None), NamedSharding):
+            parts.append(f"mesh: {sizes_text(self.step.sharding.mesh)}")
+        return f"TrainState({', '.join(parts)})"
+
+
+def _step_text(step: Any) -> str:
+    """The number of steps, if it is there: nothing waits for it."""
+    if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
+        return f"step {step}" if isinstance(step, int | np.integer | np.ndarray) else "abstract"
+    if step.is_deleted():
+        return "used up by the step it was given to"
+    ready = step.is_ready()  # type: ignore[attr-defined]
+    return f"step {step}" if ready else "its step is still running"
 
 
 def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, halted: jax.Array) -> TrainState:

@@ -19,7 +19,7 @@ from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
-from jaxdist.parallel.compose import get_schedule, get_strategy
+from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
@@ -27,7 +27,6 @@ from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import Schedule, UserLoss, loss_seed
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
-from jaxdist.precision.policy import check_float8
 from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics, TrainStep
@@ -99,6 +98,10 @@ def make_train_step(
     options, keywords: a `StepOptions`, or its fields: make_train_step(model, adamw, mesh, strategy="zero3").
 
     Raises `UserError` for what does not fit together.
+
+    >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
+    >>> jaxdist.make_train_step(loss, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
+    TrainStep(strategy='zero3', mesh: fsdp=8, schedule='accumulate', microbatches=1, precision='fp32', not compiled yet)
     """
     options = make_options(options, keywords).on(mesh)
     policy, sync = options.precision, options.grad_sync
@@ -110,6 +113,7 @@ def make_train_step(
 
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
+        check_placed(state.params, model, strategy, mesh, options)
         check_update(optimizer, state.params, state.opt_state, state.residual, sync=sync)
         specs, lost, layout = specs_of_arrays(state.params), specs_of_arrays(state.residual), shardings_of(state)
         gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)
@@ -125,21 +129,16 @@ def make_train_step(
             )
             new = TrainState(state.step + 1, params, opt_state, residual, guard)
             state = advanced(state, new, taken=taken, halted=halted)
-            metrics |= guard_metrics(state.guard, policy.scale_rule) | (
-                {"grads": grads} if options.return_grads else {}
-            )
+            metrics |= guard_metrics(state.guard, policy.scale_rule)
+            metrics |= {"grads": grads} if options.return_grads else {}
             return state, metrics
 
         names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, options.freeze)} if options.return_grads else {}
-        settings = compiler_options(state.params, options, mesh)
+        flags = compiler_options(state.params, options, mesh)
         return jax.jit(
-            step,
-            donate_argnums=0,
-            in_shardings=(layout, None),
-            out_shardings=(layout, outputs),
-            compiler_options=settings,
+            step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs), compiler_options=flags
         )
 
-    return TrainStep(build, lambda: check_float8(policy, mesh.devices.flat), on_cpu=on_cpu(mesh))
+    return TrainStep(build, mesh, options)

@@ -7,7 +7,10 @@ from typing import Any
 import jax
 
 from jaxdist.errors import UserError
+from jaxdist.mesh import AnyMesh, on_cpu, sizes_text
 from jaxdist.parallel.microbatch import check_global
+from jaxdist.parallel.options import StepOptions
+from jaxdist.precision.policy import POLICIES, check_float8
 from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
 
@@ -25,20 +28,36 @@ class TrainStep:
     grad_norm: the norm of the gradients before clipping.
     skipped, skipped_in_a_row, loss_scale: those of the guard, see `jaxdist.precision.loss_scale`.
     grads: the gradients, if asked for.
+
+    >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
+    >>> mesh, tx = jaxdist.make_mesh(fsdp=8), optax.sgd(0.1)
+    >>> state = jaxdist.init_state({"w": jnp.ones((8, 1))}, tx, mesh, strategy="zero3")
+    >>> step = jaxdist.make_train_step(loss, tx, mesh, strategy="zero3")
+    >>> state, metrics = step(state, np.ones((8, 8), np.float32))
+    >>> float(metrics["loss"])
+    64.0
     """
 
-    def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None], *, on_cpu: bool) -> None:
-        """A step that is not compiled yet.
-
-        build: state -> the `jax.jit` function for its layout.
-        check: raises `UserError` if the step may be compiled, but not run here.
-        on_cpu: whether the devices are CPU devices.
-        """
-        self._build, self._check, self._on_cpu = build, check, on_cpu
+    def __init__(self, build: Callable[[TrainState], Any], mesh: AnyMesh, options: StepOptions) -> None:
+        """A step that is not compiled yet. build: state -> the `jax.jit` function for its layout."""
+        self._build, self._mesh, self._options, self._on_cpu = build, mesh, options, on_cpu(mesh)
         self._jitted: Any = None
         self._layout: Any = None
         self._checked = False
         self._under_way: deque[jax.Array] = deque()  # losses of the last steps, on CPU devices
+
+    def __repr__(self) -> str:
+        options = self._options
+        named = [name for name, policy in POLICIES.items() if policy == options.precision]
+        parts = (
+            f"strategy={options.strategy!r}",
+            f"mesh: {sizes_text(self._mesh)}",
+            f"schedule={options.schedule!r}",
+            f"microbatches={options.microbatches}",
+            f"precision={named[0]!r}" if named else str(options.precision),
+            *(["not compiled yet"] if self._jitted is None else []),
+        )
+        return f"TrainStep({', '.join(parts)})"
 
     def jitted(self, state: TrainState) -> Any:
         """The `jax.jit` function, built for the layout of the first state that this method gets.
@@ -53,8 +72,13 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         if not self._checked:
-            self._check()
+            check_float8(self._options.precision, self._mesh.devices.flat)
             self._checked = True
+        if isinstance(state.step, jax.Array) and state.step.is_deleted():  # jax 0.10 would crash
+            raise UserError(
+                "state: was given to an earlier step, which used up its memory; write `state, metrics = step(state, "
+                "batch)` and go on with the state that it returns"
+            )
         check_global(batch)
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.

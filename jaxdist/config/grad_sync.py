@@ -24,6 +24,9 @@ class GradSync:
         and summed in a fixed order.
     virtual_shards: how many virtual shards the global batch has. This and the number of batch shards must be powers of
         two.
+
+    >>> jaxdist.StepOptions(grad_sync=jaxdist.GradSync("ring", bucket_mb=10.0)).grad_sync.algorithm
+    'ring'
     """
 
     algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")

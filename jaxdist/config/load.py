@@ -18,6 +18,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     Every key has been checked, alone and against the others; -1 in the mesh is resolved where the number of devices is
     sure (simulated CPU devices). planned: for programs that only look ahead, on a machine without the devices and the
     data. Errors: `UserError`, one line with the key, its value, and what is allowed.
+
+    >>> config = jaxdist.load_config("configs/quickstart.yaml", ["parallel.strategy=zero2", "optimizer.lr=1e-3"])
+    >>> config.parallel.strategy, config.optimizer.lr
+    ('zero2', 0.001)
     """
     return check_config(read_config(Config, path, overrides), planned=planned)
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import yaml
 
 from jaxdist.config.entries import Entries, entries_in, owners, with_options
-from jaxdist.config.rules.fields import Key, all_keys, keys, nearest, show
-from jaxdist.errors import UserError
+from jaxdist.config.rules.fields import Key, all_keys, keys, show
+from jaxdist.errors import UserError, nearest
 
 _T = TypeVar("_T")
 MAX_BYTES = 64 * 1024

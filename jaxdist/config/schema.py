@@ -276,7 +276,17 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration."""
+    """The whole configuration of a run: one field a section, whose keys docs/config.md lists.
+
+    `load_config` reads it from YAML and checks the keys against each other; made in Python, as here, it is not checked.
+    It is frozen: `dataclasses.replace` gives one with other values.
+
+    >>> config = jaxdist.Config()
+    >>> config.parallel.strategy, config.optimizer.name
+    ('ddp', 'adamw')
+    >>> dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=8)).mesh.fsdp
+    8
+    """
 
     model: ModelConfig = section(ModelConfig, "the model")
     data: DataConfig = section(DataConfig, "the data and its batches")

@@ -21,7 +21,14 @@ MESSAGE = 15_000  # last characters of a traceback: so many fit into a pipe that
 
 
 class SpawnError(RuntimeError):
-    """The process `rank` has failed. The message holds its traceback, or its exit status."""
+    """The process `rank` has failed. The message holds its traceback, or its exit status.
+
+    >>> try:
+    ...     jaxdist.spawn(int, 1, args=("no base",))
+    ... except jaxdist.SpawnError as error:
+    ...     print(error.rank, str(error).splitlines()[-1])
+    0 TypeError: ...
+    """
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -53,6 +60,8 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     "spawn": `fn` is a function at the top level of a module that can be imported, and a script that calls this does so
     under `if __name__ == "__main__"`. Raises `SpawnError`, with rank and traceback, for the first process that fails,
     after ending the others.
+
+    >>> jaxdist.spawn(print, 2, args=("is my rank",))  # in place of print: your function, which trains
     """
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs}; allowed: 1 or more")

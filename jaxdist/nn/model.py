@@ -40,6 +40,12 @@ def model_def(
     tied, scan_blocks, columns: see `ModelDef`.
 
     Raises `ValueError` if the blocks are not uniform: they are stacked and scanned over.
+
+    >>> class Model(nnx.Module):  # its layers stand for embed, blocks and head as above
+    ...     def __init__(self, rngs):
+    ...         self.embed, *blocks, self.head = (nnx.Linear(8, 8, rngs=rngs) for _ in range(6))
+    ...         self.blocks = nnx.List(blocks)
+    >>> assert jaxdist.model_def(Model, tied=False).layers == 4
     """
 
     def init(key: jax.Array) -> PyTree:

@@ -74,6 +74,10 @@ def make_optimizer(
 
     steps: the length of the learning rate schedule.
     deterministic: clip by `ordered_norm`.
+
+    >>> optimizer = jaxdist.make_optimizer(jaxdist.Config().optimizer, steps=100)
+    >>> len(jax.tree.leaves(optimizer.init({"w": jnp.ones((4, 4))})))  # two moments and two counts
+    4
     """
     core = _core(config, learning_rate(config, steps))
     clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm

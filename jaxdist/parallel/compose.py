@@ -2,12 +2,19 @@
 
 from typing import Any
 
+import jax
+from jax.sharding import PartitionSpec as P
+
 from jaxdist import registry
+from jaxdist.errors import UserError
+from jaxdist.mesh import AnyMesh
+from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions, StrategyOptions
-from jaxdist.parallel.schedule import Schedule
+from jaxdist.parallel.schedule import Schedule, UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
+from jaxdist.specs import PyTree, named_leaves, spec_axes
 
 
 def get_schedule(name: Any) -> Schedule:
@@ -47,3 +54,20 @@ def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
 
         strategy = freezing(strategy, options.freeze)
     return strategy
+
+
+def check_placed(
+    params: PyTree, model: ModelDef | UserLoss, strategy: Strategy, mesh: AnyMesh, options: StepOptions
+) -> None:
+    """Raise `UserError` if the strategy shards parameters over `fsdp`, and all of these are whole: a step would train
+    with them, and save no memory. (Some may be whole, as the `rules` of `init_state` say.)"""
+    if any("fsdp" in spec_axes(leaf.sharding.spec) for leaf in jax.tree.leaves(params)):
+        return
+    whole = model.specs if isinstance(model, ModelDef) else jax.tree.map(lambda _: P(), params)
+    for name, spec in named_leaves(strategy.place(params, whole, mesh)):
+        if "fsdp" in spec_axes(spec):
+            chosen = f"strategy={options.strategy!r:.60}"
+            raise UserError(
+                f"state: all parameters are whole, as with strategy='ddp', but {chosen} shards {name} as {spec}; give "
+                f"init_state and make_train_step the same options, as init_state(..., {chosen})"
+            )

@@ -18,9 +18,10 @@ from jaxdist.specs import PyTree
 class StepOptions:
     """How a step is laid out and run. `make_train_step` and `init_state` take one, or its fields as keywords.
 
-        options = StepOptions(strategy="zero3", microbatches=4, precision="bf16")
-        state = init_state(model, optimizer, mesh, options)
-        step = make_train_step(model, optimizer, mesh, options)
+    >>> options = jaxdist.StepOptions(strategy="zero3", microbatches=4, precision="bf16")
+    >>> mesh, tx, loss = jaxdist.make_mesh(data=2, fsdp=4), optax.sgd(0.1), lambda params, batch, keys: (0.0, 1)
+    >>> state = jaxdist.init_state({"w": jnp.ones((8, 4))}, tx, mesh, options)
+    >>> step = jaxdist.make_train_step(loss, tx, mesh, options)
 
     precision: a `Precision`, or the name of a policy.
     grad_sync: how gradients are summed over devices.

@@ -59,6 +59,9 @@ class Program(NamedTuple):
             return (error**2).sum(), jnp.float32(error.size)
 
         Program(loss)
+
+    >>> jaxdist.Program(lambda diff, captured, batch: (diff["w"].sum(), jnp.float32(1))).stages is None
+    True
     """
 
     loss: Callable[..., tuple[jax.Array, jax.Array]]

@@ -46,6 +46,13 @@ class Strategy(NamedTuple):
             gather=lambda diff, captured, specs: diff,
             reduce=options.finish,
         )
+
+    A name stands for one of `jaxdist.parallel.strategies`, or your own:
+
+    >>> from jaxdist.parallel.strategies.zero3 import zero3
+    >>> strategy = zero3(jaxdist.StepOptions())
+    >>> isinstance(strategy, jaxdist.Strategy), strategy.drops
+    (True, True)
     """
 
     place: Callable[[PyTree, PyTree, AnyMesh], PyTree]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import named_axes
+from jaxdist.jaxpr.randomness import refuse_stored_keys
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.blocks.remat import rematerialise
@@ -71,6 +72,7 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
         # Its gradient is searched, which contains the loss: a custom_vjp may hide a collective in its backward pass.
         total_of = lambda params: run(params, batch["batch"], batch["keys"])[0]  # noqa: E731
         refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
+        refuse_stored_keys(lambda batch: run(params, batch["batch"], batch["keys"]), batch)
         return run(params, batch["batch"], batch["keys"])
 
     return Program(rematerialise(loss, options.remat, gathers=regathers(strategy, specs), in_scan=False))

@@ -23,6 +23,10 @@ class Precision(NamedTuple):
         parameters are then not cast as a whole.
     loss_scale: the factor of the loss before differentiation: a number, "dynamic", or a `LossScale`.
     fp8: whether linear layers multiply in float8 (`jaxdist.nn.matmul.float8`). The model must be built for it.
+
+    >>> mine = jaxdist.Precision(param=jnp.float32, compute=jnp.bfloat16, reduce=jnp.bfloat16)
+    >>> jaxdist.StepOptions(precision=mine).precision.received.__name__
+    'bfloat16'
     """
 
     param: Any

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.grad_sync import GradSync
-from jaxdist.mesh import has_host_memory, on_cpu, sizes_of
+from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
 from jaxdist.observe import redact, redact_settings
 from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import resident_bytes
@@ -69,7 +69,6 @@ def describe(run: TrainingRun) -> dict[str, str]:
     parallel = config.parallel
     sync = parts.options.grad_sync
     schedule, microbatches = order_of_work(sync, mesh, parallel.schedule, parallel.microbatches)
-    sizes = " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items() if size > 1) or "one device"
     kind = "simulated CPU" if on_cpu(mesh) else mesh.devices.flat[0].device_kind
     near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
@@ -77,7 +76,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters",
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
-        "mesh": f"{sizes} ({mesh.size} {kind} {plural('device', mesh.size)}, "
+        "mesh": f"{sizes_text(mesh)} ({mesh.size} {kind} {plural('device', mesh.size)}, "
         f"{jax.process_count()} {plural('process', jax.process_count())})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"

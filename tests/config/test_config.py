@@ -15,10 +15,10 @@ from jaxdist.config.load import load_config, to_yaml
 from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.reader import parse_yaml
 from jaxdist.config.resolve import known_devices, resolve_mesh
-from jaxdist.config.rules.fields import all_keys, check_value, nearest
+from jaxdist.config.rules.fields import all_keys, check_value
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config, MeshConfig, ModelConfig
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, nearest
 
 ROOT = Path(__file__).parents[2]
 CPU = "devices.platform=cpu"

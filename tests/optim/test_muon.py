@@ -26,8 +26,7 @@ from jaxdist.optim.muon import on_whole_matrices
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.remedies import flops_of_passes
-from jaxdist.plan.report.text import pytorch_term
-from jaxdist.plan.traced.ledger import ledger
+from jaxdist.plan.traced.ledger import ledger, pytorch_term
 
 OPTIONS = OptimizerConfig(name="muon", lr=1e-2, clip_norm=0.5, weight_decay=0.1)
 

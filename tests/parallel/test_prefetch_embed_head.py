@@ -38,7 +38,7 @@ from jaxdist.parallel.blocks.prefetch import (
 )
 from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
 from jaxdist.parallel.blocks.prefetch_flags import AT_ONCE, BY_TWO, LATENCY_HIDING, compiler_options
-from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision
 from jaxdist.specs import BATCH_SPEC, only
@@ -194,9 +194,10 @@ def test_what_is_sent() -> None:
 def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int) -> None:
     model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
     made, tx = gpt(model, max_length=SEQ), optax.sgd(0.1)
-    step = make_train_step(made, tx, mesh, strategy=strategy, prefetch=1)
+    options = StepOptions(strategy=strategy, prefetch=1, min_shard_bytes=least)
+    step = make_train_step(made, tx, mesh, options)
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
-    found = ledger(step, state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=least), batch).collectives
+    found = ledger(step, state_target(made, tx, mesh, options), batch).collectives
     assert found and not any(each.op == "all_to_all" for each in found)
 
 

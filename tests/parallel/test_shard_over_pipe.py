@@ -33,7 +33,7 @@ from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import only_trained
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.plan.explain import Explanation, explain
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, bytes_per_device, path_name, spec_axes, spec_leaves
@@ -197,8 +197,10 @@ def test_a_device_holds_a_stages_part(name: str, sizes: dict[str, int]) -> None:
 
 def jaxpr_of(strategy: str, *, min_shard_bytes: int = 0, schedule: str = "one_f_one_b", **sizes: int) -> Any:
     mesh, tx, model = abstract_mesh(**sizes), optax.sgd(0.1), model_of()
-    target = state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=min_shard_bytes)
-    step = make_train_step(model, tx, mesh, strategy=strategy, schedule=schedule, microbatches=MICROBATCHES)
+    options = StepOptions(
+        strategy=strategy, schedule=schedule, microbatches=MICROBATCHES, min_shard_bytes=min_shard_bytes
+    )
+    target, step = state_target(model, tx, mesh, options), make_train_step(model, tx, mesh, options)
     return step.jitted(target).trace(target, layouts.make_batch(BATCH, 0)).jaxpr
 
 

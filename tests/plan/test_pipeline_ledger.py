@@ -27,8 +27,8 @@ from jaxdist.parallel.pipeline.table import SCHEDULES, Ticks, allocate_slots
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
 from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, NOT_HERE, explain
 from jaxdist.plan.report.pipeline import configured_ticks, described, show_pipeline
-from jaxdist.plan.report.text import explanation_text, pytorch_term
-from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, Ledger, collectives_of, hosts_of, ledger
+from jaxdist.plan.report.text import explanation_text
+from jaxdist.plan.traced.ledger import BETWEEN, INSIDE, Ledger, collectives_of, hosts_of, ledger, pytorch_term
 from jaxdist.specs import BATCH_SPEC
 
 ROOT = Path(__file__).parents[2]

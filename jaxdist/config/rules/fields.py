@@ -5,19 +5,18 @@ A `Rule` is what `setting` writes beside each field; the check of a value and th
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import types
 import typing
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jaxdist import registry
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, nearest
 
 LARGEST_INT = 2**31 - 1  # every integer here may end up as an int32 on a device
 _NAMES: dict[Any, str] = {
@@ -30,15 +29,6 @@ _NAMES: dict[Any, str] = {
     tuple[str, ...]: "a list of texts",
     tuple[int, ...]: "a list of integers",
 }
-_OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
-    "adam": "adamw", "dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence_parallel",
-    "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
-    "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
-    "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "cuda": "gpu",
-    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16",
-}  # fmt: skip
-
-
 SMALLEST_SHARE = 1e-4  # of a source in a mixture
 
 
@@ -184,16 +174,6 @@ def check_section(values: Any, prefix: str) -> None:
     for name, key in keys(type(values)).items():
         dotted, value = f"{prefix}.{name}", getattr(values, name)
         check_section(value, dotted) if key.nested else key.check(value, dotted)
-
-
-def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.55) -> str | None:
-    """The known name that `word` was probably meant to be, or None. Ignores case and knows other programs' names."""
-    by_lower = {name.lower(): name for name in known}
-    word = word.lower()
-    if _OTHER_NAMES.get(word) in by_lower:
-        return by_lower[_OTHER_NAMES[word]]
-    near = difflib.get_close_matches(word, by_lower, n=1, cutoff=cutoff)
-    return by_lower[near[0]] if near else None
 
 
 def show(value: Any) -> str:

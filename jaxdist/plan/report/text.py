@@ -6,31 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.explain import MEASURED, Explanation
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.activations import BETWEEN_STAGES
-from jaxdist.plan.traced.ledger import SENDS, Collective
 from jaxdist.plan.traced.sharding import aligned, rows_as_text
 from jaxdist.specs import format_bytes
-
-
-def pytorch_term(each: Collective) -> str:
-    """The name of a collective in PyTorch."""
-    if (each.phase, each.purpose) in SENDS.values():
-        return "point to point"
-    if each.purpose.startswith(OPTIMIZER):
-        return "distributed Muon"
-    if "tensor" in each.axes:
-        return "Megatron tensor parallel"
-    if each.purpose == "loss_and_weight":
-        return "dist.all_reduce(loss)"
-    if each.op == "all_gather":
-        return "ZeRO broadcast, once a step" if each.phase == "once a step" else "FSDP unshard"
-    if each.op == "reduce_scatter":
-        return "ZeRO-1 reduce" if each.phase == "once a step" else "FSDP reduce-scatter"
-    summed = each.purpose.startswith("gradients") and "activations" not in each.purpose
-    return "DDP buckets, HSDP all-reduce" if summed else "point to point"
 
 
 def explanation_text(
@@ -42,26 +22,8 @@ def explanation_text(
     parameters: add the sharding table
     activations: add the arrays saved for the backward pass
     """
-    collectives = sorted(explanation.ledger.collectives, key=lambda each: -each.wire_bytes)
-    rows = rows or max(len(collectives), len(explanation.activations))
-    heads = ("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")
-    lines: list[tuple[object, ...]] = [heads]
-    for each in collectives[:rows]:
-        what = each.purpose + ("" if each.used is None else f", {each.used} of {each.calls} used")
-        what += " (in a branch)" if each.conditional else _on_stages(each.stages)
-        call, sent = format_bytes(each.bytes_per_call), format_bytes(each.wire_bytes)
-        traffic = (each.op, "+".join(each.axes), each.group_size, each.dtype, call, each.calls, sent, each.link)
-        lines.append((*traffic, each.phase, what, pytorch_term(each), each.source))
-    text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
-    if rest := collectives[rows:]:
-        text.append(
-            f"... and {len(rest)} more, {format_bytes(sum(each.wire_bytes for each in rest))} (--rows 0 shows all)"
-        )
-    total = explanation.ledger.wire_bytes
-    axes = [f"over {'+'.join(name)} {format_bytes(sent)}" for name, sent in explanation.ledger.total("axes").items()]
-    links = [f"{name} {format_bytes(sent)}" for name, sent in explanation.ledger.total("link").items()]
-    parts = f": {', '.join(axes)}; {', '.join(links)}" if total else ""
-    text += ["", f"A device sends {format_bytes(total)} a step{parts}"]
+    rows = rows or max(len(explanation.ledger.collectives), len(explanation.activations))
+    text = explanation.ledger.lines(rows, rest="--rows 0 shows all")
     if explanation.added is not None:
         extra = format_bytes(sum(each.wire_bytes for each in explanation.added))
         text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {extra}")
@@ -70,16 +32,6 @@ def explanation_text(
     text += _saved_arrays(explanation, rows) if activations else []
     text += ["", rows_as_text(explanation.parameters)] if parameters else []
     return "\n".join(text)
-
-
-def _on_stages(calls: tuple[int, ...]) -> str:
-    """The stages of a pipeline that make a call, if not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
-    found = [stage for stage, count in enumerate(calls) if count]
-    if len(found) in (0, len(calls)):
-        return ""
-    together = len(found) > 2 and found[-1] - found[0] == len(found) - 1
-    numbers = f"{found[0]}-{found[-1]}" if together else ", ".join(map(str, found))
-    return f" ({'stage' if len(found) == 1 else 'stages'} {numbers})"
 
 
 def memory_text(explanation: Explanation) -> list[str]:

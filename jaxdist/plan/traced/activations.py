@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxdist.jaxpr.source import source_of
 from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, scan_of
 from jaxdist.parallel.pipeline.relay import CROSSING, KEPT, LATE, RECEIVED
-from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
+from jaxdist.plan.traced.origin import phase_of, scope_of
 from jaxdist.plan.traced.program import traced_program
 from jaxdist.specs import STACKED, PyTree, is_model
 from jaxdist.state import TrainState

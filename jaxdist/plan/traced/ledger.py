@@ -18,13 +18,16 @@ from jax.sharding import Mesh
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, Reached, outermost, reached
+from jaxdist.jaxpr.source import source_of
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
+from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.parallel.pipeline.relay import TO_BEFORE, TO_NEXT
-from jaxdist.plan.traced.origin import phase_of, scope_of, source_of
+from jaxdist.plan.traced.origin import phase_of, scope_of
 from jaxdist.plan.traced.program import traced_program
 from jaxdist.plan.traced.readers import first_readers
-from jaxdist.specs import PyTree, path_name
+from jaxdist.plan.traced.sharding import Text, aligned
+from jaxdist.specs import PyTree, format_bytes, path_name
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
@@ -109,11 +112,73 @@ class Ledger(NamedTuple):
                 totals[getattr(each, key)] += sent  # type: ignore[assignment]
         return dict(totals.most_common())
 
+    def lines(self, rows: int = 24, *, rest: str = "print(ledger.text(rows=0)) shows all") -> list[str]:
+        """The collectives as a table, the totals by axes and links below it.
+
+        rows: how many, the largest first; 0: all. rest: what says how to see the others.
+        """
+        collectives = sorted(self.collectives, key=lambda each: -each.wire_bytes)
+        rows = rows or len(collectives)
+        heads = ("op", "axes", "n", "dtype", "a call", "calls", "sent", "link", "when", "what", "PyTorch", "source")
+        lines: list[tuple[object, ...]] = [heads]
+        for each in collectives[:rows]:
+            what = each.purpose + ("" if each.used is None else f", {each.used} of {each.calls} used")
+            what += " (in a branch)" if each.conditional else _on_stages(each.stages)
+            call, sent = format_bytes(each.bytes_per_call), format_bytes(each.wire_bytes)
+            traffic = (each.op, "+".join(each.axes), each.group_size, each.dtype, call, each.calls, sent, each.link)
+            lines.append((*traffic, each.phase, what, pytorch_term(each), each.source))
+        text = ["Collectives of one step, of one device:", *aligned(lines, right=(2, 4, 5, 6))]
+        if left := collectives[rows:]:
+            text.append(f"... and {len(left)} more, {format_bytes(sum(each.wire_bytes for each in left))} ({rest})")
+        total = self.wire_bytes
+        axes = [f"over {'+'.join(name)} {format_bytes(sent)}" for name, sent in self.total("axes").items()]
+        links = [f"{name} {format_bytes(sent)}" for name, sent in self.total("link").items()]
+        parts = f": {', '.join(axes)}; {', '.join(links)}" if total else ""
+        return [*text, "", f"A device sends {format_bytes(total)} a step{parts}"]
+
+    def text(self, rows: int = 24) -> str:
+        """What `print` shows: see `lines`."""
+        return "\n".join(self.lines(rows))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return Text(self.text())._repr_html_()
+
     @property
     def busiest(self) -> int:
         """The stage whose devices send most."""
         sent = [np.multiply(each.stages, each.wire_bytes / each.calls) for each in self.collectives]
         return int(np.argmax(np.sum(sent, axis=0))) if sent else 0
+
+
+def pytorch_term(each: Collective) -> str:
+    """The name of a collective in PyTorch."""
+    if (each.phase, each.purpose) in SENDS.values():
+        return "point to point"
+    if each.purpose.startswith(OPTIMIZER):
+        return "distributed Muon"
+    if "tensor" in each.axes:
+        return "Megatron tensor parallel"
+    if each.purpose == "loss_and_weight":
+        return "dist.all_reduce(loss)"
+    if each.op == "all_gather":
+        return "ZeRO broadcast, once a step" if each.phase == "once a step" else "FSDP unshard"
+    if each.op == "reduce_scatter":
+        return "ZeRO-1 reduce" if each.phase == "once a step" else "FSDP reduce-scatter"
+    summed = each.purpose.startswith("gradients") and "activations" not in each.purpose
+    return "DDP buckets, HSDP all-reduce" if summed else "point to point"
+
+
+def _on_stages(calls: tuple[int, ...]) -> str:
+    """The stages of a pipeline that make a call, if not all do: " (stage 3)", " (stages 0-2)", " (stages 0, 3)"."""
+    found = [stage for stage, count in enumerate(calls) if count]
+    if len(found) in (0, len(calls)):
+        return ""
+    together = len(found) > 2 and found[-1] - found[0] == len(found) - 1
+    numbers = f"{found[0]}-{found[-1]}" if together else ", ".join(map(str, found))
+    return f" ({'stage' if len(found) == 1 else 'stages'} {numbers})"
 
 
 def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_host: int = 8) -> Ledger:
@@ -123,6 +188,16 @@ def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_hos
     devices_per_host: for meshes without devices, or of simulated ones; real GPUs know their hosts
 
     Raises `UserError` for a loop that communicates and whose length is not in the program.
+
+    >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
+    >>> mesh, tx = jaxdist.make_mesh(fsdp=8), optax.sgd(0.1)
+    >>> state = jaxdist.state_target(lambda key: {"w": jnp.zeros((8, 1))}, tx, mesh, strategy="zero3")
+    >>> step = jaxdist.make_train_step(loss, tx, mesh, strategy="zero3")
+    >>> print(jaxdist.ledger(step, state, jax.ShapeDtypeStruct((8, 8), jnp.float32)))
+    Collectives of one step, of one device:
+    op ...
+    all_gather ...
+    A device sends ... a step: over fsdp ...
     """
     mesh = state.step.sharding.mesh
     jaxpr = traced_program(step, state, batch)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.jaxpr.evaluate import CALLS
+from jaxdist.jaxpr.source import PACKAGE, SENDING, source_of
 from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, primitives, scan_of
-from jaxdist.plan.traced.origin import PACKAGE, SENDING, phase_of, scope_of, source_of
+from jaxdist.plan.traced.origin import phase_of, scope_of
 
 # A product's own code, and whatever evaluates a jaxpr, work for the layer that calls them.
 _HELPERS = (*SENDING, "nn/matmul/", "jaxpr/", "precision/")

@@ -1,5 +1,6 @@
 """The sharding table: the layout of every parameter, before anything is allocated."""
 
+import html
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -33,6 +34,13 @@ class Row(NamedTuple):
     bytes_per_device: int
 
 
+class Text(str):
+    """A text that a notebook shows as `print` does."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self)}</pre>"
+
+
 def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
     """A row for every leaf of `params` (arrays or ShapeDtypeStructs), in tree order."""
     rows = []
@@ -44,11 +52,17 @@ def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
     return rows
 
 
-def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> str:
+def sharding_table(params: PyTree, specs: PyTree, mesh: AnyMesh) -> Text:
     """The rows as text, with totals: of all parameters, and of those that every device holds whole. Raises `UserError`
-    for a spec that does not divide a dim."""
+    for a spec that does not divide a dim.
+
+    >>> mesh, params = jaxdist.make_mesh(fsdp=8), {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}
+    >>> print(jaxdist.sharding_table(params, {"w": jax.P("fsdp")}, mesh))
+    parameter ...
+    w          16x4 ...
+    """
     check_divisible(params, specs, mesh)
-    return rows_as_text(sharding_rows(params, specs, mesh))
+    return Text(rows_as_text(sharding_rows(params, specs, mesh)))
 
 
 def rows_as_text(rows: Sequence[Row]) -> str:

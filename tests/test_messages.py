@@ -1,0 +1,211 @@
+"""What a new user writes and prints first, and the line that answers it."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxdist
+from jaxdist.config.load import load_config
+from jaxdist.mesh import abstract_mesh
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+SGD = optax.sgd(0.1)
+ROWS = np.ones((8, 4), np.float32)
+
+
+@jax.tree_util.register_pytree_node_class
+class Layer:
+    """A layer that is a tree of its parameters, and callable, as modules of Equinox are."""
+
+    def __init__(self, w: Any, activation: Any = None) -> None:
+        self.w, self.activation = w, activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.asarray(x @ self.w)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.w, self.activation), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "Layer":
+        return cls(*children)
+
+
+def loss(params: Any, batch: Any, keys: Any) -> Any:
+    w = params.w if isinstance(params, Layer) else params["w"]
+    return ((batch.astype(w.dtype) @ w) ** 2).sum(), batch.shape[0]
+
+
+def run(of_state: dict[str, Any], of_step: dict[str, Any], params: Any = None, **mesh_sizes: int) -> Any:
+    """One step from a state with other options than the step's."""
+    mesh = jaxdist.make_mesh(**mesh_sizes or {"fsdp": 4})
+    state = jaxdist.init_state({"w": jnp.ones((4, 4))} if params is None else params, SGD, mesh, **of_state)
+    return jaxdist.make_train_step(loss, SGD, mesh, **of_step)(state, ROWS)
+
+
+def rerun_a_cell() -> None:
+    mesh = jaxdist.make_mesh(data=2)
+    state = jaxdist.init_state({"w": jnp.ones((4, 4))}, SGD, mesh)
+    step = jaxdist.make_train_step(loss, SGD, mesh)
+    for _ in range(2):
+        step(state, ROWS)
+
+
+ZERO3: dict[str, Any] = {"strategy": "zero3"}
+CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "a function among the parameters": (
+        lambda: run({}, {}, params=Layer(jnp.ones((4, 4)), jnp.tanh)),
+        ["params.1: <", "is no array", "eqx.partition(model, eqx.is_inexact_array)"],
+    ),
+    "a counter among the parameters": (
+        lambda: run({}, {}, params={"w": jnp.ones((4, 4)), "count": jnp.ones((), jnp.uint32)}),
+        ["params.count: uint32", "no gradient", "nnx.to_pure_dict(nnx.state(model, nnx.Param))"],
+    ),
+    "zero3 for the step only": (
+        lambda: run({}, ZERO3),
+        ["state: all parameters are whole", "'ddp'", "'zero3' shards w as", "init_state(..., strategy='zero3')"],
+    ),
+    "zero3 for the state only": (
+        lambda: run(ZERO3, {}),
+        ["strategy: 'ddp'", "give make_train_step", "strategy='zero3'"],
+    ),
+    "fsdp as a strategy": (lambda: run({"strategy": "fsdp"}, {}), ["'fsdp' is not known", "ddp, zero1", "'zero3'?"]),
+    "dp as a strategy": (lambda: run({}, {"strategy": "dp"}), ["'dp' is not known", "did you mean 'ddp'?"]),
+    "zero as a strategy": (lambda: run({}, {"strategy": "zero"}), ["'zero' is not known", "did you mean 'zero3'?"]),
+    "fsdp as a strategy, in YAML": (
+        lambda: load_config(QUICKSTART, ["parallel.strategy=fsdp"]),
+        ["parallel.strategy: 'fsdp' is not known", "did you mean 'zero3'?"],
+    ),
+    "dp as an axis": (
+        lambda: jaxdist.make_mesh(dp=8),
+        ["mesh.dp", "pipe, data, fsdp, expert, context, tensor", "did you mean data=8?"],
+    ),
+    "a state given twice": (
+        rerun_a_cell,
+        ["state: was given to an earlier step", "state, metrics = step(state, batch)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_answered_by_one_line(name: str) -> None:
+    act, parts = CASES[name]
+    with pytest.raises(jaxdist.UserError) as found:
+        act()
+    text = str(found.value)
+    assert "\n" not in text
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("init_sate", "init_state"), ("make_mash", "make_mesh"), ("zzz", None)])
+def test_a_name_that_is_not_there(typo: str, meant: str | None) -> None:
+    with pytest.raises(AttributeError) as found:
+        getattr(jaxdist, typo)
+    assert (found.value.name, found.value.obj) == (typo, jaxdist)
+    assert str(found.value).endswith(f"did you mean {meant!r}?" if meant else repr(typo))
+
+
+FOLDERS = """
+import sys, jaxdist
+assert not {"jax", "flax", "numpy"} & set(sys.modules)
+jaxdist.nn.ColumnParallelLinear, jaxdist.runtime.spawn, jaxdist.data.Loader, jaxdist.checkpoint.Checkpoints
+jaxdist.optim.global_norm, jaxdist.collectives.all_reduce, jaxdist.precision
+"""
+
+
+def test_folders_are_there_after_the_import_which_starts_no_jax() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", FOLDERS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_mesh_that_leaves_devices_idle_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="jaxdist"):
+        for _ in range(2):
+            jaxdist.make_mesh(data=7)
+        jaxdist.make_mesh(data=-1)
+        jaxdist.make_mesh(data=5, devices=jax.devices()[:6])
+    [record] = caplog.records
+    assert "uses 7 of 8 devices" in record.getMessage() and "fsdp=-1" in record.getMessage()
+
+
+def test_a_callable_tree_is_no_function_that_makes_parameters() -> None:
+    def trained(params: Any) -> list[Any]:
+        state, _ = run({}, {}, params=params)
+        return jax.tree.leaves(jax.device_get(state.params))
+
+    np.testing.assert_array_equal(trained(Layer(jnp.eye(4))), trained({"w": jnp.eye(4)}))
+
+
+ALIKE: list[tuple[dict[str, Any], Any]] = [
+    (ZERO3 | {"min_shard_bytes": 2**20}, {"w": jnp.ones((4, 4))}),  # every parameter is small
+    (ZERO3, {"w": jnp.ones((4, 3))}),  # one dim of two divides
+    (ZERO3, {"w": jnp.ones((4, 4)), "b": jnp.ones(3)}),  # some do not divide
+    (ZERO3 | {"freeze": ("b",)}, {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}),
+]
+
+
+@pytest.mark.parametrize(("options", "params"), ALIKE, ids=str)
+def test_a_state_of_the_same_options_is_taken(options: dict[str, Any], params: Any) -> None:
+    mesh = jaxdist.make_mesh(fsdp=4)
+    step = jaxdist.make_train_step(loss, SGD, mesh, **options)
+    step.lower(jaxdist.state_target(params, SGD, mesh, **options), ROWS)
+
+
+def test_an_axis_of_size_1_shards_nothing() -> None:
+    run({}, ZERO3, data=2)
+
+
+def test_a_state_and_a_step_are_one_line() -> None:
+    mesh, params = jaxdist.make_mesh(fsdp=4), {"w": jnp.ones((4, 4))}
+    options = jaxdist.StepOptions(strategy="zero3", precision="bf16", microbatches=2)  # type: ignore[arg-type]
+    state, step = jaxdist.init_state(params, SGD, mesh, options), jaxdist.make_train_step(loss, SGD, mesh, options)
+    told = "strategy='zero3', mesh: fsdp=4, schedule='accumulate', microbatches=2, precision='bf16'"
+    assert repr(step) == f"TrainStep({told}, not compiled yet)"
+    size = "16 parameters, 36 B a device, mesh: fsdp=4"  # 4 of them, and five counts
+    assert repr(jax.block_until_ready(state)) == f"TrainState(step 0, {size})"
+    new, _ = step(state, ROWS)
+    assert repr(step) == f"TrainStep({told})"
+    assert repr(state) == f"TrainState(used up by the step it was given to, {size})"
+    assert repr(jax.block_until_ready(new)) == f"TrainState(step 1, {size})"
+    assert repr(jax.device_get(new)) == "TrainState(step 1, 16 parameters)"
+    assert repr(jaxdist.state_target(params, SGD, mesh, options)) == f"TrainState(abstract, {size})"
+
+
+def test_whatever_a_state_holds_it_has_a_text() -> None:
+    state, seen = jaxdist.init_state({"w": jnp.ones((4, 4))}, SGD, jaxdist.make_mesh(data=2)), []
+
+    def look(state: Any) -> Any:
+        seen.append(repr(state))
+        return state
+
+    jax.eval_shape(jax.vmap(look), jax.tree.map(lambda leaf: leaf[None], state))
+    assert seen == ["TrainState(abstract, 16 parameters)"]
+    for leaf in (None, 1.0, jax.P("data"), state.step.sharding, jax.ShapeDtypeStruct((2,), jnp.float32)):
+        assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, state)).startswith("TrainState(")
+
+
+def test_a_ledger_and_a_sharding_table_are_printed_as_tables() -> None:
+    mesh, params = abstract_mesh(fsdp=64), {"w": jnp.ones((64, 4)), "b<1>": jnp.ones(4)}
+    target = jaxdist.state_target(params, SGD, mesh, strategy="zero3")
+    step = jaxdist.make_train_step(loss, SGD, mesh, strategy="zero3")
+    found = jaxdist.ledger(step, target, np.ones((64, 64), np.float32))
+    heads, *rows, empty, total = str(found).splitlines()[1:]
+    assert heads.split()[:3] == ["op", "axes", "n"] and len(rows) == len(found.collectives) > 1 and not empty
+    assert any("reduce_scatter" in row and "FSDP reduce-scatter" in row for row in rows)
+    assert total.startswith("A device sends ")
+    assert "and 1 more" in found.text(rows=len(rows) - 1)
+    table = jaxdist.sharding_table(target.params, {"w": jax.P("fsdp"), "b<1>": jax.P()}, mesh)
+    for each in (found, table):
+        shown = each._repr_html_()
+        assert shown.startswith("<pre>") and shown.endswith("</pre>") and "<1>" not in shown
