@@ -3,6 +3,8 @@ the example of stock NNX layers, and an encoder whose blocks read a key mask of 
 
 import functools
 import importlib
+import re
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -18,9 +20,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jaxdist import registry
+from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
+from jaxdist.models.gpt import gpt
 from jaxdist.nn import Attention, LayerNorm, VocabEmbed, VocabHead, model_def, vocab_cross_entropy, vocab_logits
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import place_params
@@ -87,14 +92,15 @@ class Tokens(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A block that looks both ways, but not at padding."""
+    """A block that looks both ways, but not at padding, and adds numbers of the batch: a mask and floats are rows."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = LayerNorm(16, eps=1e-6)
         self.attention = Attention(rngs, 16, 4, 4, bias=True, causal=False)
 
-    def __call__(self, h: jax.Array, keys_B: jax.Array, seen_BS: jax.Array) -> jax.Array:
-        return h + self.attention(self.norm(h), keys_B, seen_BS)
+    def __call__(self, h: jax.Array, keys_B: jax.Array, rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+        seen_BS, added_BS = rows
+        return h + self.attention(self.norm(h), keys_B, seen_BS) + added_BS[..., None].astype(h.dtype)
 
 
 class Labels(nnx.Module):
@@ -119,7 +125,7 @@ def bert_loss(params: Any, batch: Any) -> jax.Array:
         own = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
         qkv = linear(norm(h, own["norm"]), own["attention"]["qkv"]["linear"])
         context = attended(*(qkv[..., n, :] for n in range(3)), (batch["inputs"] != 0)[:, None, :])
-        h = h + linear(context.reshape(h.shape), own["attention"]["out"])
+        h = h + linear(context.reshape(h.shape), own["attention"]["out"]) + batch["weights"][..., None]
     return weighted(h @ params["head"]["projection"]["table"].T, batch)
 
 
@@ -211,16 +217,76 @@ def test_two_lines_split_them_over_tensor(examples: dict[str, ModuleType]) -> No
         check(stock(examples, examples["own_tensor"].SplitBlock), stock_loss, mesh={"fsdp": 2, "tensor": 2})
 
 
+BERT: dict[str, Any] = {"rows": lambda batch: (batch["inputs"] != 0, batch["weights"])}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [
-        ({"pipe": 2, "tensor": 2}, PIPE),
-        pytest.param({"fsdp": 4, "tensor": 2}, {"remat": "sqrt", "microbatches": 2}, marks=slow),
-        pytest.param({"fsdp": 2}, {"prefetch": 1}, marks=slow),
-    ],
+    [({"pipe": 2, "tensor": 2}, PIPE), ({"fsdp": 4, "tensor": 2}, {"remat": "sqrt"}), ({"fsdp": 2}, {"prefetch": 1})],
     ids=["1f1b", "sqrt", "prefetch"],
 )
 def test_blocks_read_rows_of_the_batch(mesh: Any, options: Any) -> None:
     with jax.enable_x64(True):
-        model = model_def(Bert, param_dtype=jnp.float64, rows=lambda batch: batch["inputs"] != 0)
-        check(model, bert_loss, mesh=mesh, **options)
+        check(model_def(Bert, param_dtype=jnp.float64, **BERT), bert_loss, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("options", [{}, PIPE, {"prefetch": 1}], ids=["accumulate", "1f1b", "prefetch"])
+def test_every_block_is_given_its_rows(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is traced: the rows of this device's microbatch."""
+    seen, call = [], Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda *given: seen.append(given[3]) or call(*given))
+    mesh, tx = make_mesh(**({"pipe": 2} if options == PIPE else {"fsdp": 2})), optax.sgd(0.1)
+    model = model_def(Bert, **BERT)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", **options)
+    step.jitted(state).trace(state, padded(0))
+    own = ROWS // (2 * options.get("microbatches", 1)) * (2 if options == PIPE else 1), layouts.SEQ
+    assert seen and {(x.shape, str(x.dtype)) for x in jax.tree.leaves(seen)} == {(own, "bool"), (own, "float32")}
+
+
+@pytest.mark.slow
+def test_stock_layers_take_the_memory_of_jaxdists_own(examples: dict[str, ModuleType]) -> None:
+    sizes, ids = {"layers": 8, "width": 64}, np.zeros((32, 32), np.int32)
+    batch, mesh, adamw = (
+        {"inputs": ids, "targets": ids, "weights": ids.astype(np.float32)},
+        make_mesh(fsdp=8),
+        optax.adamw(1),
+    )
+    stock = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, **sizes), tied=True)
+    taken = []
+    for model in (stock, gpt(ModelConfig(heads=4, vocab=256, **sizes), max_length=32)):
+        state = state_target(model, adamw, mesh, strategy="zero3")
+        step = make_train_step(model, adamw, mesh, strategy="zero3", remat="full")
+        with jax.numpy_dtype_promotion("standard"):
+            memory = step.lower(state, batch).compile().memory_analysis()
+        taken.append(memory.alias_size_in_bytes + memory.temp_size_in_bytes)
+    assert taken[0] < 1.1 * taken[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "lines"), [("own_loss", 2), ("own_blocks", 2), ("own_tensor", 2)])
+def test_the_examples_run(name: str, lines: int) -> None:
+    """Each prints layouts, whose losses are the same."""
+    environment = child.environment() | child.QUICK | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"loss ([\d.]+); a device holds [\d.]+ \+ [\d.]+ MiB", done.stdout)
+    assert len(losses) == lines and len(set(losses)) == 1 and float(losses[0]) < 5.6, done.stdout
+
+
+def test_pages_show_what_runs() -> None:
+    readme, page = ((child.ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/own_model.md"))
+    assert (EXAMPLES / "own_blocks.py").read_text() in readme
+    for name in ("own_loss", "own_tensor", "own_config"):
+        assert (EXAMPLES / f"{name}.py").read_text() in page
+
+
+def test_the_example_of_a_configuration_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    for name in ("own_blocks", "own_config"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    config, given = ModelConfig(layers=3, width=16), {"max_length": 8, "param_dtype": jnp.float32}
+    made = registry.make("jaxdist.models", "own_config.my_gpt", ModelDef, config, **given, key="model.name")
+    assert made.layers == 3 and made.shapes["embed"]["positions"]["embedding"].shape == (8, 16)
