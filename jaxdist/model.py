@@ -27,7 +27,7 @@ class ModelDef(NamedTuple):
     specs: the PartitionSpecs of the layers; those of blocks have a leading "pipe".
     shapes: ShapeDtypeStructs of the parameters.
     embed: (params of embed, batch, keys_B) -> h.
-    block: (params of one block, h, keys_B) -> h.
+    block: (params of one block, h, keys_B) -> h; with `rows`, (params of one block, h, keys_B, rows) -> h.
     head: (params of head, params of embed if tied else None, h, batch) -> (loss sum, weight sum).
     logits: (params of head, params of embed if tied else None, h) -> logits over the whole vocabulary, for sampling.
     layers: the number of blocks.
@@ -39,6 +39,8 @@ class ModelDef(NamedTuple):
     scan_blocks: blocks in one round of the loop over blocks; 0: no loop.
     columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.
     collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
+    rows: batch -> what blocks read of it besides h, a pytree of arrays [B, ...] such as a key mask; or None. No
+        gradient flows to it.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -56,6 +58,11 @@ class ModelDef(NamedTuple):
     scan_blocks: int = 1
     columns: bool = False
     collective_matmul: bool = False
+    rows: Callable[[PyTree], PyTree] | None = None
+
+    def read_by_blocks(self, batch: PyTree) -> PyTree:
+        """What every block is given beside h: (dropout keys [B], rows if the model has any)."""
+        return (batch["keys"],) if self.rows is None else (batch["keys"], self.rows(batch))
 
     @property
     def empty_rows(self) -> int:

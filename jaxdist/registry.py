@@ -8,13 +8,14 @@ Somebody else's module has both at its top level, and is imported for them.
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -37,19 +38,42 @@ def names(package: str) -> list[str]:
     return sorted(file.stem for file in folder_of(package).glob("*.py") if not file.stem.startswith("_"))
 
 
+@contextlib.contextmanager
+def _beside() -> Iterator[None]:
+    """A context in which modules are also searched for in the folder that the process stands in.
+
+    It is searched last, so that a file `json.py` there hides nothing; and not at all if Python was told so
+    (`python -P`, PYTHONSAFEPATH).
+    """
+    here = str(Path.cwd())
+    if sys.flags.safe_path or here in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
 def check(package: str, name: str, *, key: str) -> None:
-    """Raise `UserError` unless `name` is in the folder, or is a dotted path to an attribute of an installed module.
+    """Raise `UserError` unless `name` is in the folder, or is a dotted path to an attribute of a module that is
+    installed, or in the folder that the process stands in.
 
     Imports nothing but the parents of a dotted path. `key` is what the message calls the setting.
     """
     if "." in name:
         module = name.rpartition(".")[0]
         try:
-            found = importlib.util.find_spec(module) is not None
+            with _beside():
+                found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):  # a parent is missing, or the path has empty parts: not found either way
             found = False
         if not found:
-            raise UserError(f"{key}: no module {module!r} for the dotted path {name!r}; install it or check PYTHONPATH")
+            raise UserError(
+                f"{key}: no module {module!r} for the dotted path {name!r}; install it, or run this in the folder"
+                f" that holds it (now {Path.cwd()})"
+            )
         return
     known = names(package)
     if name not in known:
@@ -67,10 +91,17 @@ def load(package: str, name: Any, *, key: str) -> Any:
         return name
     check(package, name, key=key)
     module_name, _, attribute = name.rpartition(".") if "." in name else (f"{package}.{name}", "", name)
-    module = importlib.import_module(module_name)
+    module = _module(module_name) if "." in name else importlib.import_module(module_name)
     if not hasattr(module, attribute):
-        raise UserError(f"{key}: module {module_name!r} has no attribute {attribute!r}")
+        where = getattr(module, "__file__", None) or "of the interpreter"
+        raise UserError(f"{key}: module {module_name!r} ({where}) has no attribute {attribute!r}")
     return getattr(module, attribute)
+
+
+def _module(name: str) -> ModuleType:
+    """The module of a dotted path."""
+    with _beside():
+        return importlib.import_module(name)
 
 
 def function(package: str, name: Any, *given: Any, key: str, **options: Any) -> Callable[..., Any]:
@@ -111,7 +142,7 @@ def facts(package: str, name: Any) -> dict[str, Any]:
     if not isinstance(name, str):  # a function, or a `functools.partial` of one
         name = f"{getattr(name, 'func', name).__module__}."
     if "." in name:
-        found = getattr(importlib.import_module(name.rpartition(".")[0]), "FACTS", None)
+        found = getattr(_module(name.rpartition(".")[0]), "FACTS", None)
         if not dataclasses.is_dataclass(found):
             return {}  # there is none, or it is something else that has this name
         return vars(found)
@@ -130,7 +161,7 @@ def options(package: str, name: str) -> ModuleType | None:
     """
     if "." in name:
         check(package, name, key=package)
-        return importlib.import_module(name.rpartition(".")[0])
+        return _module(name.rpartition(".")[0])
     module, file = f"{package}.options.{name}", folder_of(package) / "options" / f"{name}.py"
     if module in sys.modules or not file.exists():
         return sys.modules.get(module)

@@ -27,6 +27,7 @@ HELD = {  # what a block begins with, and the test of it
     "python scripts/": "test_commands_are_understood",
     "$ python scripts/train.py": "test_a_mistake_is_answered",
     "MASTER_ADDR=": "test_commands_are_understood",
+    '"""Your own transformer of stock': "tests/nn/test_own_blocks.py",
     '"""Your own Flax NNX model': "tests/parallel/test_user_loss.py",
     "deterministic\n": "tests/contracts/test_deterministic.py",
     "$ python scripts/explain.py": "test_the_ledger_of_1024_devices",

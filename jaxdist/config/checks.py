@@ -121,8 +121,10 @@ def check_layout(config: Config) -> None:
 def _check_axes(config: Config) -> None:
     """Before the mesh is fitted to devices: what is proposed then must not be refused afterwards."""
     model = config.model.name
-    for axis in getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", ()):
-        check_axis(axis, getattr(config.mesh, axis), f"model {model}")
+    # A model of somebody else's that says nothing may use `tensor`; that is seen when it is built.
+    unused = getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", ("context",))
+    for axis in unused:
+        check_axis(axis, getattr(config.mesh, axis), f"model {model}", unused=unused)
 
 
 def _check_stages(config: Config, stages: int) -> None:

@@ -4,7 +4,7 @@ Layers read sizes and dtypes from their arrays, so that the same code runs on a 
 """
 
 from jaxdist.model import ModelDef
-from jaxdist.nn.attention import Attention, QKVProjection, why_not_cudnn
+from jaxdist.nn.attention import Attention, CrossAttention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
@@ -18,8 +18,8 @@ from jaxdist.nn.param import normal, param, zeros
 from jaxdist.nn.sequence_parallel import whole_sequence
 
 __all__ = [
-    "MLP", "Attention", "Block", "ColumnParallelLinear", "LayerNorm", "ModelDef", "PositionEmbed", "QKVProjection",
-    "RMSNorm", "RowParallelLinear", "VocabEmbed", "VocabHead", "add_bias", "chunked_cross_entropy", "dropout",
-    "dropout_heads", "loss_chunk", "make_norm", "model_def", "normal", "param", "product", "vocab_cross_entropy",
-    "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn", "zeros",
+    "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "ModelDef", "PositionEmbed",
+    "QKVProjection", "RMSNorm", "RowParallelLinear", "VocabEmbed", "VocabHead", "add_bias", "chunked_cross_entropy",
+    "dropout", "dropout_heads", "loss_chunk", "make_norm", "model_def", "normal", "param", "product",
+    "vocab_cross_entropy", "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn", "zeros",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Causal self-attention with grouped-query heads (Ainslie et al. 2023), heads split over `tensor`.
+"""Self-attention and cross-attention with grouped-query heads (Ainslie et al. 2023), heads split over `tensor`.
 
-Legend: B batch, S and T sequence, D model width, K head width, G query heads of one key/value head, n key/value heads
-on this device.
+Legend: B batch, S sequence of queries, T sequence of keys and values, D model width, K head width, G query heads of one
+key/value head, n key/value heads on this device.
 """
 
 import re
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.dropout import dropout_heads
@@ -32,40 +33,76 @@ def rotary(x_BSHK: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
-def causal_attention(
-    q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array, keys_B: jax.Array, *, dropout: float
+def attention(
+    q_BSnGK: jax.Array,
+    k_BTnK: jax.Array,
+    v_BTnK: jax.Array,
+    keys_B: jax.Array,
+    *,
+    dropout: float,
+    causal: bool = True,
+    seen_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
+    """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
 
-    Scores and softmax are in at least fp32, products in the input's dtype. The scores take O(S^2) memory.
+    Scores and softmax are in at least fp32, products in the input's dtype. The scores take O(S T) memory.
+
+    causal: whether a query sees only keys up to its own position.
+    seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
+        no key gets zeros.
     """
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
     scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
-    # The mask is added: the backward pass of a `where` would keep a mask as large as the scores.
-    future = jnp.triu(jnp.full((length, length), jnp.finfo(wide).min, wide), 1)
-    weights = jax.nn.softmax(scores + future, axis=-1)
-    by_head = weights.reshape(batch, n * groups, length, length)
+    # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
+    lowest = jnp.finfo(wide).min
+    hidden = jnp.triu(jnp.full((length, length), lowest, wide), 1) if causal else None
+    if seen_BT is not None:
+        padding = jnp.where(seen_BT.astype(bool), jnp.zeros((), wide), lowest)[:, None, None, None, :]
+        hidden = padding if hidden is None else jnp.minimum(hidden, padding)
+    weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
+    by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
     weights = dropout_heads(by_head, keys_B, site=SITE_PROBABILITIES, rate=dropout).reshape(weights.shape)
-    return jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
+    context = jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
+    return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal)
 
 
-def cudnn_attention(q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array) -> jax.Array:
-    """Causal attention by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
+def _zeros_where_nothing_is_seen(context_BSnGK: jax.Array, seen_BT: jax.Array | None, *, causal: bool) -> jax.Array:
+    """Zeros for queries that see no key; without this they get the mean over all values."""
+    if seen_BT is None:
+        return context_BSnGK
+    seen_BT = seen_BT.astype(jnp.int32)
+    any_BS = lax.cummax(seen_BT, axis=1) if causal else seen_BT.max(axis=1, keepdims=True)
+    return context_BSnGK * any_BS[..., None, None, None].astype(context_BSnGK.dtype)
+
+
+def cudnn_attention(
+    q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array, *, causal: bool = True, seen_BT: jax.Array | None = None
+) -> jax.Array:
+    """`attention` by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
+
+    A key mask becomes a bias [B, 1, S, T] in the dtype of the queries.
 
     Only for inputs to which `why_not_cudnn` returns None: there is no fallback.
     """
     by_head = q_BSnGK.reshape(*q_BSnGK.shape[:2], -1, q_BSnGK.shape[-1])  # heads of a group are neighbours in cuDNN
-    context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, is_causal=True, implementation="cudnn")
-    return context.reshape(q_BSnGK.shape)
+    mask = None
+    if seen_BT is not None:
+        batch, length = seen_BT.shape
+        mask = jnp.broadcast_to(seen_BT.astype(bool)[:, None, None, :], (batch, 1, q_BSnGK.shape[1], length))
+    context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, implementation="cudnn")
+    return _zeros_where_nothing_is_seen(context.reshape(q_BSnGK.shape), seen_BT, causal=causal)
 
 
-def why_not_cudnn(*, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False) -> str | None:
-    """The reason why cuDNN's kernel cannot compute this attention, or None. The length does not matter.
+def why_not_cudnn(
+    *, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False, masked: tuple[int, ...] = ()
+) -> str | None:
+    """The reason why cuDNN's kernel cannot compute this attention, or None, whether causal or not.
 
     capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" if they have none.
     dtype: the dtype of queries, keys and values.
     per_op: whether precision.per_op casts operation by operation.
+    masked: the lengths of queries and keys, if there is a key mask. Without one the lengths do not matter.
 
     Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0
     cuDNN's documentation of its attention.
@@ -84,6 +121,8 @@ def why_not_cudnn(*, capability: str, dtype: Any, head_width: int, dropout: floa
     widest = 256 if generation >= 9 else 128
     if head_width % 8 or head_width > widest:
         return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"
+    if any(length % 2 for length in masked):
+        return f"cuDNN takes a key mask where lengths are even, not {' and '.join(map(str, masked))}"
     return None
 
 
@@ -107,12 +146,24 @@ class QKVProjection(nnx.Module):
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
+def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
+    """The attention of a layer and its output projection -> [B, S, D]. given: dropout keys, key mask."""
+    (keys_B, seen_BT), causal = given, isinstance(layer, Attention) and layer.causal
+    if layer.kernel == "cudnn":
+        context = cudnn_attention(q, k, v, causal=causal, seen_BT=seen_BT)
+    else:
+        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, seen_BT=seen_BT)
+    context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
+    return checkpoint_name(layer.out(context), "attention.out")
+
+
 class Attention(nnx.Module):
-    """Self-attention: QKV projection, optional rotary positions, causal attention, output projection.
+    """Self-attention: QKV projection, optional rotary positions, attention, output projection.
 
     Names for `memory.remat`: attention.context is the input of the output projection, attention.out its result.
 
     kernel: "xla", or "cudnn", which has no dropout.
+    causal: whether a position sees only those up to its own.
     matmul: see `MatmulOptions`. Only the two projections multiply in float8. With sequence, input and output are this
         device's positions; heads see all positions.
     """
@@ -125,26 +176,61 @@ class Attention(nnx.Module):
         kv_heads: int,
         *,
         bias: bool,
-        rope_theta: float | None,
-        dropout: float,
-        out_scale: float,
+        rope_theta: float | None = None,
+        dropout: float = 0.0,
+        out_scale: float = 1.0,
         kernel: str = "xla",
+        causal: bool = True,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
-        self.kernel = kernel
+        self.kernel, self.causal = kernel, causal
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, **matmul)
         self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
         self.rope_theta = rope_theta
         self.dropout = dropout
 
-    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array) -> jax.Array:
+    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None) -> jax.Array:
+        """seen_BS: a key mask, as in `attention`, of all positions."""
         q, k, v = self.qkv(h_BSD)
         if self.rope_theta is not None:
             q = rotary(q.reshape(*q.shape[:2], -1, q.shape[-1]), self.rope_theta).reshape(q.shape)
             k = rotary(k, self.rope_theta)
-        if self.kernel == "cudnn":
-            context = cudnn_attention(q, k, v)
-        else:
-            context = causal_attention(q, k, v, keys_B, dropout=self.dropout)
-        context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
-        return checkpoint_name(self.out(context), "attention.out")
+        return _attend(self, q, k, v, keys_B, seen_BS)
+
+
+class CrossAttention(nnx.Module):
+    """Cross-attention (Vaswani et al. 2017, 3.2.3): queries from h [B, S, D], keys and values from memory [B, T, M].
+
+    Names for `memory.remat` are those of `Attention`, without attention.qkv.
+
+    memory_width: the width M.
+    kernel: "xla", or "cudnn", which has no dropout.
+    matmul: see `MatmulOptions`. With sequence, h, memory and the result are this device's positions.
+    """
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        memory_width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        dropout: float = 0.0,
+        out_scale: float = 1.0,
+        kernel: str = "xla",
+        **matmul: Unpack[MatmulOptions],
+    ) -> None:
+        self.kernel, self.dropout = kernel, dropout
+        head_width = width // heads
+        self.q = ColumnParallelLinear(rngs, width, (kv_heads, heads // kv_heads, head_width), bias=bias, **matmul)
+        self.kv = ColumnParallelLinear(rngs, memory_width, (kv_heads, 2, head_width), bias=bias, **matmul)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
+
+    def __call__(
+        self, h_BSD: jax.Array, memory_BTM: jax.Array, keys_B: jax.Array, seen_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """seen_BT: a key mask, as in `attention`, of all of the memory's positions."""
+        kv = self.kv(memory_BTM)
+        return _attend(self, self.q(h_BSD), kv[..., 0, :], kv[..., 1, :], keys_B, seen_BT)

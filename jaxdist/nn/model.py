@@ -1,5 +1,7 @@
 """Model definitions: `model_def` turns an `nnx.Module` into pure functions on trees. The rest is plain JAX."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.nn.param import specs_of
-from jaxdist.specs import PyTree, map_specs
+from jaxdist.specs import STACKED, PyTree, map_specs
+
+PARTS = {
+    "embed": "a module, embed(batch, keys) -> h",
+    "blocks": "an nnx.List of one or more modules that are built alike, block(h, keys) -> h",
+    "head": "a module, head(h, batch, embed or None) -> (loss sum, weight sum)",
+}
 
 
 def _pure(module: nnx.Module) -> PyTree:
@@ -21,31 +30,119 @@ def _any_layer(module: nnx.Module, option: str) -> bool:
     return any(getattr(node, option, False) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
 
 
+def _skeleton(build: Callable[[nnx.Rngs], Any]) -> Any:
+    """The module without arrays. Raises `UserError` for what makes none, and for a module that has no such parts."""
+    made = isinstance(build, nnx.Module)
+    name = type(build).__name__ if made else getattr(build, "__name__", "")
+    name = name if name.isidentifier() else "Model"  # a lambda has none
+    give = f"give a function of random streams: model_def(lambda rngs: {name}(..., rngs=rngs))"
+    if made:
+        raise UserError(f"model_def: build is a {name} that is made already; {give}")
+    called: Any = build
+    if isinstance(build, type):  # `nnx.Module`'s metaclass takes anything
+        called = functools.partial(called.__init__, None)
+    try:
+        inspect.signature(called).bind(None)
+    except (TypeError, ValueError) as error:  # ValueError: it has no signature
+        raise UserError(f"model_def: build is not called with one argument, an nnx.Rngs ({error}); {give}") from None
+    skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    of = type(skeleton).__name__
+    for part, what in PARTS.items():
+        if not hasattr(skeleton, part):
+            raise UserError(f"model_def: {of} has no attribute {part}; allowed: {part}: {what}; see docs/own_model.md")
+        own = getattr(skeleton, part)
+        modules: Any = own if part == STACKED else [own]
+        fits = isinstance(modules, nnx.List | list) and len(modules) > 0
+        if not fits or not all(isinstance(module, nnx.Module) for module in modules):
+            raise UserError(f"model_def: {of}.{part}, a {type(own).__name__}, does not fit; allowed: {part}: {what}")
+    _check_variables(skeleton)
+    return skeleton
+
+
+def _check_variables(skeleton: Any) -> None:
+    """Raise `UserError` for state that is no parameter, and for a parameter outside the parts or in two of them."""
+    nodes, owners = dict(nnx.iter_graph(skeleton)), dict[int, str]()
+    blocks = {f"blocks[{i}]": block for i, block in enumerate(skeleton.blocks)}
+    for part, module in {"embed": skeleton.embed, **blocks, "head": skeleton.head}.items():
+        for _, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Param) and owners.setdefault(id(node), part) != part:
+                tied = "give the head the embedding as its third argument, by model_def(..., tied=True)"
+                raise UserError(
+                    f"model_def: {owners[id(node)]} and {part} share a parameter, which would become two;"
+                    f" {tied if part == 'head' else 'make one for each'}"
+                )
+    for path, node in nodes.items():
+        if not isinstance(node, nnx.Variable) or id(node) in owners:
+            continue
+        place, kind = ".".join(map(str, path)), type(node).__name__
+        if isinstance(node, nnx.Param):
+            raise UserError(
+                f"model_def: parameter {place} is in none of embed, blocks and head, so that nothing would compute"
+                " with it; put it into one of them"
+            )
+        while not isinstance(nodes[path], nnx.Module):
+            path = path[:-1]
+        layer, where = type(nodes[path]).__name__, ".".join(map(str, path))
+        if isinstance(node, nnx.RngState):
+            raise UserError(
+                f"model_def: {where} ({layer}) holds random state, which would be the same at every step; use"
+                " jaxdist.nn.dropout(h, keys, site=1, rate=0.1) in its place, with another site for each"
+            )
+        raise UserError(
+            f"model_def: {where} ({layer}) holds a {kind}, state that is no nnx.Param; use a layer without, such as"
+            " nnx.LayerNorm or nnx.GroupNorm, or give the model as a loss of your own"
+        )
+
+
+def _uniform(blocks: Any) -> Any:
+    """(definition, state) of each block. Raises `UserError` for blocks that differ."""
+    split = [nnx.split(block, nnx.Param) for block in blocks]
+    kinds = [(graph, jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(state))) for graph, state in split]
+    if any(kind != kinds[0] for kind in kinds):
+        raise UserError(
+            "model_def: blocks must be uniform (same module, same options, same shapes): they are stacked, and a loop"
+            " runs over them; give them what differs as parameters"
+        )
+    return split[0]
+
+
+def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
+    if not hasattr(head, "logits"):
+        raise UserError(
+            f"{type(head).__name__} has no method logits(h, embed or None) -> [B, S, vocabulary], which sampling"
+            " needs; write one, or set train.sample_tokens=0"
+        )
+    found: jax.Array = head.logits(h, embed)
+    return found
+
+
 def model_def(
     build: Callable[[nnx.Rngs], Any],
     *,
-    tied: bool,
+    tied: bool = False,
     param_dtype: Any = jnp.float32,
     scan_blocks: int = 1,
     columns: bool = False,
+    rows: Callable[[PyTree], PyTree] | None = None,
 ) -> ModelDef:
     """The `ModelDef` of an nnx.Module. Nothing is allocated: the module is traced abstractly.
 
     build: rngs -> the module. Its parts are three attributes:
         embed: a module, embed(batch, keys_B) -> h.
-        blocks: an nnx.List of uniform modules, block(h, keys_B) -> h.
+        blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
-            logits over the whole vocabulary.
+            logits over the whole vocabulary, if text is to be sampled.
     param_dtype: the dtype of all parameters.
-    tied, scan_blocks, columns: see `ModelDef`.
+    tied, scan_blocks, columns, rows: see `ModelDef`.
 
-    Raises `ValueError` if the blocks are not uniform: they are stacked and scanned over.
+    Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
+    uniform: they are stacked and scanned over.
 
     >>> class Model(nnx.Module):  # its layers stand for embed, blocks and head as above
     ...     def __init__(self, rngs):
     ...         self.embed, *blocks, self.head = (nnx.Linear(8, 8, rngs=rngs) for _ in range(6))
     ...         self.blocks = nnx.List(blocks)
-    >>> assert jaxdist.model_def(Model, tied=False).layers == 4
+    >>> assert jaxdist.model_def(Model).layers == 4
     """
 
     def init(key: jax.Array) -> PyTree:
@@ -54,13 +151,10 @@ def model_def(
         params = {"embed": _pure(module.embed), "blocks": blocks, "head": _pure(module.head)}
         return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
 
-    skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    skeleton = _skeleton(build)
     embed_def, embed_state = nnx.split(skeleton.embed, nnx.Param)
     head_def, head_state = nnx.split(skeleton.head, nnx.Param)
-    split = [nnx.split(block, nnx.Param) for block in skeleton.blocks]
-    block_def, block_state = split[0]
-    if any(other[0] != block_def for other in split):
-        raise ValueError("model: blocks must be uniform (same module, same options), they are stacked and scanned over")
+    block_def, block_state = _uniform(skeleton.blocks)
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
 
     def embedding(params: PyTree | None) -> Any:
@@ -71,13 +165,14 @@ def model_def(
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
         shapes=jax.eval_shape(init, jax.random.key(0)),
         embed=lambda params, batch, keys_B: nnx.merge(embed_def, params)(batch, keys_B),
-        block=lambda params, h, keys_B: nnx.merge(block_def, params)(h, keys_B),
+        block=lambda params, h, keys_B, *rows: nnx.merge(block_def, params)(h, keys_B, *rows),
         head=lambda params, embed, h, batch: nnx.merge(head_def, params)(h, batch, embedding(embed)),
-        logits=lambda params, embed, h: nnx.merge(head_def, params).logits(h, embedding(embed)),
-        layers=len(split),
+        logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
+        layers=len(skeleton.blocks),
         tied=tied,
         columns=columns,
         fp8=_any_layer(skeleton, "fp8"),
         collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
+        rows=rows,
     )

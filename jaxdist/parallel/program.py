@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.collectives import active_axes, psum
+from jaxdist.collectives import psum
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import refuse_stages
@@ -38,7 +38,7 @@ from jaxdist.parallel.schedule import Program, Stages, UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.units import EMBED_LAYER, Units, fold
 from jaxdist.precision.policy import Precision
-from jaxdist.specs import STACKED, PyTree, unit_specs
+from jaxdist.specs import STACKED, PyTree, spec_axes, spec_leaves, unit_specs
 
 
 def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
@@ -76,10 +76,12 @@ def _check(model: ModelDef, options: StepOptions) -> None:
         refuse_stages("parallel.prefetch: 1", allowed="0")
 
 
-def _check_axes(units: Units) -> None:
-    units.check_conditions(inside=True)  # `relay` has a condition, whatever the option says about schedules
-    if active_axes("context"):  # every device of this axis would do the same work
-        check_axis("context", lax.axis_size("context"))
+def _check_axes(model: ModelDef, mesh: AnyMesh) -> None:
+    """Raise `UserError` for an axis all of whose devices would do the same work."""
+    used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}
+    unused = ("context", *{"tensor"} - used)
+    for axis in unused:
+        check_axis(axis, mesh.shape[axis], unused=unused)
 
 
 def program_and_region(
@@ -87,6 +89,7 @@ def program_and_region(
 ) -> tuple[Program, Callable[..., Any]]:
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     if isinstance(model, ModelDef):
+        _check_axes(model, mesh)
         options = replace(options, remat=available(options.remat, mesh))
         return make_program(in_precision(model, options.precision), strategy, specs, options), jax.shard_map
     from jaxdist.parallel.user_loss import unchecked_region, user_program
@@ -129,11 +132,11 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
         return _run_head(units, diff, captured, h, batch)
 
     def through(diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
-        _check_axes(units)
+        units.check_conditions(inside=True)  # `relay` has a condition, whatever the option says about schedules
 
         def run(h: jax.Array, chunk: jax.Array | int) -> jax.Array:
             rows = blocks_of_chunk(diff[STACKED], captured[STACKED], chunk, chunks=model.chunks, counts=model.stages)
-            return run_blocks(rows, h, batch["keys"])
+            return run_blocks(rows, h, model.read_by_blocks(batch))
 
         return relay(run, h, model.chunks)
 
@@ -146,7 +149,7 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
 
     if options.prefetch:
         loss = _prefetched_loss(units, embed, head, options)
-    stages = Stages(embed, head, runner, units.head_units, model.chunks, model.stages, conditions)
+    stages = Stages(embed, head, runner, model.read_by_blocks, units.head_units, model.chunks, model.stages, conditions)
     return Program(loss, hidden, None if options.prefetch or options.remat == "offload" else stages)
 
 
@@ -186,7 +189,7 @@ def _prefetched_loss(
     )
 
     def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        _check_axes(units)
+        units.check_conditions(inside=True)
         h = embed_ahead(units, embed, diff["embed"], captured["embed"], batch)
         slices, sliced, loss_after = slice_head(units, head, diff, captured, h, batch)
         rows = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=())
@@ -198,7 +201,7 @@ def _prefetched_loss(
             options.precision.reduce,
             sums,
         )
-        h, whole = differentiable(runner)(rows, (h, sliced), batch["keys"])
+        h, whole = differentiable(runner)(rows, (h, sliced), units.model.read_by_blocks(batch))
         return loss_after(whole, h)
 
     return loss

@@ -30,6 +30,7 @@ class Stages(NamedTuple):
     embed: (diff of the embedding, captured of the embedding, microbatch) -> h.
     head: (diff, captured, h, microbatch) -> (loss sum, weight sum). It is given whole trees.
     blocks: runs the blocks of a stage, or of one chunk of a stage, forward and backward.
+    read_by_blocks: microbatch -> what every block is given beside h (`ModelDef.read_by_blocks`).
     head_units: the units of diff that the head reads.
     chunks: the number of chunks that the blocks of a stage are cut into.
     counts: blocks of each virtual stage, as `ModelDef.stages`.
@@ -39,6 +40,7 @@ class Stages(NamedTuple):
     embed: Callable[..., jax.Array]
     head: Callable[..., tuple[jax.Array, jax.Array]]
     blocks: BlockRunner
+    read_by_blocks: Callable[[PyTree], PyTree]
     head_units: tuple[str, ...]
     chunks: int
     counts: tuple[int, ...]

@@ -76,10 +76,14 @@ class Units(NamedTuple):
         with jax.named_scope(name):
             return (isolate(function) if self.isolated else function)(*arguments)
 
-    def run_block(self, params: PyTree, h: jax.Array, layer: jax.Array, keys: PyTree) -> jax.Array:
-        """One block: a `RunBlock`. Raises `UserError` if it would send by ppermute inside a condition."""
+    def run_block(self, params: PyTree, h: jax.Array, layer: jax.Array, given: PyTree) -> jax.Array:
+        """One block: a `RunBlock`. given: `ModelDef.read_by_blocks`.
+
+        Raises `UserError` if it would send by ppermute inside a condition.
+        """
         self.check_conditions(inside=self.conditions)
-        found: jax.Array = self.run(STACKED, self.model.block, params, h, fold(keys, layer))
+        keys, *rows = given
+        found: jax.Array = self.run(STACKED, self.model.block, params, h, fold(keys, layer), *rows)
         return found
 
     def run_head(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import child
 import pytest
@@ -310,3 +311,66 @@ def test_a_key_that_nobody_has(entry: tuple[str, str], key: str) -> None:
     folder, name = entry
     named = entries.named(type(Config().data), {"source": name}) if folder == SourceFacts.folder else ()
     assert key in {"column", "buffer"} or not entries.owners(named, key)
+
+
+@pytest.fixture
+def stood_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that the process stands in, with a module of a model, and one named like the library's `colorsys`."""
+    folder = tmp_path / "stood_in"
+    folder.mkdir()
+    text = "import colorsys, module_beside\nmy_gpt = module_beside.found, colorsys.__file__\n"
+    for name, content in {"mymodel": text, "module_beside": "found = True", "colorsys": "my_gpt = 1 / 0"}.items():
+        (folder / f"{name}.py").write_text(content)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_folder_one_stands_in_is_searched_last(stood_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.path)
+    found, colours = registry.load("jaxdist.models", "mymodel.my_gpt", key="model.name")
+    assert found and colours == str(Path(os.__file__).with_name("colorsys.py")) and sys.path == before
+    with pytest.raises(
+        UserError, match=r"model\.name: module 'colorsys' \(.*/colorsys\.py\) has no attribute 'my_gpt'"
+    ):
+        registry.load("jaxdist.models", "colorsys.my_gpt", key="model.name")
+    monkeypatch.chdir(stood_in.parent)
+    with pytest.raises(UserError, match=f"run this in the folder that holds it \\(now {stood_in.parent}\\)"):
+        registry.check("jaxdist.models", "not_here.model", key="model.name")
+
+
+def test_the_folder_one_stands_in_is_searched_for_dotted_names_only(
+    stood_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, load = {}, importlib.import_module
+
+    def spy(name: str) -> ModuleType:
+        searched[name] = str(stood_in) in sys.path
+        return load(name)
+
+    monkeypatch.setattr(importlib, "import_module", spy)
+    registry.load("jaxdist.models", "gpt", key="model.name")
+    registry.load("jaxdist.models", "mymodel.my_gpt", key="model.name")
+    assert searched == {"jaxdist.models.gpt": False, "mymodel": True}
+
+
+@pytest.mark.parametrize(("option", "found"), [("-B", "True"), ("-P", "False")])
+def test_python_that_trusts_no_folder_finds_nothing_there(stood_in: Path, option: str, found: str) -> None:
+    """-P is said when a folder may be somebody else's. The script is elsewhere: Python adds its folder by itself."""
+    script = stood_in.parent / "script.py"
+    script.write_text(
+        "from jaxdist import UserError, registry\n"
+        "try:\n    print(registry.load('jaxdist.models', 'mymodel.my_gpt', key='model.name')[0])\n"
+        "except UserError:\n    print(False)\n"
+    )
+    command = [sys.executable, option, str(script)]
+    done = subprocess.run(command, env=child.environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [found]
+
+
+def test_ranks_search_the_folder_of_their_launcher(stood_in: Path) -> None:
+    script = stood_in.parent / "script.py"
+    script.write_text("from jaxdist import registry\nprint(registry.load('jaxdist.models', 'mymodel.my_gpt', key='k'))")
+    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "-n", "2", "--", sys.executable, str(script)]
+    done = subprocess.run(command, env=child.environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.count("(True, ") == 2, done.stdout

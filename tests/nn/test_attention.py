@@ -22,7 +22,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import why_not_cudnn
-from jaxdist.nn.attention import causal_attention, cudnn_attention
+from jaxdist.nn.attention import attention, cudnn_attention
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.precision.policy import precision_of
 from jaxdist.step import make_train_step
@@ -56,6 +56,8 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"head_width": 60}, "not 60"),
         ({"head_width": 264}, "8, 16, ... 256"),
         ({"capability": "8.9", "head_width": 136}, "8, 16, ... 128"),
+        ({"masked": (8, 16)}, None),
+        ({"masked": (8, 15)}, "even, not 8 and 15"),
     ],
 )
 def test_what_cudnn_can_compute(changes: dict[str, Any], why: str | None) -> None:
@@ -130,7 +132,7 @@ def test_heads_and_groups_are_passed_as_cudnn_counts_them(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     q, k, v = random(2, 8, 2, 3, 8, seed=0), random(2, 8, 2, 8, seed=1), random(2, 8, 2, 8, seed=2)
-    want = causal_attention(q, k, v, jax.random.split(jax.random.key(0), 2), dropout=0.0)
+    want = attention(q, k, v, jax.random.split(jax.random.key(0), 2), dropout=0.0)
     assert oracle.error(cudnn_attention(q, k, v), want) < 1e-6 and asked == ["cudnn"]
 
 

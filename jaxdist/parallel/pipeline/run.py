@@ -238,7 +238,7 @@ class _Machine(NamedTuple):
         return self.stages.blocks
 
     def _run_blocks(self, h: jax.Array, batch: PyTree, chunk: jax.Array) -> tuple[jax.Array, PyTree]:
-        return self.stages.blocks.forward(self._rows(chunk), h, batch["keys"])
+        return self.stages.blocks.forward(self._rows(chunk), h, self.stages.read_by_blocks(batch))
 
     def _run_head(self, state: _State, batch: PyTree, slot: jax.Array) -> _State:
         """The state with the loss of a microbatch, and its gradients with respect to the head and the head's input."""

@@ -123,9 +123,9 @@ def probed(model: ModelDef, devices: int) -> ModelDef:
         own, _, output = _watched(params)
         return _mark(model.embed(own, batch, keys), output)
 
-    def block(params: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
+    def block(params: PyTree, h: jax.Array, *given: PyTree) -> jax.Array:
         own, _, output = _watched(params)
-        return _mark(model.block(own, h, keys), output)
+        return _mark(model.block(own, h, *given), output)
 
     def head(params: PyTree, tied: PyTree | None, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         own, table, output = _watched(params, tied)

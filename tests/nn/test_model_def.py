@@ -1,0 +1,142 @@
+"""What `model_def` makes of a module of stock NNX layers, and what it says of one that it cannot take."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import picture_model
+import pytest
+from flax import nnx
+
+from jaxdist.build import assemble
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.init import init_state
+from jaxdist.mesh import make_mesh
+from jaxdist.nn import model_def
+from jaxdist.step import make_train_step
+
+CPU = "devices.platform=cpu"
+
+
+class Part(nnx.Module):
+    """An embedding, a block or a head of a model that is only made, and what else it holds."""
+
+    def __init__(self, rngs: nnx.Rngs, held: Any = None, width: int = 4) -> None:
+        self.inner, self.held = nnx.Linear(4, width, rngs=rngs), held
+
+
+def model(*, without: str = "", **held: Callable[[nnx.Rngs, Any], Any]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """A function that makes a model: each part holds what `held` gives it."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = Part(rngs)
+            self.blocks = nnx.List([Part(rngs), Part(rngs)])
+            self.head = Part(rngs)
+            for name, make in held.items():
+                setattr(self, name, make(rngs, self))
+            if without:
+                delattr(self, without)
+
+    return Model
+
+
+class ByKeyword(nnx.Module):
+    """As Flax's own layers are made."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.embed = Part(rngs)
+
+
+def blocks(*held: Callable[[nnx.Rngs], Any]) -> Callable[[nnx.Rngs], nnx.Module]:
+    return model(blocks=lambda rngs, _: nnx.List([Part(rngs, make(rngs)) for make in held]))
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "no embed": (model(without="embed"), r"Model has no attribute embed; .*embed\(batch, keys\) -> h"),
+    "no blocks": (model(without="blocks"), r"no attribute blocks; .*: an nnx\.List .*block\(h, keys\) -> h"),
+    "no head": (model(without="head"), r"no attribute head; .*head\(h, batch, embed or None\) -> \(loss sum"),
+    "one block": (model(blocks=lambda rngs, _: Part(rngs)), r"Model\.blocks, a Part, does not fit; allowed: blocks"),
+    "no block": (model(blocks=lambda *_: nnx.List([])), r"Model\.blocks, a List, does not fit; .* one or more"),
+    "an array": (model(head=lambda *_: nnx.Param(jnp.ones(2))), r"Model\.head, a Param, does not fit; allowed: head"),
+    "instance": (ByKeyword(rngs=nnx.Rngs(0)), r"ByKeyword that is made already; .*model_def\(lambda rngs: By"),
+    "keyword": (ByKeyword, r"one argument, an nnx\.Rngs \(.*lambda rngs: ByKeyword\(\.\.\., rngs=rngs"),
+    "nothing": (None, r"one argument, an nnx\.Rngs \(None is not a callable object\); give a function"),
+    "dropout": (
+        blocks(*[lambda rngs: nnx.Dropout(0.1, rngs=rngs)] * 2),
+        r"blocks\.0\.held \(Dropout\) holds random state.*use jaxdist\.nn\.dropout\(h, keys, site=1, rate=0\.1\)",
+    ),
+    "attention": (
+        blocks(*[lambda rngs: nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, rngs=rngs)] * 2),
+        r"blocks\.0\.held \(MultiHeadAttention\) holds random state.*use jaxdist\.nn\.dropout",
+    ),
+    "batch norm": (
+        blocks(*[lambda rngs: nnx.BatchNorm(4, rngs=rngs)] * 2),
+        r"blocks\.0\.held \(BatchNorm\) holds a BatchStat, state that is no nnx\.Param; use .* such as nnx\.LayerNorm",
+    ),
+    "tied by hand": (model(head=lambda rngs, own: Part(rngs, own.embed)), r"embed and head share .*, tied=True\)"),
+    "one block twice": (
+        model(blocks=lambda rngs, own: nnx.List([own.embed, own.embed])),
+        r"embed and blocks\[0\] share a parameter, .*; make one for each",
+    ),
+    "outside": (model(norm=lambda rngs, _: nnx.LayerNorm(4, rngs=rngs)), r"parameter norm\.\w+ is in none of embed, b"),
+    "unlike": (blocks(lambda _: None, lambda rngs: nnx.LayerNorm(4, rngs=rngs)), r"blocks must be uniform \(same"),
+    "unlike shapes": (
+        model(blocks=lambda rngs, _: nnx.List([Part(rngs, width=4), Part(rngs, width=8)])),
+        r"blocks must be uniform \(same module, same options, same shapes\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_module_that_cannot_be_taken_is_one_line(build: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        model_def(build)
+    assert str(error.value).startswith("model_def: ") and "\n" not in str(error.value)
+
+
+def test_dropout_that_gets_its_keys_is_taken() -> None:
+    assert model_def(blocks(*[lambda _: nnx.Dropout(0.1)] * 2)).layers == 2
+
+
+def test_a_head_without_logits_says_what_sampling_needs() -> None:
+    made = model_def(model())
+    params = made.init(jax.random.key(0))
+    with pytest.raises(UserError, match=r"Part has no method logits\(h, embed or None\) .* set train\.sample_tokens=0"):
+        made.logits(params["head"], None, np.zeros((2, 4)))
+
+
+STOCK = model_def(lambda rngs: picture_model.Classifier(ModelConfig(width=8, layers=2), rngs), tied=False)
+
+
+def test_an_axis_that_no_layer_uses_is_refused() -> None:
+    """Each device of `tensor` would compute the same."""
+    mesh, sgd = make_mesh(data=2, tensor=2), optax.sgd(0.1)
+    batch = {"image": np.zeros((4, 4, 3), np.uint8), "label": np.zeros(4, np.int32), "weights": np.ones(4, np.float32)}
+    said = r"mesh\.tensor: 2 is given, but no layer of the model is split over .* allowed: 1; use data or fsdp .*Column"
+    with pytest.raises(UserError, match=said):
+        make_train_step(STOCK, sgd, mesh)(init_state(STOCK, sgd, mesh), batch)
+    mesh = make_mesh(context=2)
+    with pytest.raises(UserError, match=r"mesh\.context: 2 .* allowed: 1; use data or fsdp instead$"):
+        make_train_step(STOCK, sgd, mesh)(init_state(STOCK, sgd, mesh), batch)
+
+
+def test_it_is_refused_from_a_configuration(tmp_path: Any) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {name: picture_model.classifier, width: 8, layers: 2}\n")
+    with pytest.raises(UserError, match=r"mesh\.context: 2 .* no layer of model picture_model\.classifier uses this"):
+        load_config(path, [CPU, "mesh.context=2", "mesh.data=16"])  # 8 devices: no mesh with context is proposed
+    config = Config(
+        model=ModelConfig(name="picture_model.classifier", width=8, layers=2),
+        data=DataConfig(global_batch=8),
+        mesh=MeshConfig(tensor=2),
+    )
+    parts = assemble(config, make_mesh(tensor=2))
+    batch = {name: np.zeros(8, np.float32) for name in ("label", "weights")} | {"image": np.zeros((8, 4, 3), np.uint8)}
+    with pytest.raises(UserError, match=r"mesh\.tensor: 2 is given, but no layer of the model is split over this axis"):
+        parts.step.lower(parts.target, batch)
