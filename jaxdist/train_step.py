@@ -25,6 +25,8 @@ class TrainStep:
     grad_norm: the norm of the gradients before clipping.
     skipped, skipped_in_a_row, loss_scale: those of the guard, see `jaxdist.precision.loss_scale`.
     grads: the gradients, if asked for.
+
+    Those of a user's loss stand beside them, under its names.
     """
 
     def __init__(self, build: Callable[[TrainState], Any], check: Callable[[], None], *, on_cpu: bool) -> None:
@@ -60,6 +62,7 @@ class TrainStep:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
             self._under_way.popleft().block_until_ready()
         state, metrics = self._call(self.jitted(state), state, batch)
+        metrics |= metrics.pop("own")
         if self._on_cpu:
             self._under_way.append(metrics["loss"])
         return state, metrics
