@@ -90,6 +90,7 @@ class Net(NamedTuple):
         return losses.sum(), weight.sum(), {"accuracy": (right.sum(), weight.sum())}, new
 
 
+TINY = Net(blocks=(), channels=4)
 SMALL = Net(blocks=((6, 2),), channels=4)
 DEEP = Net(blocks=((4, 1), (4, 1), (6, 2), (6, 1), (8, 2), (8, 1), (10, 2), (10, 1)), channels=4)  # as ResNet-18
 

@@ -4,7 +4,6 @@
 value is not used again.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -89,13 +88,11 @@ def _check_whole() -> None:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _total(tree: Any, axes: tuple[str, ...]) -> Any:
-    """The sum over devices. Each holds the gradient of its own copy: the sum of these is the gradient of a summand.
+    """The sum over devices.
 
-    JAX's own rule for a sum would do otherwise in a region without the check of varying types.
+    In a region without the check of varying types, which is where users' losses run, JAX transposes it to a sum over
+    devices. That is the derivative: each device holds the gradient of its own copy of the sum, and their sum is the
+    gradient of each summand.
     """
     return lax.psum(tree, axes) if axes else tree
-
-
-_total.defvjp(lambda tree, axes: (_total(tree, axes), None), lambda axes, _, grad: (_total(grad, axes),))

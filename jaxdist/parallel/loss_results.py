@@ -62,6 +62,11 @@ def read_results(result: Any, model_state: PyTree) -> tuple[jax.Array, LossResul
     return total.astype(wide), jax.lax.stop_gradient(LossResults(weight, metrics, new))
 
 
+def in_state(name: str) -> str:
+    """What messages call a leaf of the model_state. name: its path, empty where the state is one array."""
+    return f"model_state.{name}" if name else "model_state"
+
+
 def _is_scalar(x: Any) -> bool:
     return isinstance(x, int | float | np.generic | np.ndarray | jax.Array) and not np.ndim(x)
 
@@ -103,13 +108,11 @@ def _check_state(new: PyTree, old: PyTree) -> None:
     given, found = leaves_by_name(old), leaves_by_name(new)
     for name in sorted(given.keys() ^ found.keys()):
         side = "returned" if name in found else "given"
-        raise UserError(f"loss_fn: model_state.{name} was only {side}; return the state with the leaves that it had")
+        raise UserError(f"loss_fn: {in_state(name)} was only {side}; return the state with the leaves that it had")
     kinds: list[Any] = [jax.tree.structure(tree) for tree in (new, old)]
     if kinds[0] != kinds[1]:
         raise UserError("loss_fn: the new model_state is another kind of tree than the given one; return the same kind")
     for name, leaf in found.items():
         is_, was = (f"{x.dtype}{list(x.shape)}" for x in (jnp.asarray(leaf), given[name]))
         if is_ != was:
-            raise UserError(
-                f"loss_fn: model_state.{name} was given as {was} and returned as {is_}; return it as it was"
-            )
+            raise UserError(f"loss_fn: {in_state(name)} was given as {was} and returned as {is_}; return it as it was")

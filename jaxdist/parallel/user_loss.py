@@ -3,7 +3,7 @@
 Ordinary code, such as a `lax.scan` from `jnp.zeros`, does not type-check under `check_vma=True`. A user loss therefore
 runs in a second region, which is not checked. It may contain no collective and may not ask on which device it runs:
 all reductions are the strategy's, explicit and outside autodiff, and the check has nothing to find. One is not:
-`batch_mean`, whose derivative is its own.
+`batch_mean`, whose derivative tests compare with one device's.
 """
 
 import math
@@ -21,7 +21,7 @@ from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import BATCH_AXES, AnyMesh
 from jaxdist.parallel.batch_mean import SCOPE, SharedRows, shared_rows
 from jaxdist.parallel.blocks.remat import rematerialise
-from jaxdist.parallel.loss_results import LossResults, check_call, read_results
+from jaxdist.parallel.loss_results import LossResults, check_call, in_state, read_results
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.schedule import Program, UserLoss
 from jaxdist.parallel.strategy import Strategy, regathers
@@ -102,14 +102,14 @@ class _Loss(NamedTuple):
         for name, found in zip(named, read("") if whole else [False] * len(named), strict=True):
             if found and name in whole:
                 raise UserError(
-                    f"loss_fn: model_state.{name} is {named[name].dtype}, and is computed from the batch or keys, of"
+                    f"loss_fn: {in_state(name)} is {named[name].dtype}, and is computed from the batch or keys, of"
                     " which no mean is such a number; allowed: floats, or a count that reads the model_state only"
                 )
         local = read("synchronous")
         for name, found in zip(named, read("every") if any(local) else local, strict=True):
             if found:
                 raise UserError(
-                    f"loss_fn: model_state.{name} is computed from this device's rows or keys; take the mean over all"
+                    f"loss_fn: {in_state(name)} is computed from this device's rows or keys; take the mean over all"
                     " devices, jaxdist.batch_mean(x), or batch_mean(x, sync=False) for statistics of each device"
                 )
         return local
