@@ -13,7 +13,10 @@ from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, leaves_by_name
 
 # Metrics of the step and of a run: those of a loss have other names.
-TAKEN = ("loss", "weight", "grad_norm", "grads", "skipped", "skipped_in_a_row", "loss_scale", "step", "lr", "data_wait")
+TAKEN = (
+    "step", "loss", "weight", "grad_norm", "grads", "skipped", "skipped_in_a_row", "loss_scale", "lr", "tokens_per_s",
+    "samples_per_s", "data_wait",
+)  # fmt: skip
 _PAIR = '(sum, weight, {"accuracy": (correct.sum(), correct.size)})'
 
 

@@ -59,11 +59,13 @@ class _Loss(NamedTuple):
 
     axes: the mesh axes that rows are spread over
     deterministic: whether results may not depend on the layout
+    checked: the results of `check`, by the types of its arguments: a step traces its loss several times
     """
 
     function: UserLoss
     axes: tuple[str, ...]
     deterministic: bool
+    checked: dict[Any, list[bool]]
 
     def run(
         self, params: PyTree, batch: PyTree, model_state: PyTree, rows: SharedRows
@@ -74,7 +76,19 @@ class _Loss(NamedTuple):
         with shared_rows(rows):
             return read_results(self.function(*arguments), model_state)
 
-    def check(self, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
+    def check(self, *arguments: PyTree) -> list[bool]:
+        """Whether each leaf of the new state may differ between devices. Raises `UserError` for what a loss may not do.
+
+        arguments: params, batch, model_state
+        """
+        leaves, treedef = jax.tree.flatten(arguments)
+        key = treedef, *map(jax.typeof, leaves)
+        if key not in self.checked:
+            self._refuse(*arguments)
+            self.checked[key] = self._of_one_device(*arguments) if jax.tree.leaves(arguments[2]) else []
+        return self.checked[key]
+
+    def _refuse(self, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
         """Raise `UserError` for a loss with a collective of its own."""
         # Its gradient is searched, which contains the loss: a custom_vjp may hide a collective in its backward pass.
         gradient = jax.grad(lambda params: self.run(params, batch, model_state, SharedRows()), has_aux=True)
@@ -86,8 +100,8 @@ class _Loss(NamedTuple):
                 " the layout; leave one of the two out"
             )
 
-    def of_one_device(self, params: PyTree, batch: PyTree, model_state: PyTree) -> list[bool]:
-        """Whether each leaf of the new state may differ between devices. Raises `UserError` where it may not."""
+    def _of_one_device(self, params: PyTree, batch: PyTree, model_state: PyTree) -> list[bool]:
+        """`check` of the new state."""
 
         def read(blank: str) -> list[bool]:
             def new(params: PyTree, batch: PyTree, model_state: PyTree) -> PyTree:
@@ -132,14 +146,13 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
         )
     loss_fn = autocast(loss_fn, options.precision.compute) if options.precision.per_op else loss_fn
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    user = _Loss(loss_fn, axes, options.grad_sync.deterministic)
+    user = _Loss(loss_fn, axes, options.grad_sync.deterministic, {})
 
     def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array, PyTree]:
         captured, model_state = captured
         params = strategy.gather(diff, captured, specs)
-        user.check(params, batch, model_state)
-        total, results = user.run(params, batch, model_state, SharedRows(axes))
-        local = user.of_one_device(params, batch, model_state) if jax.tree.leaves(model_state) else []
+        local = user.check(params, batch, model_state)
+        total, results = user.run(params, batch, model_state, SharedRows(user.axes))
         return total, results.weight, (results.metrics, [*map(_summand, jax.tree.leaves(results.model_state), local)])
 
     def settle(extra: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
