@@ -93,7 +93,7 @@ def init_state(
     rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
     [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
     model_state: a tree of arrays that a loss of your own takes and returns, such as running means; whole on every
-    device, in the dtypes that it has. See `make_train_step`.
+    device, in the dtypes that it has: docs/own_loss.md.
     """
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)

@@ -1,6 +1,9 @@
 """BatchNorm in a user's loss trains like one device in every layout; what would not is refused."""
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from jaxdist.jaxpr.dependence import depends
 from jaxdist.mesh import abstract_mesh
 
 EXACT = 1e-10
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "batch_norm.py"
 
 
 @functools.cache
@@ -353,3 +357,15 @@ def test_dependence_is_followed_through_loops_and_branches() -> None:
     assert one(True, False, False) == [False, False, False, True, False, True, False, False]
     assert one(False, True, False) == [True, True, False, False, True, False, False, True]
     assert one(False, False, True) == [True, True, False, False, False, True, True, True]
+
+
+def test_the_page_shows_the_example() -> None:
+    assert EXAMPLE.read_text() in (EXAMPLE.parents[1] / "own_loss.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [float(line.rpartition(" ")[2]) > 0.95 for line in done.stdout.splitlines()] == [True, True]
