@@ -261,6 +261,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the mes
         (),
         "third value is of type list.*" + MEANS,
     ),
+    "three numbers": (returning(lambda h: (h.sum(), 1.0, 2.0)), (), "third value is of type float"),
     "a metric's mean": (returning(lambda h: (h.sum(), h.size, {"size": h.mean()})), (), "'size' must be two scalars"),
     "a metric's rows": (returning(lambda h: (h.sum(), h.size, {"size": (h, 1)})), (), "'size' must be two scalars"),
     "a name of a metric": (returning(lambda h: (h.sum(), h.size, {"loss": (h.sum(), 1)})), (), "'loss' is jaxdist's"),
