@@ -16,6 +16,7 @@ import oracle
 import pytest
 from batch_norm import DEEP, SMALL, TINY, Net, Trained
 from jax import lax
+from jaxprs import primitive_counts
 from levels import levels
 
 import jaxdist
@@ -284,6 +285,14 @@ def test_a_deterministic_step_has_no_batch_mean() -> None:
 def test_a_collective_in_a_metric_is_refused_too() -> None:
     with pytest.raises(UserError, match="contains psum over data"):
         trace(returning(lambda h: (h.sum(), h.size, {"size": (lax.psum(h.sum(), "data"), 1)})))
+
+
+def test_without_metrics_and_state_a_step_has_no_operation_more() -> None:
+    program = lambda *more: str(trace(lambda *given: (*plain(*given), *more)).jaxpr)  # noqa: E731
+    assert program() == program({})
+    counts = primitive_counts(trace(plain).jaxpr)
+    assert counts["psum"] == 2  # loss and weight; gradients
+    assert not counts["bitcast_convert_type"]
 
 
 def test_a_model_has_no_model_state() -> None:
