@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxdist.model import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim.make import make_optimizer as make_optimizer
+    from jaxdist.parallel.batch_mean import batch_mean as batch_mean
     from jaxdist.parallel.options import StepOptions as StepOptions
     from jaxdist.parallel.options import StrategyOptions as StrategyOptions
     from jaxdist.parallel.schedule import Program as Program
@@ -56,6 +57,7 @@ _HOME = {
     "TrainState": "jaxdist.state",
     "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",
+    "batch_mean": "jaxdist.parallel.batch_mean",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.traced.ledger",
     "load_config": "jaxdist.config.load",

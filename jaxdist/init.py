@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
@@ -17,7 +17,7 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, path_name, without_idle
-from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params
+from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | Callable[[jax.Array], PyTree] | PyTree
@@ -47,6 +47,18 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
+def _replicated_like(tree: PyTree, mesh: AnyMesh) -> PyTree:
+    """A tree of arrays as ShapeDtypeStructs that are whole on every device."""
+    shapes, sharding = jax.eval_shape(lambda tree: tree, tree), NamedSharding(mesh, P())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise UserError(
+                f"model_state.{path_name(path)}: {leaf.dtype}; random keys are no state, a loss is given new ones at"
+                " every step; leave it out"
+            )
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+
+
 def state_target(
     source: ParameterSource,
     optimizer: optax.GradientTransformation,
@@ -54,6 +66,7 @@ def state_target(
     options: StepOptions | None = None,
     *,
     rules: Rules = (),
+    model_state: PyTree = (),
     **keywords: Any,
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what `init_state` fills, a checkpoint is restored into, and a step
@@ -70,13 +83,17 @@ def state_target(
     placed = placing.place(shapes, specs, mesh)
     if rules and isinstance(source, ModelDef):
         raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they are sharded")
+    if jax.tree.leaves(model_state) and isinstance(source, ModelDef):
+        raise UserError("model_state: a ModelDef has none; allowed: with a loss_fn of your own, which takes it")
     placed = apply_rules(placed, rules) if rules else placed
     check_divisible(shapes, placed, mesh)
     stored = map_specs(lambda spec: without_idle(spec, mesh), placed)
     residual = residual_target(
         leave_out(shapes, options.freeze), leave_out(stored, options.freeze), mesh, options.grad_sync
     )
-    target = abstract_state(shapes, stored, optimizer, mesh, residual)
+    target = abstract_state(shapes, stored, optimizer, mesh, residual)._replace(
+        model_state=_replicated_like(model_state, mesh)
+    )
     return on_host(target) if options.offload and has_host_memory(mesh) else target
 
 
@@ -87,6 +104,7 @@ def init_state(
     options: StepOptions | None = None,
     *,
     rules: Rules = (),
+    model_state: PyTree = (),
     **keywords: Any,
 ) -> TrainState:
     """A `TrainState` at step 0. Each leaf is allocated in its final layout: no device ever holds more than its part.
@@ -96,6 +114,8 @@ def init_state(
     options, keywords: a `StepOptions`, or its fields. The step must get the same.
     rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
     [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
+    model_state: a tree of arrays that a loss of your own takes and returns, such as running means; whole on every
+    device, in the dtypes that it has: docs/own_loss.md.
 
     >>> params = {"w": jnp.ones((16, 4)), "b": jnp.ones(3)}
     >>> state = jaxdist.init_state(params, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
@@ -103,7 +123,11 @@ def init_state(
     {'b': (3,), 'w': (2, 4)}
     """
     options = make_options(options, keywords)
-    target = state_target(source, optimizer, mesh, options, rules=rules)
+    target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
+    carried, target = target.model_state, target._replace(model_state=())
     optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
-    return allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)
+    state = allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)
+    # Copies: the state is donated, and the caller keeps what he gave.
+    copies = jax.tree.map(lambda leaf, like: jnp.array(leaf, like.dtype), model_state, carried)
+    return state._replace(model_state=jax.device_put(copies, shardings_of(carried)))

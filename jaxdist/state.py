@@ -27,6 +27,7 @@ class TrainState(NamedTuple):
     opt_state: optax's state, sharded like params.
     residual: the errors of lossy gradient sums, for the next step (`jaxdist.parallel.grad_sync`); mostly ().
     guard: the loss scale, and the number of steps skipped as not finite (`jaxdist.precision.loss_scale`).
+    model_state: what a user's loss carries from step to step besides parameters, such as BatchNorm's statistics.
 
     >>> state = jaxdist.init_state({"w": jnp.ones((16, 4))}, optax.sgd(0.1), jaxdist.make_mesh(data=8))
     >>> int(state.step), state.params["w"].shape
@@ -38,6 +39,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     residual: PyTree = ()
     guard: Any = ()
+    model_state: PyTree = ()
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -68,11 +70,12 @@ def advanced(old: TrainState, new: TrainState, *, taken: jax.Array, halted: jax.
     """The state after a step from `old` to `new` that may be skipped.
 
     new: its parameters and optimizer state come from `updated`, and are those of `old` already if the step is skipped.
-    taken: whether the step is applied; if not, the residual is that of `old`.
+    taken: whether the step is applied; if not, residual and model_state are those of `old`.
     halted: whether too many steps in a row were skipped (`is_halted`); if so, step and guard are those of `old`, too.
     """
     step, guard = choose(halted, (old.step, old.guard), (new.step, new.guard))
-    return new._replace(step=step, residual=choose(taken, new.residual, old.residual), guard=guard)
+    carried = choose(taken, (new.residual, new.model_state), (old.residual, old.model_state))
+    return new._replace(step=step, residual=carried[0], guard=guard, model_state=carried[1])
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, shapes: PyTree, specs: PyTree) -> PyTree:

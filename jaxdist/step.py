@@ -41,8 +41,8 @@ def make_gradients(
     *,
     specs: PyTree,
     lost: PyTree,
-) -> Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, PyTree, PyTree]]:
-    """(state, batch) -> (loss sum, weight sum, gradients of the mean loss, residual).
+) -> Callable[[TrainState, PyTree], tuple[dict[str, Any], PyTree, PyTree, PyTree]]:
+    """(state, batch) -> ({"loss": (sum, weight), ...}, gradients of the mean loss, residual, model_state).
 
     specs: of the parameters. lost: of the residual.
     """
@@ -50,34 +50,39 @@ def make_gradients(
     program, region_of = program_and_region(model, strategy, specs, mesh, options)
     trained = leave_out(specs, options.freeze)
 
-    def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+    def gradients(state: TrainState, batch: PyTree) -> tuple[dict[str, Any], PyTree, PyTree, PyTree]:
         rule = precision.scale_rule
         scale = scale_of(state.guard, rule)
 
-        def region(params: PyTree, residual: PyTree, batch: PyTree, step: jax.Array, scale: Any) -> tuple[Any, ...]:
+        def region(params: PyTree, residual: PyTree, carried: PyTree, batch: PyTree, step: Any, scale: Any) -> Any:
             keys = sample_keys(options.seed, step, jax.tree.leaves(batch)[0].shape[0])
             batch = {**batch, "keys": keys} if is_model else {"batch": batch, "keys": keys}
             diff, captured = strategy.begin(params, specs, STACKED if is_model else None)
+            captured = captured if is_model else (captured, carried)
             parts = split_microbatches(to_varying(batch, BATCH_LIKE), options.microbatches)
             seed, factor = loss_seed(program, diff, captured, parts), 1.0 if rule is None else scale
             whole = seed * factor
-            loss, weight, grads = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
+            loss, weight, grads, extra = schedule(
+                program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce
+            )
+            metrics, carried = program.settle(extra, carried)
             # The residual is stored unscaled, because the scale moves.
             grads, residual = strategy.reduce(grads, times(residual, factor), specs)
-            loss, weight = sum_totals(jnp.stack([loss, weight]), sync)
-            return loss, weight, weight * seed, stack(trained, grads), times(residual, 1 / factor)
+            totals = sum_totals({"loss": (loss, weight), **metrics}, sync)
+            return totals, totals["loss"][1] * seed, stack(trained, grads), times(residual, 1 / factor), carried
 
         run = region_of(
             region,
             mesh=mesh,
-            in_specs=(specs, lost, batch_spec(mesh), P(), P()),
-            out_specs=(P(), P(), P(), stacked_specs(trained, mesh), lost),
+            in_specs=(specs, lost, P(), batch_spec(mesh), P(), P()),
+            out_specs=(P(), P(), stacked_specs(trained, mesh), lost, P()),
         )
-        loss, weight, divisor, grads, residual = run(state.params, state.residual, batch, state.step, scale)
+        own = state.params, state.residual, state.model_state
+        totals, divisor, grads, residual, carried = run(*own, batch, state.step, scale)
         grads = claim_replicated(grads, trained, mesh)
         # The weight of the whole global batch, once, at the end: exact for ragged and masked batches.
         grads = divide(grads, times(divisor, scale), precision.param, deterministic=sync.deterministic)
-        return loss, weight, grads, residual
+        return totals, grads, residual, carried
 
     return gradients
 
@@ -93,7 +98,7 @@ def make_train_step(
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches. keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. A step that is not finite changes
-    nothing but the guard.
+    nothing but the guard. A loss of your own may also return metrics, and carry state: docs/own_loss.md.
 
     options, keywords: a `StepOptions`, or its fields: make_train_step(model, adamw, mesh, strategy="zero3").
 
@@ -120,20 +125,21 @@ def make_train_step(
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             check_batch_shape(batch, mesh, options)
-            loss, weight, grads, residual = gradients(state, batch)
-            metrics = {"loss": jnp.where(weight != 0, loss / weight, 0), "weight": weight, "grad_norm": norm(grads)}
+            totals, grads, residual, carried = gradients(state, batch)
+            means = {name: jnp.where(weight != 0, total / weight, 0) for name, (total, weight) in totals.items()}
+            metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1], "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
             params, opt_state = updated(
                 optimizer, grads, state, taken=taken, branch=on_cpu(mesh), shardings=layout.params
             )
-            new = TrainState(state.step + 1, params, opt_state, residual, guard)
+            new = TrainState(state.step + 1, params, opt_state, residual, guard, carried)
             state = advanced(state, new, taken=taken, halted=halted)
-            metrics |= guard_metrics(state.guard, policy.scale_rule)
+            metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": means}
             metrics |= {"grads": grads} if options.return_grads else {}
             return state, metrics
 
-        names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
+        names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, options.freeze)} if options.return_grads else {}
         flags = compiler_options(state.params, options, mesh)

@@ -29,6 +29,7 @@ class TrainStep:
     skipped, skipped_in_a_row, loss_scale: those of the guard, see `jaxdist.precision.loss_scale`.
     grads: the gradients, if asked for.
 
+    Those of a user's loss stand beside them, under its names.
     >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
     >>> mesh, tx = jaxdist.make_mesh(fsdp=8), optax.sgd(0.1)
     >>> state = jaxdist.init_state({"w": jnp.ones((8, 1))}, tx, mesh, strategy="zero3")
@@ -84,6 +85,7 @@ class TrainStep:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
             self._under_way.popleft().block_until_ready()
         state, metrics = self._call(self.jitted(state), state, batch)
+        metrics |= metrics.pop("own")
         if self._on_cpu:
             self._under_way.append(metrics["loss"])
         return state, metrics

@@ -45,8 +45,9 @@ from jaxdist.state import TrainState
 
 
 def _lasting(state: TrainState) -> dict[str, Any]:
-    """The part of the state that every layout can restore. The residual belongs to one layout: it is another item."""
-    return {name: part for name, part in state._asdict().items() if name != "residual"}
+    """The part of the state that every layout can restore, but for an empty model_state. The residual is apart."""
+    left_out = {"residual"} if jax.tree.leaves(state.model_state) else {"residual", "model_state"}
+    return {name: part for name, part in state._asdict().items() if name not in left_out}
 
 
 def _restoring(target: Any) -> ocp.args.CheckpointArgs:

@@ -137,7 +137,8 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
     params = unflatten_dict({name: jnp.asarray(_mean(steps, name)) for name in newest.params()}, sep=".")
     rest = jax.tree.map(jnp.asarray, newest.rest())
-    state = TrainState(rest["step"], params, rest["opt_state"], guard=rest.get("guard", ()))
+    others = {name: rest[name] for name in ("guard", "model_state") if name in rest}
+    state = TrainState(rest["step"], params, rest["opt_state"], **others)
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, without_order(newest.meta))
     if (run_dir / "config.yaml").exists():

@@ -94,14 +94,17 @@ def check_update(
         check_order(optimizer, params, opt_state)
 
 
-def sum_totals(totals: jax.Array, sync: GradSync) -> jax.Array:
-    """Loss and weight, [2], summed over all devices with samples of their own; typed invariant."""
-    totals = to_varying(totals, BATCH_LIKE)
+def sum_totals(totals: PyTree, sync: GradSync) -> PyTree:
+    """Numbers, such as loss and weight, summed over all devices with samples of their own. Typed invariant."""
+    leaves, treedef = jax.tree.flatten(totals)
+    stacked = to_varying(jnp.stack(leaves), BATCH_LIKE)
     with jax.named_scope("loss_and_weight"):
         if not sync.deterministic:
-            return psum(totals, BATCH_LIKE)
-        # The broadcast adds zeros to the root's value: its bits, in a type that says that all devices have them.
-        return broadcast(all_reduce(totals, BATCH_LIKE, algorithm="ordered"), BATCH_LIKE)
+            summed = psum(stacked, BATCH_LIKE)
+        else:
+            # The broadcast adds zeros to the root's value: its bits, in a type that says that all devices have them.
+            summed = broadcast(all_reduce(stacked, BATCH_LIKE, algorithm="ordered"), BATCH_LIKE)
+    return jax.tree.unflatten(treedef, list(summed))
 
 
 def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) -> PyTree:

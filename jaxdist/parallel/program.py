@@ -143,9 +143,9 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
     def hidden(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
         return through(diff, captured, embed(diff["embed"], captured["embed"], batch), batch)
 
-    def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+    def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         h = through(diff, captured, embed(diff["embed"], captured["embed"], batch), batch)
-        return on_first_stage(lambda h: head(diff, captured, h, batch), h)
+        return *on_first_stage(lambda h: head(diff, captured, h, batch), h), ()
 
     if options.prefetch:
         loss = _prefetched_loss(units, embed, head, options)
@@ -174,7 +174,7 @@ def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch:
 
 def _prefetched_loss(
     units: Units, embed: Callable[..., Any], head: Callable[..., Any], options: StepOptions
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+) -> Callable[..., tuple[jax.Array, jax.Array, PyTree]]:
     """The loss of a model whose blocks are gathered ahead: see `PrefetchedBlocks`."""
     from jaxdist.parallel.blocks.prefetch import PrefetchedBlocks
     from jaxdist.parallel.blocks.prefetch_embed_head import embed_ahead, slice_head
@@ -188,7 +188,7 @@ def _prefetched_loss(
         rematerialise(units.run_block, options.remat, gathers=True, in_scan=loop) for loop in (True, False)
     )
 
-    def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+    def loss(diff: PyTree, captured: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         units.check_conditions(inside=True)
         h = embed_ahead(units, embed, diff["embed"], captured["embed"], batch)
         slices, sliced, loss_after = slice_head(units, head, diff, captured, h, batch)
@@ -202,7 +202,7 @@ def _prefetched_loss(
             sums,
         )
         h, whole = differentiable(runner)(rows, (h, sliced), units.model.read_by_blocks(batch))
-        return loss_after(whole, h)
+        return *loss_after(whole, h), ()
 
     return loss
 

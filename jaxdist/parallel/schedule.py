@@ -20,8 +20,10 @@ from jaxdist.specs import PyTree
 
 EMBED = "embed"  # the unit of a model that its embedding reads
 Seed = float | jax.Array
-# (parameters, batch, keys) -> (loss sum, weight sum): a loss of the user's own, in place of a model.
-UserLoss = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]
+# (parameters, batch, keys) -> (loss sum, weight sum), or (loss sum, weight sum, {name: (sum, weight)}) with metrics: a
+# loss of the user's own, in place of a model. With a model_state it is (parameters, batch, keys, model_state) -> (loss
+# sum, weight sum, metrics, new model_state).
+UserLoss = Callable[..., tuple[Any, ...]]
 
 
 class Stages(NamedTuple):
@@ -50,15 +52,17 @@ class Stages(NamedTuple):
 class Program(NamedTuple):
     """The functions that a schedule may call. They gather parameters, rematerialise, and loop over blocks themselves.
 
-    loss: (diff, captured, microbatch) -> (loss sum, weight sum), through all stages; zeros but on the first one.
+    loss: (diff, captured, microbatch) -> (loss sum, weight sum, extra), through all stages; zeros but on the first one.
+    extra: arrays that are added up over microbatches, as loss and weight are; () for models.
     hidden: (diff, captured, microbatch) -> the input of the head, on the first stage. None for a user's own loss.
     stages: the parts of the loss, for pipelines. None where these cannot run it.
+    settle: (sums of extra, model_state) -> ({name of a metric: (sum, weight), of this device}, new model_state).
 
     The program of linear regression, where every parameter is in diff:
 
         def loss(diff, captured, batch):
             error = batch["x"] @ diff["w"] - batch["y"]
-            return (error**2).sum(), jnp.float32(error.size)
+            return (error**2).sum(), jnp.float32(error.size), ()
 
         Program(loss)
 
@@ -66,9 +70,10 @@ class Program(NamedTuple):
     True
     """
 
-    loss: Callable[..., tuple[jax.Array, jax.Array]]
+    loss: Callable[..., tuple[jax.Array, jax.Array, PyTree]]
     hidden: Callable[..., jax.Array] | None = None
     stages: Stages | None = None
+    settle: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda extra, model_state: ({}, model_state)
 
 
 class Schedule(Protocol):
@@ -80,7 +85,7 @@ class Schedule(Protocol):
         because until then only powers of two have multiplied them.
     reduce_dtype: the dtype of accumulated gradients, if it is at least fp32; otherwise they are fp32.
 
-    Returns (loss sum, weight sum, gradients with respect to diff times seed), each of this device.
+    Returns (loss sum, weight sum, gradients with respect to diff times seed, sums of extra), each of this device.
 
     A schedule for one microbatch:
 
@@ -91,7 +96,7 @@ class Schedule(Protocol):
 
     def __call__(
         self, program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
-    ) -> tuple[jax.Array, jax.Array, PyTree]: ...
+    ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]: ...
 
 
 def loss_seed(program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree) -> float:

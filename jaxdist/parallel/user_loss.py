@@ -2,27 +2,33 @@
 
 Ordinary code, such as a `lax.scan` from `jnp.zeros`, does not type-check under `check_vma=True`. A user loss therefore
 runs in a second region, which is not checked. It may contain no collective and may not ask on which device it runs:
-all reductions are the strategy's, explicit and outside autodiff, and the check has nothing to find.
+all reductions are the strategy's, explicit and outside autodiff, and the check has nothing to find. One is not:
+`batch_mean`, whose derivative tests compare with one device's.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxdist.collectives import psum
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import named_axes
+from jaxdist.jaxpr.dependence import depends
 from jaxdist.jaxpr.randomness import refuse_stored_keys
 from jaxdist.jaxpr.walk import every_equation
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import BATCH_AXES, AnyMesh
+from jaxdist.parallel.batch_mean import SCOPE, SharedRows, shared_rows
 from jaxdist.parallel.blocks.remat import rematerialise
+from jaxdist.parallel.loss_results import LossResults, check_call, in_state, read_results
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.schedule import Program, UserLoss
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import PyTree
+from jaxdist.specs import PyTree, leaves_by_name
 
 
 def unchecked_region(
@@ -33,22 +39,105 @@ def unchecked_region(
 
 
 def refuse_collectives(jaxpr: Any) -> None:
-    """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis."""
+    """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis, or has a `batch_mean` in a condition."""
     for site in every_equation(jaxpr):
         if axes := named_axes(site.equation):
             name = site.equation.primitive.name
             raise UserError(
                 f"loss_fn: contains {name} over {', '.join(axes)}; a loss may use no collective and no axis_index: "
-                "return this shard's (sum, weight), jaxdist adds them up"
+                "return this shard's (sum, weight), jaxdist adds them up; for statistics use jaxdist.batch_mean"
+            )
+        inside = [each.primitive.name for each in site.inside if each.primitive.name in ("cond", "while")]
+        if SCOPE in site.names and inside:
+            raise UserError(
+                f"loss_fn: batch_mean in a {inside[-1]}, which devices may run differently, and wait for each other for"
+                " ever; call it outside, and choose by jnp.where"
             )
 
 
+class _Loss(NamedTuple):
+    """A user's loss and the layout that it runs in.
+
+    axes: the mesh axes that rows are spread over
+    deterministic: whether results may not depend on the layout
+    checked: the results of `check`, by the types of its arguments: a step traces its loss several times
+    """
+
+    function: UserLoss
+    axes: tuple[str, ...]
+    deterministic: bool
+    checked: dict[Any, list[bool]]
+
+    def run(
+        self, params: PyTree, batch: PyTree, model_state: PyTree, rows: SharedRows
+    ) -> tuple[jax.Array, LossResults]:
+        """(sum of losses, the other results) of one microbatch. batch: with its keys."""
+        arguments = (params, batch["batch"], batch["keys"], *([model_state] if jax.tree.leaves(model_state) else []))
+        check_call(self.function, arguments)
+        with shared_rows(rows):
+            return read_results(self.function(*arguments), model_state)
+
+    def check(self, *arguments: PyTree) -> list[bool]:
+        """Whether each leaf of the new state may differ between devices. Raises `UserError` for what a loss may not do.
+
+        arguments: params, batch, model_state
+        """
+        leaves, treedef = jax.tree.flatten(arguments)
+        key = treedef, *map(jax.typeof, leaves)
+        if key not in self.checked:
+            self._refuse(*arguments)
+            self.checked[key] = self._of_one_device(*arguments) if jax.tree.leaves(arguments[2]) else []
+        return self.checked[key]
+
+    def _refuse(self, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
+        """Raise `UserError` for a loss with collectives of its own, or with the same random numbers at every step."""
+        # Its gradient is searched, which contains the loss: a custom_vjp may hide a collective in its backward pass.
+        gradient = jax.grad(lambda params: self.run(params, batch, model_state, SharedRows()), has_aux=True)
+        jaxpr = jax.make_jaxpr(gradient)(params)
+        refuse_collectives(jaxpr)
+        refuse_stored_keys(lambda batch: self.run(params, batch, model_state, SharedRows()), batch)
+        if self.deterministic and any(SCOPE in site.names for site in every_equation(jaxpr)):
+            raise UserError(
+                "grad_sync.deterministic: a loss with batch_mean depends on how many rows a microbatch has, and so on"
+                " the layout; leave one of the two out"
+            )
+
+    def _of_one_device(self, params: PyTree, batch: PyTree, model_state: PyTree) -> list[bool]:
+        """`check` of the new state."""
+
+        def read(blank: str) -> list[bool]:
+            def new(params: PyTree, batch: PyTree, model_state: PyTree) -> PyTree:
+                return self.run(params, batch, model_state, SharedRows(blank=blank))[1].model_state
+
+            marked = [(0, params), (1, batch), (0, model_state)]
+            jaxpr = jax.make_jaxpr(new)(params, batch, model_state)
+            return depends(jaxpr, [bool(mark) for mark, tree in marked for _ in jax.tree.leaves(tree)])
+
+        named = leaves_by_name(model_state)
+        whole = {name for name, leaf in named.items() if not jnp.issubdtype(leaf.dtype, jnp.floating)}
+        for name, found in zip(named, read("") if whole else [False] * len(named), strict=True):
+            if found and name in whole:
+                raise UserError(
+                    f"loss_fn: {in_state(name)} is {named[name].dtype}, and is computed from the batch or keys, of"
+                    " which no mean is such a number; allowed: floats, or a count that reads the model_state only"
+                )
+        local = read("synchronous")
+        for name, found in zip(named, read("every") if any(local) else local, strict=True):
+            if found:
+                raise UserError(
+                    f"loss_fn: {in_state(name)} is computed from this device's rows or keys; take the mean over all"
+                    " devices, jaxdist.batch_mean(x), or batch_mean(x, sync=False) for statistics of each device"
+                )
+        return local
+
+
 def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StepOptions) -> Program:
-    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight).
+    """A `Program` around loss_fn(params, batch, keys) -> (sum, weight), see `UserLoss`.
 
     The whole tree is one unit: under zero3 the state is sharded, but a step gathers all parameters at once.
     weight: the sum of losses is divided by the sum of weights, over the global batch. No gradient flows through it.
-    params: in the dtype that the policy gives layers; the loss casts its inputs to it.
+    params: in the dtype that the policy gives layers; the loss casts its inputs to it. A model_state keeps its dtypes.
+    captured: beside that of the strategy it holds the model_state at the start of the step.
     """
     _check_options(options)
     idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
@@ -58,24 +147,50 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
             "to 1, or build the model from jaxdist.nn layers"
         )
     loss_fn = autocast(loss_fn, options.precision.compute) if options.precision.per_op else loss_fn
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    user = _Loss(loss_fn, axes, options.grad_sync.deterministic, {})
 
-    def run(params: PyTree, batch: PyTree, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        result: Any = loss_fn(params, batch, keys)
-        if not isinstance(result, tuple) or len(result) != 2 or any(jnp.shape(part) for part in result):
-            raise UserError("loss_fn: must return two scalars (sum of losses, weight); say losses.sum(), losses.size")
-        total = jnp.asarray(result[0])
-        wide = accumulation_dtype(total.dtype)
-        return total.astype(wide), jax.lax.stop_gradient(jnp.asarray(result[1]).astype(wide))
-
-    def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array, PyTree]:
+        captured, model_state = captured
         params = strategy.gather(diff, captured, specs)
-        # Its gradient is searched, which contains the loss: a custom_vjp may hide a collective in its backward pass.
-        total_of = lambda params: run(params, batch["batch"], batch["keys"])[0]  # noqa: E731
-        refuse_collectives(jax.make_jaxpr(jax.grad(total_of))(params))
-        refuse_stored_keys(lambda batch: run(params, batch["batch"], batch["keys"]), batch)
-        return run(params, batch["batch"], batch["keys"])
+        local = user.check(params, batch, model_state)
+        total, results = user.run(params, batch, model_state, SharedRows(user.axes))
+        return total, results.weight, (results.metrics, [*map(_summand, jax.tree.leaves(results.model_state), local)])
 
-    return Program(rematerialise(loss, options.remat, gathers=regathers(strategy, specs), in_scan=False))
+    def settle(extra: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
+        metrics, summands = extra
+        leaves, treedef = jax.tree.flatten(model_state)
+        means = [_mean(*pair, options.microbatches, axes) for pair in zip(summands, leaves, strict=True)]
+        return metrics, jax.tree.unflatten(treedef, means)
+
+    return Program(rematerialise(loss, options.remat, gathers=regathers(strategy, specs), in_scan=False), settle=settle)
+
+
+class _OfOneDevice(NamedTuple):
+    """A leaf of a new state that may differ between devices."""
+
+    value: jax.Array
+
+
+def _summand(leaf: jax.Array, local: bool) -> Any:
+    """A leaf of a new state as schedules add it up: a float in at least fp32. Other numbers are the same in all
+    microbatches, and added up as bytes, whose sums and means are exact."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        wide = leaf.astype(accumulation_dtype(leaf.dtype))
+        return _OfOneDevice(wide) if local else wide
+    numbers = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+    return jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32)
+
+
+def _mean(total: Any, old: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
+    """The mean of `count` summands, like the old leaf; over the devices too, where they differ."""
+    if isinstance(total, _OfOneDevice):
+        with jax.named_scope("model_state"):
+            total, count = psum(total.value, axes), count * math.prod(map(jax.lax.axis_size, axes))
+    if jnp.issubdtype(old.dtype, jnp.floating):
+        return (total / count).astype(old.dtype)
+    numbers = (total // count).astype(jnp.uint8)
+    return numbers.astype(bool) if old.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(numbers, old.dtype)
 
 
 def _check_options(options: StepOptions) -> None:

@@ -39,7 +39,8 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
     def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         rows = jax.tree.leaves(batch)[0].shape[0]
         batch = to_varying({**batch, "keys": _unused_keys(rows)}, BATCH_LIKE)
-        return psum(to_varying(program.loss(*strategy.begin(params, specs, STACKED), batch), BATCH_LIKE), BATCH_LIKE)
+        totals = program.loss(*strategy.begin(params, specs, STACKED), batch)[:2]
+        return psum(to_varying(totals, BATCH_LIKE), BATCH_LIKE)
 
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))
 

@@ -94,7 +94,7 @@ def run_ticks(
     *,
     seed: Seed,
     reduce_dtype: Any,
-) -> tuple[jax.Array, jax.Array, PyTree]:
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
     """Run the table for this mesh and these microbatches, as a `Schedule` does.
 
     Loss and weight are returned on the last stage. Gradients are those of a stage's own blocks, and of embedding and
@@ -127,7 +127,7 @@ def run_ticks(
         return state._replace(h=h, dh=dh), None
 
     state, _ = lax.scan(tick, start, machine.rows())
-    return *state.totals, state.grads
+    return *state.totals, state.grads, ()
 
 
 class _Machine(NamedTuple):

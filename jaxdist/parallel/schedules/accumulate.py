@@ -27,8 +27,8 @@ def run_microbatch(
     seed: Seed,
     reduce_dtype: Any,
     in_turn: bool = False,
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """(loss sum, weight sum, gradients times seed) of one microbatch, on a mesh with one stage.
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+    """(loss sum, weight sum, gradients times seed, extra) of one microbatch, on a mesh with one stage.
 
     in_turn: whether parameters wait for the microbatch.
     """
@@ -36,18 +36,18 @@ def run_microbatch(
     if in_turn:
         diff, captured = after(jax.tree.leaves(microbatch)[0], (diff, captured))
 
-    def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        loss, weight = program.loss(diff, captured, microbatch)
-        return seeded_loss(loss, seed), (loss, weight)
+    def seeded(diff: PyTree) -> tuple[jax.Array, tuple[jax.Array, jax.Array, PyTree]]:
+        loss, weight, extra = program.loss(diff, captured, microbatch)
+        return seeded_loss(loss, seed), (loss, weight, extra)
 
     wide = accumulation_dtype(reduce_dtype)
-    grads, (loss, weight) = jax.grad(seeded, has_aux=True)(diff)
-    return loss, weight, jax.tree.map(lambda grad: grad.astype(wide), grads)
+    grads, (loss, weight, extra) = jax.grad(seeded, has_aux=True)(diff)
+    return loss, weight, jax.tree.map(lambda grad: grad.astype(wide), grads), extra
 
 
 def accumulate(
     program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
-) -> tuple[jax.Array, jax.Array, PyTree]:
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
     """A `Schedule`. Its memory: the activations of one microbatch, and one copy of the gradients."""
     # In turn: otherwise the compiler would gather embedding and head before the loop, and keep them.
     run = functools.partial(run_microbatch, program, diff, captured, seed=seed, reduce_dtype=reduce_dtype, in_turn=True)

@@ -22,7 +22,7 @@ FACTS = ScheduleFacts(one_stage=True, chunks=False, power_of_two=True, determini
 
 def pairwise(
     program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
-) -> tuple[jax.Array, jax.Array, PyTree]:
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
     """A `Schedule` for M microbatches, where M is a power of two.
 
     Its memory: the activations of one microbatch, and log2(M) + 1 copies of the gradients.
@@ -30,11 +30,11 @@ def pairwise(
     count = jax.tree.leaves(microbatches)[0].shape[0]
     check_pairs(count, "pairwise")
 
-    def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+    def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         result = run_microbatch(program, diff, captured, microbatch, seed=seed, reduce_dtype=reduce_dtype)
         return lax.optimization_barrier(result)  # fused with the sum, it could be rounded differently
 
-    def total(parts: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+    def total(parts: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         length = jax.tree.leaves(parts)[0].shape[0]
         if length == 1:
             return run(jax.tree.map(lambda leaf: leaf[0], parts))

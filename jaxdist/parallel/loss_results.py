@@ -1,0 +1,121 @@
+"""What a user's loss is called with and returns: the rules, and one line for each way to break them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.errors import UserError
+from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.specs import PyTree, leaves_by_name
+
+# Metrics of the step and of a run: those of a loss have other names.
+TAKEN = (
+    "step", "loss", "weight", "grad_norm", "grads", "skipped", "skipped_in_a_row", "loss_scale", "lr", "tokens_per_s",
+    "samples_per_s", "data_wait",
+)  # fmt: skip
+_PAIR = '(sum, weight, {"accuracy": (correct.sum(), correct.size)})'
+
+
+class LossResults(NamedTuple):
+    """The results of a user's loss, but for the sum of losses: without gradients, sums in at least fp32.
+
+    metrics: {name: (sum, weight)}
+    model_state: as it was given
+    """
+
+    weight: jax.Array
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    model_state: PyTree
+
+
+def check_call(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raise `UserError` unless the function takes as many arguments."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of a builtin: the call itself will tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        wanted = ", ".join(("params", "batch", "keys", "model_state")[: len(arguments)])
+        state = "" if len(arguments) == 4 else "; with a state, give it to init_state(..., model_state=)"
+        raise UserError(
+            f"loss_fn: takes {signature}, but is called with ({wanted}); write def loss_fn({wanted}), where keys holds"
+            f" a random key a row, for dropout{state}"
+        ) from None
+
+
+def read_results(result: Any, model_state: PyTree) -> tuple[jax.Array, LossResults]:
+    """(sum of losses, the other results) of a user's loss.
+
+    model_state: the one that it was given; one without leaves is not returned.
+    """
+    stateful = bool(jax.tree.leaves(model_state))
+    _check_form(result, stateful=stateful)
+    total, new = jnp.asarray(result[0]), result[3] if stateful else model_state
+    wide, metrics = accumulation_dtype(total.dtype), result[2] if len(result) > 2 else {}
+    _check_metrics(metrics)
+    weight, metrics = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(wide), (result[1], metrics))
+    _check_state(new, model_state)
+    new = jax.tree.map(jnp.asarray, new)
+    return total.astype(wide), jax.lax.stop_gradient(LossResults(weight, metrics, new))
+
+
+def in_state(name: str) -> str:
+    """What messages call a leaf of the model_state. name: its path, empty where the state is one array."""
+    return f"model_state.{name}" if name else "model_state"
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, int | float | np.generic | np.ndarray | jax.Array) and not np.ndim(x)
+
+
+def _check_form(result: Any, *, stateful: bool) -> None:
+    parts = result if isinstance(result, tuple) else ()
+    if len(parts) == 2 and any(isinstance(part, dict | list | tuple) for part in parts):
+        raise UserError(f"loss_fn: returned (loss, aux); allowed: {_PAIR}: sums over this shard's rows, no means")
+    if stateful and len(parts) != 4:
+        raise UserError(
+            f"loss_fn: was given a model_state and returned {len(parts) or 1} values; allowed:"
+            " (sum of losses, weight, metrics, new model_state), where metrics may be {}"
+        )
+    if not stateful and len(parts) == 4:
+        raise UserError(
+            "loss_fn: returned four values, but the state has no model_state; give it to init_state(..., model_state=),"
+            " or return (sum of losses, weight, metrics)"
+        )
+    if len(parts) not in (2, 3, 4) or not all(map(_is_scalar, parts[:2])):
+        raise UserError("loss_fn: must return two scalars (sum of losses, weight); say losses.sum(), losses.size")
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+        raise UserError(
+            f"loss_fn: its third value is of type {type(metrics).__name__}; allowed: metrics, as in {_PAIR}"
+        )
+    for name, pair in metrics.items():
+        if name in TAKEN:
+            raise UserError(f"loss_fn: metric {name!r} is jaxdist's own; give it another name than {', '.join(TAKEN)}")
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_scalar, pair)):
+            raise UserError(
+                f"loss_fn: metric {name!r} must be two scalars, (sum over this shard's rows, weight); as in {_PAIR}"
+            )
+
+
+def _check_state(new: PyTree, old: PyTree) -> None:
+    """Raise `UserError` unless the new state has the structure, shapes and dtypes of the old one."""
+    given, found = leaves_by_name(old), leaves_by_name(new)
+    for name in sorted(given.keys() ^ found.keys()):
+        side = "returned" if name in found else "given"
+        raise UserError(f"loss_fn: {in_state(name)} was only {side}; return the state with the leaves that it had")
+    kinds: list[Any] = [jax.tree.structure(tree) for tree in (new, old)]
+    if kinds[0] != kinds[1]:
+        raise UserError("loss_fn: the new model_state is another kind of tree than the given one; return the same kind")
+    for name, leaf in found.items():
+        is_, was = (f"{x.dtype}{list(x.shape)}" for x in (jnp.asarray(leaf), given[name]))
+        if is_ != was:
+            raise UserError(f"loss_fn: {in_state(name)} was given as {was} and returned as {is_}; return it as it was")
