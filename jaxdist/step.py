@@ -136,8 +136,7 @@ def make_train_step(
             new = TrainState(state.step + 1, params, opt_state, residual, guard, carried)
             state = advanced(state, new, taken=taken, halted=halted)
             metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": means}
-            metrics |= {"grads": grads} if options.return_grads else {}
-            return state, metrics
+            return state, metrics | ({"grads": grads} if options.return_grads else {})
 
         names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
