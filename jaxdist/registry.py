@@ -53,7 +53,10 @@ def _beside() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(here)
+        if here in sys.path:  # a module may change the path itself
+            sys.path.reverse()
+            sys.path.remove(here)  # the last one
+            sys.path.reverse()
 
 
 def check(package: str, name: str, *, key: str) -> None:

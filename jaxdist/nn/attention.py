@@ -19,7 +19,7 @@ from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLi
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
-SITE_PROBABILITIES = 1
+SITE_PROBABILITIES, SITE_CROSS = 1, 1 << 16  # of dropout: a block may have one attention of each kind
 
 
 def rotary(x_BSHK: jax.Array, theta: float) -> jax.Array:
@@ -42,6 +42,7 @@ def attention(
     dropout: float,
     causal: bool = True,
     seen_BT: jax.Array | None = None,
+    site: int = SITE_PROBABILITIES,
 ) -> jax.Array:
     """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
 
@@ -50,7 +51,9 @@ def attention(
     causal: whether a query sees only keys up to its own position.
     seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
         no key gets zeros.
+    site: of dropout, see `jaxdist.nn.dropout`.
     """
+    seen_BT = None if seen_BT is None else seen_BT.astype(bool)
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
     scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
@@ -58,11 +61,11 @@ def attention(
     lowest = jnp.finfo(wide).min
     hidden = jnp.triu(jnp.full((length, length), lowest, wide), 1) if causal else None
     if seen_BT is not None:
-        padding = jnp.where(seen_BT.astype(bool), jnp.zeros((), wide), lowest)[:, None, None, None, :]
+        padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
         hidden = padding if hidden is None else jnp.minimum(hidden, padding)
     weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
     by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
-    weights = dropout_heads(by_head, keys_B, site=SITE_PROBABILITIES, rate=dropout).reshape(weights.shape)
+    weights = dropout_heads(by_head, keys_B, site=site, rate=dropout).reshape(weights.shape)
     context = jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
     return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal)
 
@@ -88,8 +91,8 @@ def cudnn_attention(
     by_head = q_BSnGK.reshape(*q_BSnGK.shape[:2], -1, q_BSnGK.shape[-1])  # heads of a group are neighbours in cuDNN
     mask = None
     if seen_BT is not None:
-        batch, length = seen_BT.shape
-        mask = jnp.broadcast_to(seen_BT.astype(bool)[:, None, None, :], (batch, 1, q_BSnGK.shape[1], length))
+        seen_BT, (batch, length) = seen_BT.astype(bool), seen_BT.shape
+        mask = jnp.broadcast_to(seen_BT[:, None, None, :], (batch, 1, q_BSnGK.shape[1], length))
     context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, implementation="cudnn")
     return _zeros_where_nothing_is_seen(context.reshape(q_BSnGK.shape), seen_BT, causal=causal)
 
@@ -152,7 +155,8 @@ def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: 
     if layer.kernel == "cudnn":
         context = cudnn_attention(q, k, v, causal=causal, seen_BT=seen_BT)
     else:
-        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, seen_BT=seen_BT)
+        site = SITE_PROBABILITIES if isinstance(layer, Attention) else SITE_CROSS
+        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, seen_BT=seen_BT, site=site)
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
     return checkpoint_name(layer.out(context), "attention.out")
 
@@ -231,6 +235,6 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, h_BSD: jax.Array, memory_BTM: jax.Array, keys_B: jax.Array, seen_BT: jax.Array | None = None
     ) -> jax.Array:
-        """seen_BT: a key mask, as in `attention`, of all of the memory's positions."""
-        kv = self.kv(memory_BTM)
+        """memory_BTM: cast to the dtype of h. seen_BT: a key mask, as in `attention`, of all of its positions."""
+        kv = self.kv(memory_BTM.astype(h_BSD.dtype))
         return _attend(self, self.q(h_BSD), kv[..., 0, :], kv[..., 1, :], keys_B, seen_BT)

@@ -83,10 +83,11 @@ def _check_variables(skeleton: Any) -> None:
         while not isinstance(nodes[path], nnx.Module):
             path = path[:-1]
         layer, where = type(nodes[path]).__name__, ".".join(map(str, path))
+        where = where or "the model itself"
         if isinstance(node, nnx.RngState):
             raise UserError(
-                f"model_def: {where} ({layer}) holds random state, which would be the same at every step; use"
-                " jaxdist.nn.dropout(h, keys, site=1, rate=0.1) in its place, with another site for each"
+                f"model_def: {where} ({layer}) holds random state, which would be the same at every step; keep no"
+                " nnx.Rngs; for dropout use jaxdist.nn.dropout(h, keys, site=1, rate=0.1), with another site for each"
             )
         raise UserError(
             f"model_def: {where} ({layer}) holds a {kind}, state that is no nnx.Param; use a layer without, such as"

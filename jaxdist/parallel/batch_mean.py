@@ -5,6 +5,7 @@ value is not used again.
 """
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +61,7 @@ def batch_mean(
         _check_whole()
         rows = SharedRows()
     x = jnp.asarray(x)
-    dims = tuple(sorted(number % x.ndim for number in ((axis,) if isinstance(axis, int) else axis)))
+    dims = _dims(x.shape, axis, sync=sync)
     wide = accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
     axes = rows.axes if sync else ()
     with jax.named_scope(SCOPE):
@@ -68,7 +69,7 @@ def batch_mean(
             return jnp.zeros([size for dim, size in enumerate(x.shape) if dim not in dims], wide)
         x = x.astype(wide)
         if weight is None:
-            count = math.prod(x.shape[dim] for dim in dims) * math.prod(map(lax.axis_size, axes))
+            count = float(math.prod(x.shape[dim] for dim in dims) * math.prod(map(lax.axis_size, axes)))
             return _total(x.sum(dims), axes) / count
         weight = jnp.asarray(weight).astype(wide)
         if weight.shape != x.shape[: weight.ndim]:
@@ -79,6 +80,20 @@ def batch_mean(
         weight = jnp.broadcast_to(weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim)), x.shape)
         total, count = _total(((weight * x).sum(dims), weight.sum(dims)), axes)
         return jnp.where(count != 0, total / jnp.where(count != 0, count, 1), 0)
+
+
+def _dims(shape: tuple[int, ...], axis: Any, *, sync: bool) -> tuple[int, ...]:
+    """The dims of x to average over, from 0. Raises `UserError` for what is no dim of x, and without the rows' dim."""
+    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    dims = {number + len(shape) if number < 0 else number for number in map(operator.index, given)}
+    if not dims <= set(range(len(shape))) or len(dims) < len(given):
+        raise UserError(f"batch_mean: axis={axis} of an x of shape {shape}; allowed: its dims, each once")
+    if sync and 0 not in dims:
+        raise UserError(
+            f"batch_mean: axis={axis} leaves out dim 0, the rows, which are spread over devices; allowed: with 0; or"
+            " x.mean(axis), which needs no other device"
+        )
+    return tuple(sorted(dims))
 
 
 def _check_whole() -> None:

@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
         Program(loss)
 
-    >>> jaxdist.Program(lambda diff, captured, batch: (diff["w"].sum(), jnp.float32(1))).stages is None
+    >>> jaxdist.Program(lambda diff, captured, batch: (diff["w"].sum(), jnp.float32(1), ())).stages is None
     True
     """
 

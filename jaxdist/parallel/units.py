@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxdist.collectives import active_axes
 from jaxdist.config.rules.collective_matmul import check_conditions
+from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.parallel.wrappers.reduce_in_backward import reduced_behind
@@ -79,11 +80,17 @@ class Units(NamedTuple):
     def run_block(self, params: PyTree, h: jax.Array, layer: jax.Array, given: PyTree) -> jax.Array:
         """One block: a `RunBlock`. given: `ModelDef.read_by_blocks`.
 
-        Raises `UserError` if it would send by ppermute inside a condition.
+        Raises `UserError` if it would send by ppermute inside a condition, or makes another type of h.
         """
         self.check_conditions(inside=self.conditions)
         keys, *rows = given
         found: jax.Array = self.run(STACKED, self.model.block, params, h, fold(keys, layer), *rows)
+        if (found.shape, found.dtype) != (h.shape, h.dtype):
+            raise UserError(
+                f"block: makes {jax.typeof(found).str_short()} of {jax.typeof(h).str_short()}; allowed: the same shape"
+                " and dtype. A layer whose parameters stay in float32 (precision.keep_fp32), or another float32 array,"
+                " widens it: cast what it gives, .astype(h.dtype)"
+            )
         return found
 
     def run_head(

@@ -6,6 +6,7 @@ all reductions are the strategy's, explicit and outside autodiff, and the check 
 `batch_mean`, whose derivative tests compare with one device's.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -91,11 +92,13 @@ class _Loss(NamedTuple):
 
     def _refuse(self, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
         """Raise `UserError` for a loss with collectives of its own, or with the same random numbers at every step."""
-        # Its gradient is searched, which contains the loss: a custom_vjp may hide a collective in its backward pass.
-        gradient = jax.grad(lambda params: self.run(params, batch, model_state, SharedRows()), has_aux=True)
-        jaxpr = jax.make_jaxpr(gradient)(params)
+        # Its gradient is searched, which contains the loss: a custom_vjp may hide something in its backward pass.
+        both = jax.value_and_grad(
+            lambda params, batch: self.run(params, batch, model_state, SharedRows()), has_aux=True
+        )
+        jaxpr = jax.make_jaxpr(both)(params, batch)
         refuse_collectives(jaxpr)
-        refuse_stored_keys(lambda batch: self.run(params, batch, model_state, SharedRows()), batch)
+        refuse_stored_keys(functools.partial(both, params), batch)
         if self.deterministic and any(SCOPE in site.names for site in every_equation(jaxpr)):
             raise UserError(
                 "grad_sync.deterministic: a loss with batch_mean depends on how many rows a microbatch has, and so on"
