@@ -92,10 +92,12 @@ class _Loss(NamedTuple):
 
     def _refuse(self, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
         """Raise `UserError` for a loss with collectives of its own, or with the same random numbers at every step."""
+
+        def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, LossResults]:
+            return self.run(params, batch, model_state, SharedRows())
+
         # Its gradient is searched, which contains the loss: a custom_vjp may hide something in its backward pass.
-        both = jax.value_and_grad(
-            lambda params, batch: self.run(params, batch, model_state, SharedRows()), has_aux=True
-        )
+        both = jax.value_and_grad(run, has_aux=True)
         jaxpr = jax.make_jaxpr(both)(params, batch)
         refuse_collectives(jaxpr)
         refuse_stored_keys(functools.partial(both, params), batch)
