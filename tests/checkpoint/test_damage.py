@@ -133,7 +133,11 @@ def test_130_of_130(saved: Path, tmp_path: Path) -> None:
     for i, damage in enumerate([flip] * 100 + [truncate] * 20 + [delete] * 10):
         name = names[i % len(names)] if damage is flip else rng.choice(names)
         folder = Path(shutil.copytree(saved, tmp_path / str(i)))
-        assert f" {name} " in found(folder, name, damage, rng, restoring=i % 20 == 0)
+        try:
+            assert f" {name} " in found(folder, name, damage, rng, restoring=i % 20 == 0)
+        except UserError:  # a bit of the version's digit: refused as a later version's, and nothing is moved
+            assert name in (CHECKSUMS, "meta/metadata") and checksums.newer_format(folder / "2")
+            assert files_of(folder / "2") == names
 
 
 def test_restore_itself_looks_too(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

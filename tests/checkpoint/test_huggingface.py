@@ -347,7 +347,7 @@ def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> Non
         message = (
             r"^lm_head.weight: is not the embedding",
             r"^h.0.attn.odd: is in the file, and this configuration",
-            r"^ln_f.weight: is of type I32 in the file; allowed: F64, F32",
+            r"^'ln_f.weight': is of type I32 in the file; allowed: F64, F32",
             r"^ln_f.bias: holds numbers that are not finite",
         )[i - 2]
         with pytest.raises(UserError, match=message):
