@@ -10,9 +10,10 @@ SETTINGS = ("JAX_", "JAXDIST_", "XLA_", "SLURM_", "OMPI_", "VIRTUAL_")
 # The lowest LLVM effort halves the suite's time, most of which is compilation; what is compiled is the same program.
 # jax 0.10 has an older code generator too, which compiles in a third of the time; 0.12 has not.
 # Devices on two busy cores can keep each other waiting for longer than the 40 s after which XLA aborts.
+NEW_COMPILER = importlib.metadata.version("jax") >= "0.11"
 FLAGS = (
     "--xla_backend_optimization_level=0",
-    *(("--xla_cpu_use_fusion_emitters=false",) if importlib.metadata.version("jax") < "0.11" else ()),
+    *(() if NEW_COMPILER else ("--xla_cpu_use_fusion_emitters=false",)),
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 )
 QUICK = {"XLA_FLAGS": " ".join(FLAGS)}

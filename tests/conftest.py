@@ -1,7 +1,10 @@
 """Eight simulated CPU devices, strict dtype promotion, warnings are errors (see pyproject.toml)."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 import child
 
@@ -9,8 +12,16 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *child.FLAGS]
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-# No persistent compilation cache: programs with collectives in conditions that jax 0.10.2 loads from it crash or hang.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+if child.NEW_COMPILER:  # what one test has compiled, others load: a fifth of the suite's work
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="jaxdist-tests-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+else:  # programs with collectives in conditions that jax 0.10.2 loads from a cache crash or hang
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import pytest
