@@ -9,8 +9,7 @@ from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
 _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
-    "adam": "adamw", "dp": "data", "tp": "tensor", "mp": "tensor", "pp": "pipe", "cp": "context", "ep": "expert",
-    "sp": "sequence_parallel",
+    "adam": "adamw", "dp": "data", "tp": "tensor", "mp": "tensor", "pp": "pipe", "sp": "sequence_parallel",
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
     "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
     "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "hsdp": "zero3", "cuda": "gpu",

@@ -116,7 +116,7 @@ def test_type_checkers_see_the_same_names() -> None:
     seen = {
         (alias.name, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert seen == set(jaxdist._HOME.items()) | {("collectives", "jaxdist")}
+    assert seen == set(jaxdist._HOME.items()) | {(name, "jaxdist") for name in jaxdist._FOLDERS}
 
 
 def test_readme_holds_the_two_commands_that_ci_runs() -> None:
