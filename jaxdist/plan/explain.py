@@ -61,7 +61,7 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     compiled: also compile it, for as many simulated CPU devices as its mesh has, which this process must have
     """
     sizes = asdict(config.mesh)
-    mesh: AnyMesh = make_mesh(**sizes) if compiled else abstract_mesh(**sizes)
+    mesh: AnyMesh = make_mesh(**sizes, devices=jax.devices()) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
     batch = batch_of(config, mesh)
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)

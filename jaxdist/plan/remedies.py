@@ -129,7 +129,7 @@ def typed(key: str, value: Any) -> str:
 
 def cost_of(config: Config) -> StepCost:
     """Compile the step of a configuration for the devices that this process has."""
-    mesh = make_mesh(**asdict(config.mesh))
+    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts, batch = assemble(config, mesh), batch_of(config, mesh)
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:

@@ -70,6 +70,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     sync = parts.options.grad_sync
     schedule, microbatches = order_of_work(sync, mesh, parallel.schedule, parallel.microbatches)
     kind = "simulated CPU" if on_cpu(mesh) else mesh.devices.flat[0].device_kind
+    idle = jax.device_count() - mesh.size
     near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
         "run": str(run.outputs.folder),
@@ -77,7 +78,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
         "mesh": f"{sizes_text(mesh)} ({mesh.size} {kind} {plural('device', mesh.size)}, "
-        f"{jax.process_count()} {plural('process', jax.process_count())})",
+        f"{jax.process_count()} {plural('process', jax.process_count())}{f', {idle} more idle' if idle else ''})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
         + (", prefetching" if parts.options.prefetch else ""),

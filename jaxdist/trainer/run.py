@@ -147,7 +147,7 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Train
     """Load the data, lay out the state, and write what is known before the first step. What must be closed is entered
     into `stack`."""
     cache = stack.enter_context(CacheHits())
-    mesh = make_mesh(**asdict(config.mesh))
+    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts = assemble(config, mesh)
     keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
     made = Checkpoints(folder / "checkpoints", **keeping, order=parts.order, entered=watch.crumbs.save_enters)

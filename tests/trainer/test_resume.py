@@ -78,6 +78,7 @@ def test_what_was_changed_is_shown(
     folder = copy(finished, tmp_path)
     assert train(configure("optimizer.lr=1e-2", "mesh.data=2", "train.steps=5", "checkpoint.resume=must"), folder) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "mesh       data=2 (2 simulated CPU devices, 1 process, 6 more idle)" in lines
     at = next(i for i, line in enumerate(lines) if line.startswith("resumed"))
     assert lines[at].split(maxsplit=1)[1] == "after step 4, with"
     assert sorted(line.strip() for line in lines[at + 1 : at + 4]) == [
