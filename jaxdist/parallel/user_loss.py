@@ -37,6 +37,10 @@ from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, leaves_by_name
 
 NO_AXIS = 2**31 - 1  # a size that no axis has
+_HANGS = "which devices may run differently, and wait for each other for ever; call it outside, and choose by jnp.where"
+_RULE = "whose derivative is a rule that adds up nothing over devices; call it outside, and give it the mean"
+# Why equations may hold no `batch_mean` over all devices, by the names of their primitives.
+NO_MEAN_IN = {"cond": _HANGS, "while": _HANGS, "custom_linear_solve": _RULE, "linear_call": _RULE}
 
 
 def unchecked_region(
@@ -47,7 +51,7 @@ def unchecked_region(
 
 
 def refuse_collectives(jaxpr: Any) -> None:
-    """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis, or has a `batch_mean` in a condition."""
+    """Raise `UserError` when the jaxpr names a mesh axis at any depth, or has a `batch_mean` where none may be."""
     for site in every_equation(jaxpr):
         if axes := named_axes(site.equation):
             name = site.equation.primitive.name
@@ -55,12 +59,9 @@ def refuse_collectives(jaxpr: Any) -> None:
                 f"loss_fn: contains {name} over {', '.join(axes)}; a loss may use no collective and no axis_index: "
                 "return this shard's (sum, weight), jaxdist adds them up; for statistics use jaxdist.batch_mean"
             )
-        inside = [each.primitive.name for each in site.inside if each.primitive.name in ("cond", "while")]
-        if _is_shared(site) and inside:
-            raise UserError(
-                f"loss_fn: batch_mean in a {inside[-1]}, which devices may run differently, and wait for each other for"
-                " ever; call it outside, and choose by jnp.where"
-            )
+        inside = [each.primitive.name for each in site.inside if each.primitive.name in NO_MEAN_IN]
+        if inside and _is_shared(site):
+            raise UserError(f"loss_fn: batch_mean in a {inside[-1]}, {NO_MEAN_IN[inside[-1]]}")
 
 
 def refuse_in_forward(jaxpr: Any) -> None:
@@ -76,8 +77,8 @@ def refuse_in_forward(jaxpr: Any) -> None:
             )
         if _is_shared(site) and "transpose(" in site.names:
             raise UserError(
-                f"loss_fn: takes itself the gradient of what holds a batch_mean ({source_of(site.equation)}), of which"
-                " a device gets its part only; take gradients of rows, and the batch_mean of these:"
+                f"loss_fn: takes the gradient of something with a batch_mean ({source_of(site.equation)}), which would"
+                " depend on the number of devices; take gradients of single rows, and their mean:"
                 " jaxdist.batch_mean(jax.vmap(jax.grad(f), (None, 0))(params, x))"
             )
 

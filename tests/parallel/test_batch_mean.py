@@ -174,6 +174,10 @@ def test_a_state_is_saved_and_restored(counted: tuple[Any, Any, Any], tmp_path: 
         without = jaxdist.state_target({"w": jnp.ones((2, 4))}, tx, mesh)
         with pytest.raises(UserError, match="model_state.count is only in the checkpoint; give .*model_state="):
             checkpoints.restore(1, without)
+        checkpoints.save(2, state._replace(model_state=()), {})
+        checkpoints.wait()
+        with pytest.raises(UserError, match="model_state.count is only in this configuration; give .*model_state="):
+            checkpoints.restore(2, target)
     jax.tree.map(np.testing.assert_array_equal, as_numpy(restored.model_state), as_numpy(state.model_state))
     assert restored.model_state["mean"].sharding == target.model_state["mean"].sharding
     want = as_numpy(step(copy(state), rows(1))[0].model_state)

@@ -80,6 +80,28 @@ def in_branch(h: jax.Array, keys: Any, state: Any) -> Any:
     return lax.cond(state[0] > 0, lambda: of_this_device(h), lambda: state)
 
 
+def solved(h: jax.Array) -> Any:
+    """Implicit derivatives: the solution of (2 + mean of h) v = mean of h."""
+    mean = jaxdist.batch_mean(h)
+    found = lax.custom_linear_solve(
+        lambda v: 2 * v + jaxdist.batch_mean(h * v), mean, lambda _, b: b / (2 + mean), symmetric=True
+    )
+    return found.sum(), 1
+
+
+def called_linear(h: jax.Array) -> Any:
+    """The mean, with the transpose that it has on one device."""
+    call = jax.custom_derivatives.linear_call
+    return call(lambda _, x: jaxdist.batch_mean(x).sum(), lambda _, g: jnp.full(h.shape, g / h.shape[0]), (), h), 1
+
+
+def hidden(hide: Any) -> Any:
+    """A loss with hide(g) in the backward pass of a custom_vjp."""
+    own = jax.custom_vjp(lambda x: x)
+    own.defvjp(lambda x: (x, None), lambda _, g: (hide(g),))
+    return returning(lambda h: (own(h).sum(), h.shape[0]))
+
+
 def over_vmap(name: str, mean: Any = jaxdist.batch_mean) -> Any:
     """A loss that takes means in a vmap whose axis has a name. It has as many parts as the mesh has devices."""
     means = jax.vmap(mean, axis_name=name)
@@ -87,7 +109,7 @@ def over_vmap(name: str, mean: Any = jaxdist.batch_mean) -> Any:
 
 
 ZEROS, MEANS = np.zeros(4, np.float32), "allowed: .*correct.sum"
-GRADIENT = r"takes itself the gradient of what holds a batch_mean \(test_loss_rules.py:\d+\).*vmap\(jax.grad\(f\)"
+GRADIENT = r"takes the gradient of something with a batch_mean \(test_loss_rules.py:\d+\).*vmap\(jax.grad\(f\)"
 RULE = "batch_mean: called in a function with a custom_vjp or custom_jvp, .*give that function the mean"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the message
     "local": (
@@ -134,6 +156,14 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the mes
     "a custom_vjp": (ruled(jax.custom_vjp, lambda x, g, mean: g - mean(g)), (), RULE),
     "a custom_jvp": (ruled(jax.custom_jvp, lambda x, g, mean: g - mean(g)), (), RULE),
     "a custom_vjp, in its rule": (scaled_gradients(jaxdist.batch_mean), (), RULE),
+    "a linear solve": (returning(solved), (), "batch_mean in a custom_linear_solve, whose derivative is a rule"),
+    "a linear call": (returning(called_linear), (), "batch_mean in a linear_call, whose derivative is a rule"),
+    "a sum in a backward pass": (hidden(lambda g: lax.psum(g, "data")), (), "contains psum over data"),
+    "a stored key in a backward pass": (
+        hidden(lambda g: g + jax.random.normal(jax.random.key(0), g.shape)),
+        (),
+        r"a stored key, the same at every step \(test_loss_rules.py",
+    ),
     "a vmap's axis": (over_vmap("data"), (), "jax.vmap or pmap with axis_name='data', .*another name"),
     "a vmap's other axis": (over_vmap("fsdp"), (), "axis_name='fsdp'"),
     "a ref": (stateful(through_ref), ZEROS, r"uses a jax.Ref \(test_loss_rules.py:\d+\)"),
