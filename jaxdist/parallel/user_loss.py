@@ -251,12 +251,16 @@ class _OfOneDevice(NamedTuple):
 
 def _summand(leaf: jax.Array, differs: _Differs) -> Any:
     """A leaf of a new state as schedules add it up: in at least fp32 where it differs between microbatches, which only
-    floats may. Others are added up as bytes, whose sums and means are exact."""
+    floats may. Others are added up in parts of 16 bits, whose sums and means are exact."""
     if differs.microbatches:
         wide = leaf.astype(accumulation_dtype(leaf.dtype))
         return _OfOneDevice(wide) if differs.devices else wide
     numbers = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-    return jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(numbers, _part(numbers.dtype)).astype(jnp.uint32)
+
+
+def _part(dtype: Any) -> Any:
+    return jnp.uint8 if dtype.itemsize == 1 else jnp.uint16
 
 
 def _mean(total: Any, old: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
@@ -266,7 +270,7 @@ def _mean(total: Any, old: jax.Array, count: int, axes: tuple[str, ...]) -> jax.
             total, count = psum(total.value, axes), count * math.prod(map(jax.lax.axis_size, axes))
     if jnp.issubdtype(total.dtype, jnp.floating):
         return (total / count).astype(old.dtype)
-    numbers = (total // count).astype(jnp.uint8)
+    numbers = (total // count).astype(_part(old.dtype))
     return numbers.astype(bool) if old.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(numbers, old.dtype)
 
 
