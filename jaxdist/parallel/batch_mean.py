@@ -17,6 +17,7 @@ from jaxdist.mesh import BATCH_AXES
 from jaxdist.precision.policy import accumulation_dtype
 
 SCOPE = "jaxdist.batch_mean"  # the named scope of the operations
+SPLIT_AXES = ("data", "fsdp")  # the mesh axes that the rows of a user's loss may be spread over
 LOCAL_SCOPE = f"{SCOPE}_of_one_device"  # that of sync=False
 
 
@@ -104,19 +105,20 @@ def _dims(shape: tuple[int, ...], axis: Any, *, sync: bool) -> tuple[int, ...]:
 
 def _check_place(rows: SharedRows | None) -> None:
     """Raise `UserError` where a sum over the devices would be another's, or its derivative not be known."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if rows is None and (split := [axis for axis in BATCH_AXES if axis in manual]):
-        raise UserError(
-            f"batch_mean: called in a shard_map over {', '.join(split)} that is not a loss_fn's; allowed: in a loss_fn"
-            " given to make_train_step (not in a ModelDef), or outside of any shard_map"
-        )
-    if rows is not None and rows.in_rule:
+    if rows is None:
+        if split := [axis for axis in BATCH_AXES if axis in jax.sharding.get_abstract_mesh().manual_axes]:
+            raise UserError(
+                f"batch_mean: called in a shard_map over {', '.join(split)} that is not a loss_fn's; allowed: in a"
+                " loss_fn given to make_train_step (not in a ModelDef), or outside of any shard_map"
+            )
+        return
+    if rows.in_rule:
         raise UserError(
             "batch_mean: called in a function with a custom_vjp or custom_jvp, or in its rule, where nothing adds up"
             " the derivatives of all devices; call it outside, and give that function the mean as an argument"
         )
-    taken = [axis for axis in BATCH_AXES if lax.axis_size(axis) != rows.axis_size] if rows and rows.axis_size else []
-    if taken:
+    probed = SPLIT_AXES if rows.axis_size else ()
+    if taken := [axis for axis in probed if lax.axis_size(axis) != rows.axis_size]:
         raise UserError(
             f"batch_mean: called in a jax.vmap or pmap with axis_name={taken[0]!r}, which is a mesh axis, so that it"
             " would sum over that axis; give the vmap's another name"

@@ -24,9 +24,9 @@ from jaxdist.jaxpr.dependence import depends
 from jaxdist.jaxpr.randomness import moving, refuse_stored_keys
 from jaxdist.jaxpr.source import source_of
 from jaxdist.jaxpr.walk import Site, every_equation
-from jaxdist.mesh import BATCH_AXES, AnyMesh
+from jaxdist.mesh import AnyMesh
 from jaxdist.optim import leave_out
-from jaxdist.parallel.batch_mean import LOCAL_SCOPE, SCOPE, SharedRows, shared_rows
+from jaxdist.parallel.batch_mean import LOCAL_SCOPE, SCOPE, SPLIT_AXES, SharedRows, shared_rows
 from jaxdist.parallel.blocks.remat import rematerialise
 from jaxdist.parallel.loss_results import LossResults, check_call, in_state, read_results
 from jaxdist.parallel.options import StepOptions
@@ -152,7 +152,7 @@ class _Loss(NamedTuple):
             )
         if any(map(_is_shared, sites)):
             run: Any = functools.partial(self.run, rows=SharedRows(axis_size=NO_AXIS))
-            for axis in BATCH_AXES:
+            for axis in SPLIT_AXES:
                 run = jax.vmap(run, in_axes=None, out_axes=None, axis_size=NO_AXIS, axis_name=axis)
             jax.eval_shape(run, params, batch, model_state)
 
@@ -224,7 +224,7 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
             "to 1, or build the model from jaxdist.nn layers"
         )
     loss_fn = autocast(loss_fn, options.precision.compute) if options.precision.per_op else loss_fn
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in SPLIT_AXES if mesh.shape[axis] > 1)
     user = _Loss(loss_fn, axes, options.grad_sync.deterministic, options.freeze, {})
 
     def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array, PyTree]:

@@ -246,7 +246,7 @@ ALLOWED: dict[str, tuple[Any, Any]] = {  # a loss, its model_state
     "a mean given to a custom_vjp": (inside(mean_given), ()),
     "this device's mean in a custom_vjp": (scaled_gradients(of_this_device), ()),
     "this device's mean in a branch": (stateful(in_branch), ZEROS),
-    "a vmap's axis of another name": (over_vmap("model"), ()),
+    "a vmap's axis of another name": (over_vmap("expert"), ()),
     "this device's mean over a vmap's axis": (over_vmap("data", of_this_device), ()),
     "a count for keys": (counted, jnp.int32(0)),
 }
