@@ -69,31 +69,24 @@ def _loop(
         carry = grown
 
 
-SAME = primitives("stop_gradient copy copy_p optimization_barrier")
+SAME = primitives("stop_gradient copy optimization_barrier")
 
 
 def copies(jaxpr: Any, names: Sequence[Any]) -> list[Any]:
     """The name of the argument that each result of a jaxpr is, unchanged; None for results that are computed.
+
+    Loops and branches need no rule: what they hand on as they got it, jax takes out of them.
 
     names: of the arguments; None for those that do not matter
     """
     plain = opened(jaxpr)
 
     def rule(equation: Any, operands: list[Any]) -> list[Any]:
-        name, params, inner = equation.primitive.name, equation.params, inner_jaxprs(equation)
+        name, inner = equation.primitive.name, inner_jaxprs(equation)
         if name in SAME:
             return operands
         if name in CALLS and len(inner) == 1:
             return copies(inner[0], operands)
-        if name == "cond":
-            branches = zip(*(copies(branch, operands[1:]) for branch in params["branches"]), strict=True)
-            return [found[0] if len(set(found)) == 1 else None for found in branches]
-        if name in ("scan", "while"):  # a carry that a round hands on as it got it
-            first = params["cond_nconsts"] if name == "while" else 0
-            constants = params["body_nconsts"] if name == "while" else scan_of(equation).constants
-            body = params["body_jaxpr" if name == "while" else "jaxpr"]
-            carry, found = operands[first + constants :], copies(body, range(len(opened(body).invars)))
-            return [carry[i] if number == constants + i else None for i, number in enumerate(found)]
         return [None] * len(equation.outvars)
 
     return interpret(plain, [None] * len(plain.constvars), list(names), rule, lambda _: None)

@@ -137,7 +137,10 @@ class _Loss(NamedTuple):
         return jax.make_jaxpr(functools.partial(self.run, rows=rows))(*arguments)
 
     def _refuse(self, forward: Any, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
-        """Raise `UserError` for a loss with collectives of its own, or with the same random numbers at every step."""
+        """Raise `UserError` for what a loss may not do, but for its new state.
+
+        forward: see `_traced`
+        """
         refuse_in_forward(forward)
         backward, trained = self._differentiated(forward, params, batch, model_state)
         refuse_collectives(backward)

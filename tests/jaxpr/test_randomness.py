@@ -187,6 +187,11 @@ CARRIED: dict[str, tuple[bool, Callable[[Any, Any], Any]]] = {  # whether the nu
     "of the batch": (True, lambda batch, state: {**state, "count": batch.sum().astype(jnp.uint32)}),
     "unchanged": (False, lambda batch, state: state),
     "unchanged in jit": (False, lambda batch, state: jax.jit(lambda state: (state, state["count"] + 1)[0])(state)),
+    "copied": (False, lambda batch, state: lax.optimization_barrier(jax.tree.map(jnp.copy, state))),
+    "rematerialised": (
+        False,
+        lambda batch, state: jax.checkpoint(lambda state: (state, state["count"] + 1)[0])(state),  # type: ignore[attr-defined]
+    ),
     "through stop_gradient": (False, lambda batch, state: lax.stop_gradient(state)),
     "through a loop": (False, lambda batch, state: lax.scan(lambda carry, row: (carry, row.sum()), state, batch)[0]),
     "through a while": (
