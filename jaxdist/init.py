@@ -16,7 +16,7 @@ from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, path_name, without_idle
+from jaxdist.specs import PyTree, apply_rules, check_divisible, leaves_by_name, map_specs, path_name, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
@@ -47,14 +47,25 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
+def _in_bytes(dtype: Any) -> bool:
+    """Whether numbers of a dtype are real ones of whole bytes."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    return dtype == jnp.bool_ or (jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits >= 8)
+
+
 def _replicated_like(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """A tree of arrays as ShapeDtypeStructs that are whole on every device."""
     shapes, sharding = jax.eval_shape(lambda tree: tree, tree), NamedSharding(mesh, P())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    for name, leaf in leaves_by_name({"model_state": shapes}).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise UserError(
-                f"model_state.{path_name(path)}: {leaf.dtype}; random keys are no state, a loss is given new ones at"
-                " every step; leave it out"
+                f"{name}: {leaf.dtype}; random keys are no state, a loss is given new ones at every step; leave it out"
+            )
+        if not leaf.size or not _in_bytes(leaf.dtype):
+            raise UserError(
+                f"{name}: {leaf.dtype}{list(leaf.shape)}; allowed: arrays of at least one bool, integer or float, of 8"
+                " bits or more; give a complex array as two floats, and leave an empty one out"
             )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 

@@ -209,8 +209,16 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their dotted paths: {"blocks.attention.qkv.kernel": leaf}."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """The leaves of a tree by their dotted paths: {"blocks.attention.qkv.kernel": leaf}.
+
+    Raises `UserError` for two leaves with the same path, as of {"a.b": x, "a": {"b": y}}.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if path_name(path) in found:
+            raise UserError(f"{path_name(path)}: two leaves of the tree have this path; rename a key that holds a dot")
+        found[path_name(path)] = leaf
+    return found
 
 
 def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:

@@ -31,6 +31,14 @@ def why(error: Exception) -> str:
     return os.strerror(code) if code else f"{type(error).__name__}: {text[:200]}"
 
 
+def only_in(name: str, *, checkpoint: bool) -> str:
+    """What to do about a leaf of a state that is only in the checkpoint, or only in what is to be restored."""
+    mend = "model and optimizer must be the checkpoint's"
+    if name.partition(".")[0] == "model_state":
+        mend = "give init_state (or state_target) a model_state= with the checkpoint's leaves, or none if it has none"
+    return f"{name} is only in {'the checkpoint' if checkpoint else 'this configuration'}; {mend}"
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """A context that raises `UserError` for files that orbax cannot read: damaged, hostile or of another version."""

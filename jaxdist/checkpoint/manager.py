@@ -34,7 +34,7 @@ from jaxdist.checkpoint.checksums import (
     check_files,
     record_of,
 )
-from jaxdist.checkpoint.errors import FAILURES, SaveFailed, reading, why
+from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
 from jaxdist.errors import UserError
 from jaxdist.files.regular import identity_of, name_aside, remove_empty
@@ -327,8 +327,7 @@ class Checkpoints:
         asked = leaves_by_name(target._replace(residual=()))  # parameters first, for the message
         where = f"checkpoint of step {step}"
         if only := sorted(saved.keys() ^ asked.keys()):
-            side = "the checkpoint" if only[0] in saved else "this configuration"
-            raise UserError(f"{where}: {only[0]} is only in {side}; model and optimizer must be the checkpoint's")
+            raise UserError(f"{where}: {only_in(only[0], checkpoint=only[0] in saved)}")
         for name, leaf in asked.items():
             if tuple(saved[name].shape) != tuple(leaf.shape) or saved[name].dtype != leaf.dtype:
                 raise UserError(

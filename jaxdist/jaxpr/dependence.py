@@ -1,11 +1,11 @@
-"""Which results of a program depend on which of its arguments."""
+"""Which results of a program depend on which of its arguments, and which are such an argument unchanged."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdist.jaxpr.evaluate import CALLS
-from jaxdist.jaxpr.walk import inner_jaxprs, interpret, opened, scan_of
+from jaxdist.jaxpr.walk import inner_jaxprs, interpret, opened, primitives, scan_of
 
 Visit = Callable[[tuple[Any, ...], Any, list[bool]], None]
 
@@ -67,3 +67,26 @@ def _loop(
         if grown == carry:
             return run(body, constants + carry + rows)
         carry = grown
+
+
+SAME = primitives("stop_gradient copy optimization_barrier")
+
+
+def copies(jaxpr: Any, names: Sequence[Any]) -> list[Any]:
+    """The name of the argument that each result of a jaxpr is, unchanged; None for results that are computed.
+
+    Loops and branches need no rule: what they hand on as they got it, jax takes out of them.
+
+    names: of the arguments; None for those that do not matter
+    """
+    plain = opened(jaxpr)
+
+    def rule(equation: Any, operands: list[Any]) -> list[Any]:
+        name, inner = equation.primitive.name, inner_jaxprs(equation)
+        if name in SAME:
+            return operands
+        if name in CALLS and len(inner) == 1:
+            return copies(inner[0], operands)
+        return [None] * len(equation.outvars)
+
+    return interpret(plain, [None] * len(plain.constvars), list(names), rule, lambda _: None)

@@ -17,18 +17,24 @@ from jaxdist.mesh import BATCH_AXES
 from jaxdist.precision.policy import accumulation_dtype
 
 SCOPE = "jaxdist.batch_mean"  # the named scope of the operations
+SPLIT_AXES = ("data", "fsdp")  # the mesh axes that the rows of a user's loss may be spread over
+LOCAL_SCOPE = f"{SCOPE}_of_one_device"  # that of sync=False
 
 
 class SharedRows(NamedTuple):
-    """How `batch_mean` runs.
+    """How `batch_mean` runs. The fields below axes are for traces that only check a loss.
 
     axes: the mesh axes that the rows are spread over; () adds up the rows that are at hand.
-    blank: the means that are zeros instead, in a trace that only asks what depends on what: "" none, "synchronous"
-        those over all devices, "every" those of one device too.
+    blank: the means that are zeros instead: "" none, "synchronous" those over all devices, "every" those of one device
+        too.
+    in_rule: whether only rules of custom derivatives are traced.
+    axis_size: the size of the mesh axes, where it is not theirs, so that another one is a `jax.vmap`'s; 0 elsewhere.
     """
 
     axes: tuple[str, ...] = ()
     blank: str = ""
+    in_rule: bool = False
+    axis_size: int = 0
 
 
 shared_rows = jax.make_user_context(None)
@@ -48,7 +54,9 @@ def batch_mean(
     axis: the dims of x to average over; the rows' must be among them.
     sync: False averages over this device's rows only, as PyTorch's BatchNorm does. Layouts then differ.
 
-    Every device must call it: it is refused in `lax.cond` and `lax.while_loop`.
+    Every device must call it: it is refused in `lax.cond` and `lax.while_loop`. A loss may not differentiate it itself
+    (`jax.grad` inside of a loss), nor call it in a function with a custom_vjp or custom_jvp. All that is allowed with
+    sync=False.
 
     >>> images = jnp.ones((8, 4, 4, 3))
     >>> mean = jaxdist.batch_mean(images, axis=(0, 1, 2))  # a mean of each channel
@@ -57,14 +65,13 @@ def batch_mean(
     ((3,), 0.0)
     """
     rows: SharedRows | None = shared_rows.value
-    if rows is None:
-        _check_whole()
-        rows = SharedRows()
-    x = jnp.asarray(x)
+    if sync:
+        _check_place(rows)
+    rows, x = rows or SharedRows(), jnp.asarray(x)
     dims = _dims(x.shape, axis, sync=sync)
     wide = accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
     axes = rows.axes if sync else ()
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(SCOPE if sync else LOCAL_SCOPE):
         if rows.blank == "every" or (rows.blank and sync):
             return jnp.zeros([size for dim, size in enumerate(x.shape) if dim not in dims], wide)
         x = x.astype(wide)
@@ -96,12 +103,25 @@ def _dims(shape: tuple[int, ...], axis: Any, *, sync: bool) -> tuple[int, ...]:
     return tuple(sorted(dims))
 
 
-def _check_whole() -> None:
-    """Raise `UserError` in a `shard_map` over axes that split a batch, where a mean of these rows is another's."""
-    if split := [axis for axis in BATCH_AXES if axis in jax.sharding.get_abstract_mesh().manual_axes]:
+def _check_place(rows: SharedRows | None) -> None:
+    """Raise `UserError` where a sum over the devices would be another's, or its derivative not be known."""
+    if rows is None:
+        if split := [axis for axis in BATCH_AXES if axis in jax.sharding.get_abstract_mesh().manual_axes]:
+            raise UserError(
+                f"batch_mean: called in a shard_map over {', '.join(split)} that is not a loss_fn's; allowed: in a"
+                " loss_fn given to make_train_step (not in a ModelDef), or outside of any shard_map"
+            )
+        return
+    if rows.in_rule:
         raise UserError(
-            f"batch_mean: called in a shard_map over {', '.join(split)} that is not a loss_fn's; allowed: in a loss_fn"
-            " given to make_train_step (not in a ModelDef), or outside of any shard_map"
+            "batch_mean: called in a function with a custom_vjp or custom_jvp, or in its rule, where nothing adds up"
+            " the derivatives of all devices; call it outside, and give that function the mean as an argument"
+        )
+    probed = SPLIT_AXES if rows.axis_size else ()
+    if taken := [axis for axis in probed if lax.axis_size(axis) != rows.axis_size]:
+        raise UserError(
+            f"batch_mean: called in a jax.vmap or pmap with axis_name={taken[0]!r}, which is a mesh axis, so that it"
+            " would sum over that axis; give the vmap's another name"
         )
 
 

@@ -8,20 +8,25 @@ all reductions are the strategy's, explicit and outside autodiff, and the check 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.ref import AbstractRef
+from optax import MaskedNode
 
 from jaxdist.collectives import psum
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import named_axes
 from jaxdist.jaxpr.dependence import depends
-from jaxdist.jaxpr.randomness import refuse_stored_keys
-from jaxdist.jaxpr.walk import every_equation
-from jaxdist.mesh import BATCH_AXES, AnyMesh
-from jaxdist.parallel.batch_mean import SCOPE, SharedRows, shared_rows
+from jaxdist.jaxpr.randomness import moving, refuse_stored_keys
+from jaxdist.jaxpr.source import source_of
+from jaxdist.jaxpr.walk import Site, every_equation
+from jaxdist.mesh import AnyMesh
+from jaxdist.optim import leave_out
+from jaxdist.parallel.batch_mean import LOCAL_SCOPE, SCOPE, SPLIT_AXES, SharedRows, shared_rows
 from jaxdist.parallel.blocks.remat import rematerialise
 from jaxdist.parallel.loss_results import LossResults, check_call, in_state, read_results
 from jaxdist.parallel.options import StepOptions
@@ -30,6 +35,12 @@ from jaxdist.parallel.strategy import Strategy, regathers
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, leaves_by_name
+
+NO_AXIS = 2**31 - 1  # a size that no axis has
+_HANGS = "which devices may run differently, and wait for each other for ever; call it outside, and choose by jnp.where"
+_RULE = "whose derivative is a rule that adds up nothing over devices; call it outside, and give it the mean"
+# Why equations may hold no `batch_mean` over all devices, by the names of their primitives.
+NO_MEAN_IN = {"cond": _HANGS, "while": _HANGS, "custom_linear_solve": _RULE, "linear_call": _RULE}
 
 
 def unchecked_region(
@@ -40,7 +51,7 @@ def unchecked_region(
 
 
 def refuse_collectives(jaxpr: Any) -> None:
-    """Raise `UserError` when the jaxpr, or one inside it, names a mesh axis, or has a `batch_mean` in a condition."""
+    """Raise `UserError` when the jaxpr names a mesh axis at any depth, or has a `batch_mean` where none may be."""
     for site in every_equation(jaxpr):
         if axes := named_axes(site.equation):
             name = site.equation.primitive.name
@@ -48,12 +59,40 @@ def refuse_collectives(jaxpr: Any) -> None:
                 f"loss_fn: contains {name} over {', '.join(axes)}; a loss may use no collective and no axis_index: "
                 "return this shard's (sum, weight), jaxdist adds them up; for statistics use jaxdist.batch_mean"
             )
-        inside = [each.primitive.name for each in site.inside if each.primitive.name in ("cond", "while")]
-        if SCOPE in site.names and inside:
+        inside = [each.primitive.name for each in site.inside if each.primitive.name in NO_MEAN_IN]
+        if inside and _is_shared(site):
+            raise UserError(f"loss_fn: batch_mean in a {inside[-1]}, {NO_MEAN_IN[inside[-1]]}")
+
+
+def refuse_in_forward(jaxpr: Any) -> None:
+    """Raise `UserError` when the jaxpr of a loss, before it is differentiated, uses refs, or has the gradient of a
+    `batch_mean`."""
+    for site in every_equation(jaxpr):
+        atoms = (*site.equation.invars, *site.equation.outvars)
+        kernel = any(each.primitive.name == "pallas_call" for each in site.inside)
+        if any(isinstance(atom.aval, AbstractRef) for atom in atoms) and not kernel:
             raise UserError(
-                f"loss_fn: batch_mean in a {inside[-1]}, which devices may run differently, and wait for each other for"
-                " ever; call it outside, and choose by jnp.where"
+                f"loss_fn: uses a jax.Ref ({source_of(site.equation)}), through which devices come to differ unnoticed;"
+                " return what it would hold, in model_state or metrics"
             )
+        if _is_shared(site) and "transpose(" in site.names:
+            raise UserError(
+                f"loss_fn: takes the gradient of something with a batch_mean ({source_of(site.equation)}), which would"
+                " depend on the number of devices; take gradients of single rows, and their mean:"
+                " jaxdist.batch_mean(jax.vmap(jax.grad(f), (None, 0))(params, x))"
+            )
+
+
+def _is_shared(site: Site) -> bool:
+    """Whether an equation is part of a `batch_mean` over all devices."""
+    return SCOPE in site.names.replace(LOCAL_SCOPE, "")
+
+
+class _Differs(NamedTuple):
+    """Where the values of a leaf of a new state may differ: between microbatches, and between devices too."""
+
+    microbatches: bool
+    devices: bool
 
 
 class _Loss(NamedTuple):
@@ -61,16 +100,18 @@ class _Loss(NamedTuple):
 
     axes: the mesh axes that rows are spread over
     deterministic: whether results may not depend on the layout
+    freeze: patterns of the parameters that are not trained
     checked: the results of `check`, by the types of its arguments: a step traces its loss several times
     """
 
     function: UserLoss
     axes: tuple[str, ...]
     deterministic: bool
-    checked: dict[Any, list[bool]]
+    freeze: Sequence[str]
+    checked: dict[Any, list[_Differs]]
 
     def run(
-        self, params: PyTree, batch: PyTree, model_state: PyTree, rows: SharedRows
+        self, params: PyTree, batch: PyTree, model_state: PyTree, *, rows: SharedRows
     ) -> tuple[jax.Array, LossResults]:
         """(sum of losses, the other results) of one microbatch. batch: with its keys."""
         arguments = (params, batch["batch"], batch["keys"], *([model_state] if jax.tree.leaves(model_state) else []))
@@ -78,62 +119,96 @@ class _Loss(NamedTuple):
         with shared_rows(rows):
             return read_results(self.function(*arguments), model_state)
 
-    def check(self, *arguments: PyTree) -> list[bool]:
-        """Whether each leaf of the new state may differ between devices. Raises `UserError` for what a loss may not do.
+    def check(self, *arguments: PyTree) -> list[_Differs]:
+        """Where each leaf of the new state may differ. Raises `UserError` for what a loss may not do.
 
         arguments: params, batch, model_state
         """
         leaves, treedef = jax.tree.flatten(arguments)
         key = treedef, *map(jax.typeof, leaves)
         if key not in self.checked:
-            self._refuse(*arguments)
-            self.checked[key] = self._of_one_device(*arguments) if jax.tree.leaves(arguments[2]) else []
+            forward = self._traced(SharedRows(), *arguments)
+            self._refuse(forward, *arguments)
+            self.checked[key] = self._differing(forward, *arguments) if jax.tree.leaves(arguments[2]) else []
         return self.checked[key]
 
-    def _refuse(self, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
-        """Raise `UserError` for a loss with collectives of its own, or with the same random numbers at every step."""
+    def _traced(self, rows: SharedRows, *arguments: PyTree) -> Any:
+        """The jaxpr of `run`: leaves of the arguments -> leaves of the results, those of the new state last."""
+        return jax.make_jaxpr(functools.partial(self.run, rows=rows))(*arguments)
 
-        def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, LossResults]:
-            return self.run(params, batch, model_state, SharedRows())
+    def _refuse(self, forward: Any, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
+        """Raise `UserError` for what a loss may not do, but for its new state.
 
-        # Its gradient is searched, which contains the loss: a custom_vjp may hide something in its backward pass.
-        both = jax.value_and_grad(run, has_aux=True)
-        jaxpr = jax.make_jaxpr(both)(params, batch)
-        refuse_collectives(jaxpr)
-        refuse_stored_keys(functools.partial(both, params), batch)
-        if self.deterministic and any(SCOPE in site.names for site in every_equation(jaxpr)):
+        forward: see `_traced`
+        """
+        refuse_in_forward(forward)
+        backward, trained = self._differentiated(forward, params, batch, model_state)
+        refuse_collectives(backward)
+        fresh, carried = [_marks(params, False), _marks(batch, True)], _marks(model_state, False)
+        moves = moving(forward, [*fresh[0], *fresh[1], *carried], len(carried))
+        refuse_stored_keys(backward, [False] * trained + moves)
+        sites = list(every_equation(forward))
+        if self.deterministic and any(SCOPE in site.names for site in sites):
             raise UserError(
                 "grad_sync.deterministic: a loss with batch_mean depends on how many rows a microbatch has, and so on"
                 " the layout; leave one of the two out"
             )
+        if any(map(_is_shared, sites)):
+            run: Any = functools.partial(self.run, rows=SharedRows(axis_size=NO_AXIS))
+            for axis in SPLIT_AXES:
+                run = jax.vmap(run, in_axes=None, out_axes=None, axis_size=NO_AXIS, axis_name=axis)
+            jax.eval_shape(run, params, batch, model_state)
 
-    def _of_one_device(self, params: PyTree, batch: PyTree, model_state: PyTree) -> list[bool]:
+    def _differentiated(self, forward: Any, params: PyTree, *others: PyTree) -> tuple[Any, int]:
+        """(the jaxpr of the loss and its gradient, the number of trained leaves): trained leaves, leaves of all
+        arguments -> the leaves of the results, of which the first is the loss, and of the gradients.
+
+        A custom_vjp may hide something in its backward pass.
+        """
+        values = jax.tree.leaves((params, *others))
+        whole = lambda node: isinstance(node, MaskedNode)  # noqa: E731
+        kept = jax.tree.leaves(leave_out(params, self.freeze), is_leaf=whole)
+        places = [i for i, leaf in enumerate(kept) if not whole(leaf)]
+
+        def total(trained: list[Any], values: list[Any]) -> tuple[jax.Array, list[Any]]:
+            own = dict(zip(places, trained, strict=True))
+            loss, *rest = jaxpr_as_fun(forward)(*(own.get(i, value) for i, value in enumerate(values)))
+            return loss, rest
+
+        with shared_rows(SharedRows(in_rule=True)):
+            both = jax.value_and_grad(total, has_aux=True)
+            return jax.make_jaxpr(both)([values[i] for i in places], values), len(places)
+
+    def _differing(self, forward: Any, params: PyTree, batch: PyTree, model_state: PyTree) -> list[_Differs]:
         """`check` of the new state."""
-
-        def read(blank: str) -> list[bool]:
-            def new(params: PyTree, batch: PyTree, model_state: PyTree) -> PyTree:
-                return self.run(params, batch, model_state, SharedRows(blank=blank))[1].model_state
-
-            marked = [(0, params), (1, batch), (0, model_state)]
-            jaxpr = jax.make_jaxpr(new)(params, batch, model_state)
-            return depends(jaxpr, [bool(mark) for mark, tree in marked for _ in jax.tree.leaves(tree)])
-
         named = leaves_by_name(model_state)
-        whole = {name for name, leaf in named.items() if not jnp.issubdtype(leaf.dtype, jnp.floating)}
-        for name, found in zip(named, read("") if whole else [False] * len(named), strict=True):
-            if found and name in whole:
+        marked = [*_marks(params, False), *_marks(batch, True), *_marks(model_state, False)]
+
+        def computed(blank: str) -> list[bool]:
+            """Whether each leaf is computed from batch or keys otherwise than by means that are `blank`."""
+            rows = SharedRows(blank=blank)
+            return depends(self._traced(rows, params, batch, model_state) if blank else forward, marked)[-len(named) :]
+
+        by_any = computed("")
+        for (name, leaf), found in zip(named.items(), by_any, strict=True):
+            if found and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UserError(
-                    f"loss_fn: {in_state(name)} is {named[name].dtype}, and is computed from the batch or keys, of"
-                    " which no mean is such a number; allowed: floats, or a count that reads the model_state only"
+                    f"loss_fn: {in_state(name)} is {leaf.dtype}, and is computed from the batch or keys, of which no"
+                    " mean is such a number; allowed: floats, or a count that reads the model_state only"
                 )
-        local = read("synchronous")
-        for name, found in zip(named, read("every") if any(local) else local, strict=True):
+        local = computed("synchronous") if any(by_any) else by_any
+        for name, found in zip(named, computed("every") if any(local) else local, strict=True):
             if found:
                 raise UserError(
                     f"loss_fn: {in_state(name)} is computed from this device's rows or keys; take the mean over all"
                     " devices, jaxdist.batch_mean(x), or batch_mean(x, sync=False) for statistics of each device"
                 )
-        return local
+        return list(map(_Differs, by_any, local))
+
+
+def _marks(tree: PyTree, mark: bool) -> list[bool]:
+    """The mark, for each leaf of a tree."""
+    return [mark] * len(jax.tree.leaves(tree))
 
 
 def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: AnyMesh, options: StepOptions) -> Program:
@@ -152,15 +227,15 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
             "to 1, or build the model from jaxdist.nn layers"
         )
     loss_fn = autocast(loss_fn, options.precision.compute) if options.precision.per_op else loss_fn
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    user = _Loss(loss_fn, axes, options.grad_sync.deterministic, {})
+    axes = tuple(axis for axis in SPLIT_AXES if mesh.shape[axis] > 1)
+    user = _Loss(loss_fn, axes, options.grad_sync.deterministic, options.freeze, {})
 
     def loss(diff: PyTree, captured: PyTree, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array, PyTree]:
         captured, model_state = captured
         params = strategy.gather(diff, captured, specs)
-        local = user.check(params, batch, model_state)
-        total, results = user.run(params, batch, model_state, SharedRows(user.axes))
-        return total, results.weight, (results.metrics, [*map(_summand, jax.tree.leaves(results.model_state), local)])
+        differs = user.check(params, batch, model_state)
+        total, results = user.run(params, batch, model_state, rows=SharedRows(user.axes))
+        return total, results.weight, (results.metrics, [*map(_summand, jax.tree.leaves(results.model_state), differs)])
 
     def settle(extra: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
         metrics, summands = extra
@@ -177,14 +252,18 @@ class _OfOneDevice(NamedTuple):
     value: jax.Array
 
 
-def _summand(leaf: jax.Array, local: bool) -> Any:
-    """A leaf of a new state as schedules add it up: a float in at least fp32. Other numbers are the same in all
-    microbatches, and added up as bytes, whose sums and means are exact."""
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
+def _summand(leaf: jax.Array, differs: _Differs) -> Any:
+    """A leaf of a new state as schedules add it up: in at least fp32 where it differs between microbatches, which only
+    floats may. Others are added up in parts of 16 bits, whose sums and means are exact."""
+    if differs.microbatches:
         wide = leaf.astype(accumulation_dtype(leaf.dtype))
-        return _OfOneDevice(wide) if local else wide
+        return _OfOneDevice(wide) if differs.devices else wide
     numbers = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-    return jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(numbers, _part(numbers.dtype)).astype(jnp.uint32)
+
+
+def _part(dtype: Any) -> Any:
+    return jnp.uint8 if dtype.itemsize == 1 else jnp.uint16
 
 
 def _mean(total: Any, old: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
@@ -192,9 +271,9 @@ def _mean(total: Any, old: jax.Array, count: int, axes: tuple[str, ...]) -> jax.
     if isinstance(total, _OfOneDevice):
         with jax.named_scope("model_state"):
             total, count = psum(total.value, axes), count * math.prod(map(jax.lax.axis_size, axes))
-    if jnp.issubdtype(old.dtype, jnp.floating):
+    if jnp.issubdtype(total.dtype, jnp.floating):
         return (total / count).astype(old.dtype)
-    numbers = (total // count).astype(jnp.uint8)
+    numbers = (total // count).astype(_part(old.dtype))
     return numbers.astype(bool) if old.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(numbers, old.dtype)
 
 

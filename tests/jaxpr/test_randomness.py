@@ -13,8 +13,8 @@ from flax import nnx
 from jax import lax, random
 
 import jaxdist
-from jaxdist.jaxpr.dependence import depends
-from jaxdist.jaxpr.randomness import refuse_stored_keys
+from jaxdist.jaxpr.dependence import copies, depends
+from jaxdist.jaxpr.randomness import moving, refuse_stored_keys
 
 KEY, OLD_KEY = random.key(0), random.PRNGKey(0)
 KEYS = random.split(random.key(1), 8)
@@ -135,10 +135,15 @@ OF_THIS_STEP: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def refuse(loss: Callable[[Any], Any], batch: Any) -> None:
+    """`refuse_stored_keys` of a loss of which all arguments are new at every step."""
+    refuse_stored_keys(jax.make_jaxpr(loss)(batch), [True] * len(jax.tree.leaves(batch)))
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_key_is_refused(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"), pytest.raises(jaxdist.UserError) as found:
-        refuse_stored_keys(STORED[name], BATCH)
+        refuse(STORED[name], BATCH)
     text = str(found.value)
     assert "loss_fn: draws random numbers with a stored key" in text and "keys[0]" in text and "\n" not in text
     assert "test_randomness.py:" in text
@@ -147,7 +152,83 @@ def test_a_stored_key_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", OF_THIS_STEP)
 def test_the_keys_of_the_step_are_taken(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        refuse_stored_keys(OF_THIS_STEP[name], BATCH)
+        refuse(OF_THIS_STEP[name], BATCH)
+
+
+def test_a_draw_without_a_key_is_refused() -> None:
+    def loss(batch: Any) -> Any:
+        return jax.jit(lambda x: x * lax.rng_uniform(0.0, 1.0, (8, 4)))(batch["batch"]).sum()
+
+    with pytest.raises(jaxdist.UserError, match=r"lax.rng_uniform \(test_randomness.py:\d+\), which takes no key"):
+        refuse(loss, BATCH)
+
+
+def drawn(state: Any) -> jax.Array:
+    return random.normal(random.fold_in(random.wrap_key_data(state["key"]), state["count"]), (4,)).sum()
+
+
+def advance(state: Any) -> Any:
+    """The new state of a loss that counts, as Rngs of NNX do."""
+    return {**state, "count": state["count"] + 1}
+
+
+CARRIED: dict[str, tuple[bool, Callable[[Any, Any], Any]]] = {  # whether the numbers move; (batch, state) -> new state
+    "a counter": (True, lambda batch, state: advance(state)),
+    "a counter in jit": (True, lambda batch, state: jax.jit(advance)(state)),
+    "a split key": (
+        True,
+        lambda batch, state: {**state, "key": random.key_data(random.split(random.wrap_key_data(state["key"]))[0])},
+    ),
+    "counted in a loop": (
+        True,
+        lambda batch, state: lax.scan(lambda carry, _: (advance(carry), None), state, None, length=2)[0],
+    ),
+    "counted in a branch": (True, lambda batch, state: lax.cond(batch[0, 0] > 0, advance, lambda state: state, state)),
+    "of the batch": (True, lambda batch, state: {**state, "count": batch.sum().astype(jnp.uint32)}),
+    "unchanged": (False, lambda batch, state: state),
+    "unchanged in jit": (False, lambda batch, state: jax.jit(lambda state: (state, state["count"] + 1)[0])(state)),
+    "copied": (False, lambda batch, state: lax.optimization_barrier(jax.tree.map(jnp.copy, state))),
+    "rematerialised": (
+        False,
+        lambda batch, state: jax.checkpoint(lambda state: (state, state["count"] + 1)[0])(state),  # type: ignore[attr-defined]
+    ),
+    "through stop_gradient": (False, lambda batch, state: lax.stop_gradient(state)),
+    "through a loop": (False, lambda batch, state: lax.scan(lambda carry, row: (carry, row.sum()), state, batch)[0]),
+    "through a while": (
+        False,
+        lambda batch, state: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, state))[1],
+    ),
+    "through a branch": (False, lambda batch, state: lax.cond(batch[0, 0] > 0, lambda s: s, lambda s: s, state)),
+    "a constant": (False, lambda batch, state: {**state, "count": jnp.uint32(3)}),
+    "a function of what stays": (False, lambda batch, state: {**state, "count": state["key"][0] + 1}),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_state_that_moves_gives_keys(name: str) -> None:
+    moves, new = CARRIED[name]
+    state = {"count": np.uint32(0), "key": np.zeros(2, np.uint32)}
+    program = jax.make_jaxpr(lambda batch, state: (drawn(state), new(batch, state)))(BATCH["batch"], state)
+    found = moving(program, [True, False, False], 2)
+    assert any(found[1:]) == moves
+    if moves:
+        refuse_stored_keys(program, found)
+    else:
+        with pytest.raises(jaxdist.UserError, match="a stored key"):
+            refuse_stored_keys(program, found)
+
+
+def test_copies_are_followed_result_by_result() -> None:
+    def program(a: jax.Array, b: jax.Array, rows: jax.Array) -> Any:
+        def body(carry: Any, row: jax.Array) -> Any:
+            first, second, third = carry
+            return (first, third, second + row), (row, row + 1)
+
+        carry, (same, more) = lax.scan(body, (a, b, b), rows)
+        return b, *carry, same, more, lax.cond(a > 0, lambda: (a, b), lambda: (a, a)), a + 0
+
+    found = copies(jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3)), ["a", "b", "rows"])
+    assert found == ["b", "a", None, None, "rows", None, "a", None, None]
 
 
 def test_the_line_is_that_of_the_call() -> None:
@@ -156,7 +237,7 @@ def test_the_line_is_that_of_the_call() -> None:
 
     lines = twice.__code__.co_firstlineno + 1
     with pytest.raises(jaxdist.UserError, match=rf"test_randomness.py:{lines}\)"):
-        refuse_stored_keys(twice, BATCH)
+        refuse(twice, BATCH)
 
 
 def test_a_step_refuses_a_frozen_mask() -> None:
