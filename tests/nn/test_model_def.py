@@ -1,5 +1,6 @@
 """What `model_def` makes of a module of stock NNX layers, and what it says of one that it cannot take."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,9 @@ class Part(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, held: Any = None, width: int = 4) -> None:
         self.inner, self.held = nnx.Linear(4, width, rngs=rngs), held
 
+    def __call__(self, x: Any, *given: Any) -> Any:
+        return self.inner(x)
+
 
 def model(*, without: str = "", **held: Callable[[nnx.Rngs, Any], Any]) -> Callable[[nnx.Rngs], nnx.Module]:
     """A function that makes a model: each part holds what `held` gives it."""
@@ -53,10 +57,36 @@ class ByKeyword(nnx.Module):
         self.embed = Part(rngs)
 
 
+class TakesRows(Part):
+    """A block that reads rows of the batch."""
+
+    def __call__(self, h: Any, keys_B: Any, rows: Any) -> Any:
+        return self.inner(h)
+
+
+class TakesNone(Part):
+    """A block or a head that reads nothing besides h and the second argument."""
+
+    def __call__(self, h: Any, second: Any) -> Any:
+        return self.inner(h)
+
+
+class Uncallable(nnx.Module):
+    """A module without __call__."""
+
+
+class Keywords(nnx.Module):
+    """It takes its streams by keyword, as Flax's own layers do."""
+
+    def __init__(self, *, layers: int, rngs: nnx.Rngs) -> None:
+        self.embed = Part(rngs)
+
+
 def blocks(*held: Callable[[nnx.Rngs], Any]) -> Callable[[nnx.Rngs], nnx.Module]:
     return model(blocks=lambda rngs, _: nnx.List([Part(rngs, make(rngs)) for make in held]))
 
 
+ARRAY = r"is an array\. A model holds no arrays but its parameters: .* compute it in __call__"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "no embed": (model(without="embed"), r"Model has no attribute embed; .*embed\(batch, keys\) -> h"),
     "no blocks": (model(without="blocks"), r"no attribute blocks; .*: an nnx\.List .*block\(h, keys\) -> h"),
@@ -90,6 +120,17 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         model(blocks=lambda rngs, _: nnx.List([Part(rngs, width=4), Part(rngs, width=8)])),
         r"blocks must be uniform \(same module, same options, same shapes\)",
     ),
+    "partial": (functools.partial(Keywords, layers=2), r"one argument, an nnx\.Rngs \(.*lambda rngs: Keywords\("),
+    "numpy": (blocks(*[lambda _: np.ones(3)] * 2), rf"blocks\.0\.held {ARRAY}"),
+    "computed": (blocks(*[lambda _: jnp.cos(jnp.arange(3.0))] * 2), rf"blocks\.0\.held {ARRAY}"),
+    "a dict of them": (blocks(*[lambda _: {"a": jnp.arange(3.0) + 1}] * 2), rf"blocks\.0\.held\.a {ARRAY}"),
+    "a list of them": (blocks(*[lambda _: nnx.List([jnp.arange(3.0)])] * 2), rf"blocks\.0\.held\.0 {ARRAY}"),
+    "a plain list": (blocks(*[lambda _: [np.ones(3)]] * 2), r"static attribute 'held' of .* A model holds no arrays"),
+    "takes rows": (model(blocks=lambda rngs, _: nnx.List([TakesRows(rngs)])),
+        r"TakesRows of blocks is called with \(h, keys\), .*rows.*; or for more give model_def\(\.\.\., rows=lambda"),
+    "a head of two": (model(head=lambda rngs, _: TakesNone(rngs)),
+        r"TakesNone of head is called with \(h, batch, embed\), .* write def __call__\(self, h, batch, embed\)$"),
+    "no call": (model(head=lambda *_: Uncallable()), r"Uncallable of head .* not a callable object\); write"),
 }  # fmt: skip
 
 
@@ -98,6 +139,35 @@ def test_a_module_that_cannot_be_taken_is_one_line(build: Any, said: str) -> Non
     with pytest.raises(UserError, match=said) as error:
         model_def(build)
     assert str(error.value).startswith("model_def: ") and "\n" not in str(error.value)
+
+
+def test_a_block_that_takes_no_rows_is_one_line() -> None:
+    said = (
+        r"TakesNone of blocks is called with \(h, keys, rows\), .*__call__\(self, h, keys, rows\); or leave model_def's"
+    )
+    with pytest.raises(UserError, match=said):
+        model_def(model(blocks=lambda rngs, _: nnx.List([TakesNone(rngs)])), rows=lambda batch: batch["mask"])
+
+
+def test_a_leaf_that_the_batch_lacks_is_one_line() -> None:
+    """Whoever reads it. Keys of something else stay what they are."""
+
+    class Reads(Part):
+        def __call__(self, *given: Any) -> Any:
+            return next(each for each in given if isinstance(each, dict))["mask"]
+
+    parts = {name: lambda rngs, _: Reads(rngs) for name in ("embed", "head")}
+    made = model_def(model(**parts), rows=lambda batch: batch["mask"])
+    params, batch = made.init(jax.random.key(0)), {"inputs": 0, "keys": 0}
+    said = r": reads batch\['mask'\], which the batch does not have; it has inputs; read one of these"
+    with pytest.raises(UserError, match=r"^rows of Model" + said):
+        made.read_by_blocks(batch)
+    with pytest.raises(UserError, match=r"^Reads" + said):
+        made.embed(params["embed"], batch, None)
+    with pytest.raises(UserError, match=r"^Reads" + said):
+        made.head(params["head"], None, None, batch)
+    with pytest.raises(KeyError, match="inputs"):
+        model_def(model(), rows=lambda batch: {}["inputs"]).read_by_blocks(batch)
 
 
 def test_dropout_that_gets_its_keys_is_taken() -> None:
