@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
@@ -210,6 +211,33 @@ LAYOUTS = [
 def test_stock_layers_train_as_on_one_device(mesh: Any, options: Any, examples: dict[str, ModuleType]) -> None:
     with jax.enable_x64(True):
         check(stock(examples, examples["own_blocks"].Block), stock_loss, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "O1", pytest.param("bf16", marks=slow), pytest.param("O2", marks=slow)])
+def test_stock_layers_take_every_precision(precision: str, examples: dict[str, ModuleType]) -> None:
+    """As it is traced. fp16 leaves the parameters of norms in float32, and a norm of Flax gives their dtype."""
+    model = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, **SIZES), tied=True)
+    mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
+    with jax.numpy_dtype_promotion("standard"):
+        step.jitted(state).trace(state, padded(0))
+
+
+def test_a_norm_that_widens_h_is_one_line(examples: dict[str, ModuleType]) -> None:
+    class Uncast(examples["own_blocks"].Block):  # type: ignore[misc]  # it is known when this runs
+        def __call__(self, h: jax.Array, keys_B: jax.Array) -> jax.Array:
+            return self.norm1(h)  # type: ignore[no-any-return]
+
+    model = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, Uncast, **SIZES), tied=True)
+    mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision="fp16")
+    said = (
+        r"block: makes float32.* of float16.*precision\.keep_fp32.*: write norm\(h\)\.astype\(h\.dtype\) in the block"
+    )
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(UserError, match=said):
+        step.jitted(state).trace(state, padded(0))
 
 
 def test_two_lines_split_them_over_tensor(examples: dict[str, ModuleType]) -> None:
