@@ -12,14 +12,13 @@ import picture_model
 import pytest
 from flax import nnx
 
-from jaxdist.build import assemble
 from jaxdist.config.load import load_config
-from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig
+from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh
 from jaxdist.nn import model_def
 from jaxdist.step import make_train_step
+from jaxdist.trainer.train import train
 
 CPU = "devices.platform=cpu"
 
@@ -185,28 +184,22 @@ STOCK = model_def(lambda rngs: picture_model.Classifier(ModelConfig(width=8, lay
 
 
 def test_an_axis_that_no_layer_uses_is_refused() -> None:
-    """Each device of `tensor` would compute the same."""
-    mesh, sgd = make_mesh(data=2, tensor=2), optax.sgd(0.1)
-    batch = {"image": np.zeros((4, 4, 3), np.uint8), "label": np.zeros(4, np.int32), "weights": np.ones(4, np.float32)}
+    """When a step is made: each device of `tensor` would compute the same."""
     said = r"mesh\.tensor: 2 is given, but no layer of the model is split over .* allowed: 1; use data or fsdp .*Column"
     with pytest.raises(UserError, match=said):
-        make_train_step(STOCK, sgd, mesh)(init_state(STOCK, sgd, mesh), batch)
-    mesh = make_mesh(context=2)
+        make_train_step(STOCK, optax.sgd(0.1), make_mesh(data=2, tensor=2))
     with pytest.raises(UserError, match=r"mesh\.context: 2 .* allowed: 1; use data or fsdp instead$"):
-        make_train_step(STOCK, sgd, mesh)(init_state(STOCK, sgd, mesh), batch)
+        make_train_step(STOCK, optax.sgd(0.1), make_mesh(context=2))
 
 
-def test_it_is_refused_from_a_configuration(tmp_path: Any) -> None:
+def test_it_is_refused_from_a_configuration(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the data are read, and without a run directory."""
     path = tmp_path / "config.yaml"
-    path.write_text("model: {name: picture_model.classifier, width: 8, layers: 2}\n")
+    path.write_text("model: {name: picture_model.classifier, width: 8, layers: 2}\nobserve: {report: false}\n")
     with pytest.raises(UserError, match=r"mesh\.context: 2 .* no layer of model picture_model\.classifier uses this"):
         load_config(path, [CPU, "mesh.context=2", "mesh.data=16"])  # 8 devices: no mesh with context is proposed
-    config = Config(
-        model=ModelConfig(name="picture_model.classifier", width=8, layers=2),
-        data=DataConfig(global_batch=8),
-        mesh=MeshConfig(tensor=2),
-    )
-    parts = assemble(config, make_mesh(tensor=2))
-    batch = {name: np.zeros(8, np.float32) for name in ("label", "weights")} | {"image": np.zeros((8, 4, 3), np.uint8)}
+    config = load_config(path, [CPU, "mesh.tensor=2", "mesh.data=4", "devices.compilation_cache=false"])
+    monkeypatch.setattr("jaxdist.trainer.run.load_data", lambda config: pytest.fail("the data are read"))
     with pytest.raises(UserError, match=r"mesh\.tensor: 2 is given, but no layer of the model is split over this axis"):
-        parts.step.lower(parts.target, batch)
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
