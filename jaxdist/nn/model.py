@@ -186,7 +186,7 @@ def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
     if not hasattr(head, "logits"):
         raise UserError(
             f"{type(head).__name__} has no method logits(h, embed or None) -> [B, S, vocabulary], which sampling"
-            " needs; write one, or set train.sample_tokens=0"
+            " needs; write one"
         )
     found: jax.Array = head.logits(h, embed)
     return found

@@ -1,9 +1,12 @@
 """What `model_def` makes of a module of stock NNX layers, and what it says of one that it cannot take."""
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,8 +179,67 @@ def test_dropout_that_gets_its_keys_is_taken() -> None:
 def test_a_head_without_logits_says_what_sampling_needs() -> None:
     made = model_def(model())
     params = made.init(jax.random.key(0))
-    with pytest.raises(UserError, match=r"Part has no method logits\(h, embed or None\) .* set train\.sample_tokens=0"):
+    with pytest.raises(
+        UserError, match=r"Part has no method logits\(h, embed or None\) .*, which sampling needs; write"
+    ):
         made.logits(params["head"], None, np.zeros((2, 4)))
+
+
+UNSAMPLED = """
+from own_blocks import GPT, Block, Head
+from flax import nnx
+from jaxdist import model_def
+
+class Masked(Block):
+    def __call__(self, h, keys, rows):
+        return super().__call__(h, keys)
+
+class NoLogits(nnx.Module):
+    def __init__(self, head):
+        self.inner = head
+
+    def __call__(self, h, batch, embed):
+        return self.inner(h, batch, embed)
+
+class Scored(GPT):
+    def __init__(self, rngs, **sizes):
+        super().__init__(rngs, **sizes)
+        self.head = NoLogits(self.head)
+
+def masked(config, *, max_length, param_dtype):
+    return model_def(lambda rngs: GPT(rngs, Masked, length=max_length), tied=True, rows=lambda batch: batch["weights"])
+
+def scored(config, *, max_length, param_dtype):
+    return model_def(lambda rngs: Scored(rngs, length=max_length), tied=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("masked", r"rows of GPT: reads batch\['weights'\], which the batch does not have; it has inputs; "),
+        pytest.param("scored", r"NoLogits has no method logits\(h, embed or None\)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_cannot_be_sampled_from_is_refused_before_it_trains(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unsampled.py").write_text(UNSAMPLED)
+    (tmp_path / "text.py").write_text("x = 1\n" * 2000)
+    monkeypatch.syspath_prepend(child.ROOT / "docs" / "examples")
+    monkeypatch.chdir(tmp_path)
+    for module in ("unsampled", "own_blocks"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model: {{name: unsampled.{name}, layers: 4}}\nparallel: {{strategy: ddp}}\nobserve: {{report: false}}"
+    )
+    data = ("data.path=text.py", "data.seq_len=8", "data.global_batch=8", "mesh.data=8", "checkpoint.every=0")
+    config = load_config(path, [CPU, *data, "devices.compilation_cache=false"])
+    asked = rf"^train\.sample_tokens: 200, .* batches of inputs alone: {said}.*; or set train\.sample_tokens=0$"
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(UserError, match=asked):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 STOCK = model_def(lambda rngs: picture_model.Classifier(ModelConfig(width=8, layers=2), rngs), tied=False)
