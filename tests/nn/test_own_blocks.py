@@ -12,6 +12,7 @@ from typing import Any
 import child
 import jax
 import jax.numpy as jnp
+import jaxprs
 import layouts
 import numpy as np
 import optax
@@ -271,6 +272,35 @@ def test_every_block_is_given_its_rows(options: Any, monkeypatch: pytest.MonkeyP
     step.jitted(state).trace(state, padded(0))
     own = ROWS // (2 * options.get("microbatches", 1)) * (2 if options == PIPE else 1), layouts.SEQ
     assert seen and {(x.shape, str(x.dtype)) for x in jax.tree.leaves(seen)} == {(own, "bool"), (own, "float32")}
+
+
+class Reader(nnx.Module):
+    """A block whose backward pass reads rows of the batch."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.read = nnx.Linear(5, 16, rngs=rngs)
+
+    def __call__(self, h: jax.Array, keys_B: jax.Array, rows: jax.Array) -> jax.Array:
+        return h + self.read(rows).sum(1, keepdims=True)
+
+
+class Readers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.head = Tokens(rngs), Labels(rngs)
+        self.blocks = nnx.List([Reader(rngs) for _ in range(6)])
+
+
+@pytest.mark.parametrize("options", [PIPE, {"prefetch": 1}], ids=["1f1b", "prefetch"])
+def test_rows_are_kept_once_and_not_for_each_block(options: Any) -> None:
+    mesh, tx = make_mesh(**({"pipe": 2} if options == PIPE else {"fsdp": 2})), optax.sgd(0.1)
+    model = model_def(Readers, rows=lambda batch: batch["memory"])
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", **options)
+    batch = padded(0) | {"memory": np.zeros((ROWS, 7, 5), np.float32)}
+    traced = step.jitted(state).trace(state, batch).jaxpr
+    shapes = {atom.aval.shape for _, each in jaxprs.equations(traced) for atom in each.outvars}
+    own = (8, 7, 5)  # of a microbatch on a device: half of the rows
+    assert {shape[:-3] for shape in shapes if shape[-3:] == own} <= {(), (1,), (2,)}  # two microbatches wait
 
 
 @pytest.mark.slow
