@@ -70,6 +70,11 @@ def _replicated_like(tree: PyTree, mesh: AnyMesh) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 
 
+def _written_out(spec: P, shape: jax.ShapeDtypeStruct) -> P:
+    """The spec with an entry for every dim. By these `check_placed` knows that rules, not a strategy, keep it whole."""
+    return P(*spec, *[None] * (len(shape.shape) - len(spec)))
+
+
 def state_target(
     source: ParameterSource,
     optimizer: optax.GradientTransformation,
@@ -96,7 +101,7 @@ def state_target(
         raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they are sharded")
     if jax.tree.leaves(model_state) and isinstance(source, ModelDef):
         raise UserError("model_state: a ModelDef has none; allowed: with a loss_fn of your own, which takes it")
-    placed = apply_rules(placed, rules) if rules else placed
+    placed = map_specs(_written_out, apply_rules(placed, rules), shapes) if rules else placed
     check_divisible(shapes, placed, mesh)
     stored = map_specs(lambda spec: without_idle(spec, mesh), placed)
     residual = residual_target(

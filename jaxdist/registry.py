@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,23 +61,13 @@ def _beside() -> Iterator[None]:
 
 
 def check(package: str, name: str, *, key: str) -> None:
-    """Raise `UserError` unless `name` is in the folder, or is a dotted path to an attribute of a module that is
-    installed, or in the folder that the process stands in.
+    """Raise `UserError` unless `name` is in the folder, or is a dotted path to an attribute of a module that can be
+    imported, from where it is installed or from the folder that the process stands in.
 
-    Imports nothing but the parents of a dotted path. `key` is what the message calls the setting.
+    Imports the module of a dotted path, and no entry of the folder. `key` is what the message calls the setting.
     """
     if "." in name:
-        module = name.rpartition(".")[0]
-        try:
-            with _beside():
-                found = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):  # a parent is missing, or the path has empty parts: not found either way
-            found = False
-        if not found:
-            raise UserError(
-                f"{key}: no module {module!r} for the dotted path {name!r}; install it, or run this in the folder"
-                f" that holds it (now {Path.cwd()})"
-            )
+        _module(name, key=key)
         return
     known = names(package)
     if name not in known:
@@ -94,17 +85,48 @@ def load(package: str, name: Any, *, key: str) -> Any:
         return name
     check(package, name, key=key)
     module_name, _, attribute = name.rpartition(".") if "." in name else (f"{package}.{name}", "", name)
-    module = _module(module_name) if "." in name else importlib.import_module(module_name)
+    module = sys.modules[module_name] if "." in name else importlib.import_module(module_name)
     if not hasattr(module, attribute):
         where = getattr(module, "__file__", None) or "of the interpreter"
         raise UserError(f"{key}: module {module_name!r} ({where}) has no attribute {attribute!r}")
     return getattr(module, attribute)
 
 
-def _module(name: str) -> ModuleType:
-    """The module of a dotted path."""
-    with _beside():
-        return importlib.import_module(name)
+def _module(path: str, *, key: str) -> ModuleType:
+    """The module of a dotted path. Raises `UserError` where there is none, or it cannot be imported."""
+    name = path.rpartition(".")[0]
+    try:
+        if not all(name.split(".")):
+            raise ModuleNotFoundError(name=name)
+        with _beside():
+            return importlib.import_module(name)
+    except UserError:
+        raise
+    except Exception as error:
+        # It, or a parent, is not there, or the parent is no package. Anything else is a fault within.
+        if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
+            raise _broken(name, error, key=key) from error
+    mend = f"run this in the folder that holds it (now {Path.cwd()})"
+    if sys.flags.safe_path:
+        mend = "run this without -P, -I and PYTHONSAFEPATH, by which Python searches no folder one stands in"
+    raise UserError(f"{key}: no module {name!r} for the dotted path {path!r}; install it, or {mend}")
+
+
+def _broken(module: str, error: Exception, *, key: str) -> UserError:
+    """What is to be said of a module of somebody else's whose import failed: the error, with its file and line."""
+    what, place = f"{type(error).__name__}: {error}", ""
+    ours = (__file__, importlib.__file__, "<frozen ")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
+    if isinstance(error, SyntaxError):
+        what, place = f"{type(error).__name__}: {error.msg}", f"{error.filename}, line {error.lineno}"
+    elif frames:  # the last one of the module and what lies beside it, not of a library that it calls
+        folder = Path(frames[0].filename).parent
+        last = [each for each in frames if Path(each.filename).is_relative_to(folder)][-1]
+        place = f"{last.filename}, line {last.lineno}"
+    mend = "mend it there"
+    if isinstance(error, ModuleNotFoundError):
+        mend = f"install {error.name!r}, or mend the import"
+    return UserError(f"{key}: module {module!r} cannot be imported: {what} ({place}); {mend}")
 
 
 def function(package: str, name: Any, *given: Any, key: str, **options: Any) -> Callable[..., Any]:
@@ -112,7 +134,8 @@ def function(package: str, name: Any, *given: Any, key: str, **options: Any) -> 
     dotted path may lead to; it is not called."""
     entry = load(package, name, key=key)
     why = "" if callable(entry) else f"it is a {type(entry).__name__}"
-    if inspect.isbuiltin(entry):
+    home = str(getattr(getattr(entry, "func", entry), "__module__", "")).partition(".")[0]
+    if callable(entry) and (inspect.isbuiltin(entry) or home in sys.stdlib_module_names):
         why = "it is a function of the interpreter"
     elif not why:
         try:
@@ -126,8 +149,13 @@ def function(package: str, name: Any, *given: Any, key: str, **options: Any) -> 
 
 
 def make(package: str, name: Any, kind: type[Made], *given: Any, key: str, **options: Any) -> Made:
-    """What the entry called `name` makes of these arguments. Raises `UserError` if that is no `kind`."""
-    made = function(package, name, *given, key=key, **options)(*given, **options)
+    """What the entry called `name` makes of these arguments. Raises `UserError` if that is no `kind`.
+
+    The folder that the process stands in is searched meanwhile: an entry may import there what lies beside it.
+    """
+    entry = function(package, name, *given, key=key, **options)
+    with _beside() if isinstance(name, str) and "." in name else contextlib.nullcontext():
+        made = entry(*given, **options)
     if not isinstance(made, kind):
         shown = repr(name) if isinstance(name, str) else "the entry"
         raise UserError(f"{key}: {shown} gives a {type(made).__name__}, not a {kind.__name__}; {_allowed(package)}")
@@ -145,7 +173,7 @@ def facts(package: str, name: Any) -> dict[str, Any]:
     if not isinstance(name, str):  # a function, or a `functools.partial` of one
         name = f"{getattr(name, 'func', name).__module__}."
     if "." in name:
-        found = getattr(_module(name.rpartition(".")[0]), "FACTS", None)
+        found = getattr(_module(name, key=package), "FACTS", None)
         if not dataclasses.is_dataclass(found):
             return {}  # there is none, or it is something else that has this name
         return vars(found)
@@ -163,8 +191,7 @@ def options(package: str, name: str) -> ModuleType | None:
     For an entry of the folder it is imported without its parent packages, which may import jax.
     """
     if "." in name:
-        check(package, name, key=package)
-        return _module(name.rpartition(".")[0])
+        return _module(name, key=package)
     module, file = f"{package}.options.{name}", folder_of(package) / "options" / f"{name}.py"
     if module in sys.modules or not file.exists():
         return sys.modules.get(module)

@@ -23,7 +23,7 @@ from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.parallel.program import program_and_region
+from jaxdist.parallel.program import check_axes, program_and_region
 from jaxdist.parallel.schedule import Schedule, UserLoss, loss_seed
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
@@ -108,11 +108,11 @@ def make_train_step(
     >>> jaxdist.make_train_step(loss, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
     TrainStep(strategy='zero3', mesh: fsdp=8, schedule='accumulate', microbatches=1, precision='fp32', not compiled yet)
     """
+    check_axes(model, mesh)
     options = make_options(options, keywords).on(mesh)
-    policy, sync = options.precision, options.grad_sync
-    once = options.microbatches == 1 and ScheduleFacts.of(options.schedule).one_backward_pass
-    strategy = get_strategy(options, once=once and isinstance(model, ModelDef))
-    schedule = get_schedule(options.schedule)
+    policy, sync, facts = options.precision, options.grad_sync, ScheduleFacts.of(options.schedule)
+    once = isinstance(model, ModelDef) and options.microbatches == 1 and facts.one_backward_pass
+    strategy, schedule = get_strategy(options, once=once), get_schedule(options.schedule)
     optimizer = only_trained(with_rounded_products(optimizer) if sync.deterministic else optimizer, options.freeze)
     norm = ordered_norm if sync.deterministic else global_norm
 

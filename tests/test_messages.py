@@ -75,6 +75,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: run({}, ZERO3),
         ["state: all parameters are whole", "'ddp'", "'zero3' shards w as", "init_state(..., strategy='zero3')"],
     ),
+    "another size of shards": (
+        lambda: run(ZERO3 | {"min_shard_bytes": 1 << 20}, ZERO3),
+        ["a larger min_shard_bytes", "shards w as", "with min_shard_bytes=0", "rules=[('w', P())]"],
+    ),
     "zero3 for the state only": (
         lambda: run(ZERO3, {}),
         ["strategy: 'ddp'", "give make_train_step", "strategy='zero3'"],

@@ -24,8 +24,9 @@ class Block(nnx.Module):
         self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, h, keys):
-        h = h + self.attention(self.norm1(h), mask=nnx.make_causal_mask(h[..., 0]))
-        return h + self.down(nnx.gelu(self.up(self.norm2(h))))
+        # fp16 leaves a norm's parameters in float32, and so what it gives: cast it, or h would become float32.
+        h = h + self.attention(self.norm1(h).astype(h.dtype), mask=nnx.make_causal_mask(h[..., 0]))
+        return h + self.down(nnx.gelu(self.up(self.norm2(h).astype(h.dtype))))
 
 
 class Head(nnx.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -21,31 +22,59 @@ PARTS = {
     "head": "a module, head(h, batch, embed or None) -> (loss sum, weight sum)",
 }
 
+NO_ARRAYS = (
+    "A model holds no arrays but its parameters: keep the numbers that it is made of, and compute it in __call__ (there"
+    " the compiler makes a constant of it); or make it an nnx.Param, which is trained unless `freeze` names it"
+)
+
 
 def _pure(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _class_of(build: Any) -> str:
+    """The name of the class that is built, or "Model" where it is not known, as of a lambda."""
+    if isinstance(build, nnx.Module):
+        return type(build).__name__
+    name = getattr(getattr(build, "func", build), "__name__", "")
+    return name if name.isidentifier() else "Model"
+
+
+def _check_build(build: Any) -> None:
+    """Raise `UserError` unless it can be called with random streams alone."""
+    give = f"give a function of random streams: model_def(lambda rngs: {_class_of(build)}(..., rngs=rngs))"
+    if isinstance(build, nnx.Module):
+        raise UserError(f"model_def: build is a {_class_of(build)} that is made already; {give}")
+    partial = isinstance(build, functools.partial)
+    called, given = (build.func, (build.args, build.keywords)) if partial else (build, ((), {}))
+    if isinstance(called, type):  # `nnx.Module`'s metaclass takes anything
+        called = functools.partial(called.__init__, None)  # type: ignore[misc]  # of this very class
+    try:
+        inspect.signature(called).bind(*given[0], None, **given[1])
+    except (TypeError, ValueError) as error:  # ValueError: it has no signature
+        raise UserError(f"model_def: build is not called with one argument, an nnx.Rngs ({error}); {give}") from None
 
 
 def _any_layer(module: nnx.Module, option: str) -> bool:
     return any(getattr(node, option, False) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
 
 
-def _skeleton(build: Callable[[nnx.Rngs], Any]) -> Any:
+def _skeleton(build: Callable[[nnx.Rngs], Any], *, rows: bool) -> Any:
     """The module without arrays. Raises `UserError` for what makes none, and for a module that has no such parts."""
-    made = isinstance(build, nnx.Module)
-    name = type(build).__name__ if made else getattr(build, "__name__", "")
-    name = name if name.isidentifier() else "Model"  # a lambda has none
-    give = f"give a function of random streams: model_def(lambda rngs: {name}(..., rngs=rngs))"
-    if made:
-        raise UserError(f"model_def: build is a {name} that is made already; {give}")
-    called: Any = build
-    if isinstance(build, type):  # `nnx.Module`'s metaclass takes anything
-        called = functools.partial(called.__init__, None)
+    _check_build(build)
+
+    def checked() -> Any:
+        module = build(nnx.Rngs(0))
+        _check_arrays(module)  # here, while it is traced: arrays among what is static cannot leave the trace
+        return module
+
     try:
-        inspect.signature(called).bind(None)
-    except (TypeError, ValueError) as error:  # ValueError: it has no signature
-        raise UserError(f"model_def: build is not called with one argument, an nnx.Rngs ({error}); {give}") from None
-    skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        skeleton = nnx.eval_shape(checked)
+    except ValueError as error:
+        first, *_ = str(error).splitlines()
+        if isinstance(error, UserError) or not first.startswith("Found data"):
+            raise
+        raise UserError(f"model_def: {first.split(' Static ')[0]} {NO_ARRAYS}") from None  # Flax's of a list of arrays
     of = type(skeleton).__name__
     for part, what in PARTS.items():
         if not hasattr(skeleton, part):
@@ -56,7 +85,53 @@ def _skeleton(build: Callable[[nnx.Rngs], Any]) -> Any:
         if not fits or not all(isinstance(module, nnx.Module) for module in modules):
             raise UserError(f"model_def: {of}.{part}, a {type(own).__name__}, does not fit; allowed: {part}: {what}")
     _check_variables(skeleton)
+    _check_calls(skeleton, rows=rows)
     return skeleton
+
+
+def _check_arrays(module: Any) -> None:
+    """Raise `UserError` for an array that an attribute holds without an nnx.Param."""
+    for path, node in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
+        held = [] if isinstance(node, nnx.Variable) else jax.tree.leaves(node) if isinstance(node, dict) else [node]
+        if any(isinstance(each, jax.Array | np.ndarray) for each in held):
+            raise UserError(f"model_def: {'.'.join(map(str, path))} is an array. {NO_ARRAYS}")
+
+
+def _check_calls(skeleton: Any, *, rows: bool) -> None:
+    """Raise `UserError` for a part that does not take what it is called with. rows: whether blocks are given rows."""
+    calls = {"embed": "batch, keys", STACKED: "h, keys, rows" if rows else "h, keys", "head": "h, batch, embed"}
+    for part, given in calls.items():
+        module = skeleton.blocks[0] if part == STACKED else getattr(skeleton, part)
+        try:
+            inspect.signature(module).bind(*given.split(", "))
+        except TypeError as error:  # of what cannot be called, too
+            other = "leave model_def's rows out" if rows else "for more give model_def(..., rows=lambda batch: ...)"
+            raise UserError(
+                f"model_def: {type(module).__name__} of {part} is called with ({given}), and does not take that"
+                f" ({error}); write def __call__(self, {given}){f'; or {other}' if part == STACKED else ''}"
+            ) from None
+
+
+def _reads(reader: str, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """The function, for which a leaf that the batch lacks is a `UserError`.
+
+    reader: what reads it. place: the batch's among the arguments.
+    """
+
+    def read(*given: Any) -> Any:
+        try:
+            return function(*given)
+        except KeyError as error:
+            batch = given[place]
+            if not isinstance(batch, dict) or error.args[0] in batch:
+                raise  # it is a key of something else
+            has = ", ".join(sorted(map(str, batch.keys() - {"keys"})))
+            raise UserError(
+                f"{reader}: reads batch[{error.args[0]!r}], which the batch does not have; it has {has}; read one of"
+                " these, or give batches such a leaf"
+            ) from error
+
+    return read
 
 
 def _check_variables(skeleton: Any) -> None:
@@ -111,10 +186,18 @@ def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
     if not hasattr(head, "logits"):
         raise UserError(
             f"{type(head).__name__} has no method logits(h, embed or None) -> [B, S, vocabulary], which sampling"
-            " needs; write one, or set train.sample_tokens=0"
+            " needs; write one"
         )
     found: jax.Array = head.logits(h, embed)
     return found
+
+
+def _drawn(build: Callable[[nnx.Rngs], Any], param_dtype: Any, key: jax.Array) -> PyTree:
+    """The parameters of the module that is built with this key."""
+    module = build(nnx.Rngs(key))
+    blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[_pure(block) for block in module.blocks])
+    params = {"embed": _pure(module.embed), "blocks": blocks, "head": _pure(module.head)}
+    return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
 
 
 def model_def(
@@ -139,35 +222,30 @@ def model_def(
     Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
     uniform: they are stacked and scanned over.
 
-    >>> class Model(nnx.Module):  # its layers stand for embed, blocks and head as above
+    >>> class Part(nnx.Linear):  # stands for embed, block and head as above
+    ...     def __call__(self, x, *given): ...
+    >>> class Model(nnx.Module):
     ...     def __init__(self, rngs):
-    ...         self.embed, *blocks, self.head = (nnx.Linear(8, 8, rngs=rngs) for _ in range(6))
+    ...         self.embed, *blocks, self.head = (Part(8, 8, rngs=rngs) for _ in range(6))
     ...         self.blocks = nnx.List(blocks)
     >>> assert jaxdist.model_def(Model).layers == 4
     """
-
-    def init(key: jax.Array) -> PyTree:
-        module = build(nnx.Rngs(key))
-        blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[_pure(block) for block in module.blocks])
-        params = {"embed": _pure(module.embed), "blocks": blocks, "head": _pure(module.head)}
-        return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
-
-    skeleton = _skeleton(build)
+    init, skeleton = functools.partial(_drawn, build, param_dtype), _skeleton(build, rows=rows is not None)
     embed_def, embed_state = nnx.split(skeleton.embed, nnx.Param)
     head_def, head_state = nnx.split(skeleton.head, nnx.Param)
     block_def, block_state = _uniform(skeleton.blocks)
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
-
-    def embedding(params: PyTree | None) -> Any:
-        return None if params is None else nnx.merge(embed_def, params)
-
+    embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
+    name = lambda module: type(module).__name__  # noqa: E731
     return ModelDef(
         init=init,
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
         shapes=jax.eval_shape(init, jax.random.key(0)),
-        embed=lambda params, batch, keys_B: nnx.merge(embed_def, params)(batch, keys_B),
+        embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
         block=lambda params, h, keys_B, *rows: nnx.merge(block_def, params)(h, keys_B, *rows),
-        head=lambda params, embed, h, batch: nnx.merge(head_def, params)(h, batch, embedding(embed)),
+        head=_reads(
+            name(skeleton.head), lambda params, embed, *given: nnx.merge(head_def, params)(*given, embedding(embed)), 3
+        ),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
         layers=len(skeleton.blocks),
         tied=tied,
@@ -175,5 +253,5 @@ def model_def(
         fp8=_any_layer(skeleton, "fp8"),
         collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
-        rows=rows,
+        rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
     )

@@ -60,14 +60,18 @@ def check_placed(
     params: PyTree, model: ModelDef | UserLoss, strategy: Strategy, mesh: AnyMesh, options: StepOptions
 ) -> None:
     """Raise `UserError` if the strategy shards parameters over `fsdp`, and all of these are whole: a step would train
-    with them, and save no memory. (Some may be whole, as the `rules` of `init_state` say.)"""
-    if any("fsdp" in spec_axes(leaf.sharding.spec) for leaf in jax.tree.leaves(params)):
+    with them, and save no memory. Where the `rules` of `init_state` say so, all may be whole."""
+    found = [leaf.sharding.spec for leaf in jax.tree.leaves(params)]
+    # With rules specs are written out, P(None, None); without, those of a tree of somebody's own begin as P().
+    if any("fsdp" in spec_axes(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):
         return
     whole = model.specs if isinstance(model, ModelDef) else jax.tree.map(lambda _: P(), params)
     for name, spec in named_leaves(strategy.place(params, whole, mesh)):
         if "fsdp" in spec_axes(spec):
             chosen = f"strategy={options.strategy!r:.60}"
+            rules = "" if isinstance(model, ModelDef) else f"; or rules=[({name!r}, P())], if they are to be whole"
             raise UserError(
-                f"state: all parameters are whole, as with strategy='ddp', but {chosen} shards {name} as {spec}; give "
-                f"init_state and make_train_step the same options, as init_state(..., {chosen})"
+                f"state: all parameters are whole, as with strategy='ddp' or a larger min_shard_bytes, but {chosen}"
+                f" shards {name} as {spec} with min_shard_bytes={options.min_shard_bytes}; give init_state and"
+                f" make_train_step the same options, as init_state(..., {chosen}){rules}"
             )

@@ -76,8 +76,11 @@ def _check(model: ModelDef, options: StepOptions) -> None:
         refuse_stages("parallel.prefetch: 1", allowed="0")
 
 
-def _check_axes(model: ModelDef, mesh: AnyMesh) -> None:
-    """Raise `UserError` for an axis all of whose devices would do the same work."""
+def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh) -> None:
+    """Raise `UserError` for an axis all of whose devices would do the same work. A loss of the user's own is asked when
+    it is traced."""
+    if not isinstance(model, ModelDef):
+        return
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}
     unused = ("context", *{"tensor"} - used)
     for axis in unused:
@@ -89,7 +92,6 @@ def program_and_region(
 ) -> tuple[Program, Callable[..., Any]]:
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     if isinstance(model, ModelDef):
-        _check_axes(model, mesh)
         options = replace(options, remat=available(options.remat, mesh))
         return make_program(in_precision(model, options.precision), strategy, specs, options), jax.shard_map
     from jaxdist.parallel.user_loss import unchecked_region, user_program

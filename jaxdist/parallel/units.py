@@ -88,8 +88,8 @@ class Units(NamedTuple):
         if (found.shape, found.dtype) != (h.shape, h.dtype):
             raise UserError(
                 f"block: makes {jax.typeof(found).str_short()} of {jax.typeof(h).str_short()}; allowed: the same shape"
-                " and dtype. A layer whose parameters stay in float32 (precision.keep_fp32), or another float32 array,"
-                " widens it: cast what it gives, .astype(h.dtype)"
+                " and dtype. A norm whose parameters stay in float32 (precision.keep_fp32), or another float32 array,"
+                " widens it: write norm(h).astype(h.dtype) in the block"
             )
         return found
 

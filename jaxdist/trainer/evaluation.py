@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.build import make_model
 from jaxdist.collectives import psum, to_varying
 from jaxdist.data import BLOCK, Part, make_eval_loader
+from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, batch_shards, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
@@ -22,7 +23,7 @@ from jaxdist.parallel.strategy import Strategy
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import specs_of_arrays
-from jaxdist.trainer.run import RunPlan
+from jaxdist.trainer.run import RunPlan, Sampler
 
 TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
 
@@ -126,15 +127,32 @@ class Evaluator:
         return {"eval/loss": mean, **bits, **named}
 
 
-def sample_text(plan: RunPlan, params: PyTree) -> str:
-    """Text that the model writes after the prompt, one sample a batch shard. Needs a source of bytes."""
+def text_sampler(plan: RunPlan) -> Sampler | None:
+    """The function parameters -> text that the model writes after the prompt, one sample a batch shard. None where no
+    text is asked for, or tokens are not bytes.
+
+    It is traced here, before the first step: raises `UserError` for a model that cannot be sampled from.
+    """
     config, rows, length = plan.config, batch_shards(plan.mesh), plan.config.data.seq_len
+    if not config.train.sample_tokens or plan.source.info["unit"] != "bytes":
+        return None
     prompt = np.frombuffer(config.train.sample_prompt.encode()[: length - 1] or b"\n", np.uint8)
     stop = min(length, len(prompt) + config.train.sample_tokens)
     tokens = np.zeros((rows, length), np.int32)
     tokens[:, : len(prompt)] = prompt
-    sampler = make_sampler(*forward_parts(plan))
-    global_tokens = jax.make_array_from_callback(tokens.shape, plan.sharding, lambda index: tokens[index])
-    drawn = sampler(params, global_tokens, len(prompt), stop, jax.random.key(config.train.seed))
-    whole = multihost_utils.process_allgather(drawn, tiled=True)
-    return "\n\n".join(bytes(row[:stop].astype(np.uint8)).decode("utf-8", "replace") for row in np.asarray(whole))
+    sampler, places = make_sampler(*forward_parts(plan)), (len(prompt), stop, jax.random.key(config.train.seed))
+    try:
+        like = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=plan.sharding)
+        sampler.trace(plan.parts.target.params, like, *places)  # type: ignore[attr-defined]
+    except UserError as error:
+        raise UserError(
+            f"train.sample_tokens: {config.train.sample_tokens}, but this model cannot be sampled from, which gives it"
+            f" batches of inputs alone: {error}; or set train.sample_tokens=0"
+        ) from error
+
+    def sample(params: PyTree) -> str:
+        global_tokens = jax.make_array_from_callback(tokens.shape, plan.sharding, lambda index: tokens[index])
+        whole = np.asarray(multihost_utils.process_allgather(sampler(params, global_tokens, *places), tiled=True))
+        return "\n\n".join(bytes(row[:stop].astype(np.uint8)).decode("utf-8", "replace") for row in whole)
+
+    return sample

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,10 +32,12 @@ from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.run_claim import RunClaim
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.specs import BATCH_SPEC
+from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import facts_of_program
 from jaxdist.trainer.resume import changed_settings, check_identity, identity, show_changes
+
+Sampler = Callable[[PyTree], str]  # parameters -> text
 
 
 class RunPlan(NamedTuple):
@@ -133,7 +136,11 @@ class Outputs:
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """A run that is ready for its first step. baselines: bits per token of counting models, by name."""
+    """A run that is ready for its first step.
+
+    - baselines: bits per token of counting models, by name.
+    - sample: makes the text that the run prints at its end; None: it prints none.
+    """
 
     plan: RunPlan
     progress: Progress
@@ -141,11 +148,17 @@ class TrainingRun:
     baselines: dict[str, float]
     watch: Watch
     cache: CacheHits
+    sample: Sampler | None
 
 
-def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> TrainingRun:
+def build(
+    config: Config, folder: Path, stack: ExitStack, watch: Watch, sampler_of: Callable[[RunPlan], Sampler | None]
+) -> TrainingRun:
     """Load the data, lay out the state, and write what is known before the first step. What must be closed is entered
-    into `stack`."""
+    into `stack`.
+
+    sampler_of: raises `UserError` where the model cannot be sampled from. Nothing is written then.
+    """
     cache = stack.enter_context(CacheHits())
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts = assemble(config, mesh)
@@ -154,6 +167,7 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Train
     checkpoints = stack.enter_context(made)
     checkpoints.look_ahead()  # while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
+    sample = sampler_of(plan)
     if jax.process_count() > 1:
         watch.agree(facts_of_program(config, parts, mesh, plan.source))
     watch.crumbs.enter("restore")
@@ -165,7 +179,9 @@ def build(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Train
         resumed = progress.first_step if checkpoints.latest() is not None else None
         outputs.open_files(plan, stack, resume_step=resumed)
     baselines = ngram_baselines(plan.source) if lead else {}
-    return TrainingRun(plan=plan, progress=progress, outputs=outputs, baselines=baselines, watch=watch, cache=cache)
+    return TrainingRun(
+        plan=plan, progress=progress, outputs=outputs, baselines=baselines, watch=watch, cache=cache, sample=sample
+    )
 
 
 def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:

@@ -32,7 +32,7 @@ from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.trainer.evaluation import Evaluator, sample_text
+from jaxdist.trainer.evaluation import Evaluator, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
@@ -215,7 +215,7 @@ def time_limit(plan: RunPlan, checkpoints: Checkpoints, started: float) -> TimeL
 
 def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: StopSignal, watch: Watch) -> int:
     with ExitStack() as stack, watch.crumbs.failing():
-        run = build(config, folder, stack, watch)
+        run = build(config, folder, stack, watch, text_sampler)
         run.outputs.claim = claim
         outputs, console = run.outputs, run.outputs.console
         stack.callback(outputs.close_metrics)
@@ -236,9 +236,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
             outputs.note({"step": watch.crumbs.last.step, "what": str(error), "action": "stopped"})
             raise
         watch.crumbs.enter("finish")
-        samples = ""
-        if complete and config.train.sample_tokens and run.plan.source.info["unit"] == "bytes":
-            samples = sample_text(run.plan, run.progress.state.params)
+        samples = run.sample(run.progress.state.params) if complete and run.sample else ""
         watch.crumbs.enter("settle")
         if not all_saved(outputs):
             return FAILED

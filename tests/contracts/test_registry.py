@@ -68,6 +68,8 @@ def file(tmp_path: Path) -> Path:
 
 
 NO_ENTRIES = [
+    "model.name=json.loads",
+    "model.name=copy.deepcopy",
     *(f"{key}=os.{name}" for key in ("model.name", "data.source") for name in ("system", "environ", "PathLike")),
     *(f"parallel.{key}=os.{name}" for key in ("strategy", "schedule") for name in ("system", "environ", "PathLike")),
     "parallel.grad_sync.algorithm=os.system",
@@ -354,6 +356,39 @@ def test_the_folder_one_stands_in_is_searched_for_dotted_names_only(
     assert searched == {"jaxdist.models.gpt": False, "mymodel": True}
 
 
+BROKEN = {
+    "needs/__init__.py": ("import not_here", r"'needs\.model' .*'not_here' \(.*/needs/__init__\.py, line 1\); install"),
+    "wants.py": ("\nfrom not_here import model", r"'wants' .*'not_here' \(.*/wants\.py, line 2\); install "),
+    "typo.py": ("\n\nmodel =", r"'typo' cannot be imported: SyntaxError: .* \(.*/typo\.py, line 3\); mend it there$"),
+    "raises.py": ("import json\njson.loads('')", r"'raises' .*: JSONDecodeError: .* \(.*/raises\.py, line 2\); mend"),
+    "value/__init__.py": ("raise ValueError('of its own')", r"ValueError: of its own \(.*/value/__init__\.py, line"),
+    "mends.py": ("from jaxdist import UserError\nraise UserError('said: by itself')", r"^said: by itself$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "text", "said"), [(path, *each) for path, each in BROKEN.items()], ids=BROKEN)
+def test_a_module_that_cannot_be_imported_is_one_line(path: str, text: str, said: str, stood_in: Path) -> None:
+    (stood_in / path).parent.mkdir(exist_ok=True)
+    (stood_in / path).write_text(text)
+    package = path.removesuffix("/__init__.py")
+    name = f"{package}.model.my_gpt" if package != path else f"{path.removesuffix('.py')}.model"
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=said) as error:
+        registry.load("jaxdist.models", name, key="model.name")
+    assert "\n" not in str(error.value)
+
+
+def test_an_entry_imports_what_lies_beside_it_when_it_is_called(
+    stood_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stood_in / "lazy.py").write_text("def my_gpt(config):\n    import module_beside\n    return module_beside.found\n")
+    importlib.invalidate_caches()
+    for name in ("lazy", "module_beside"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = list(sys.path)
+    assert registry.make("jaxdist.models", "lazy.my_gpt", bool, None, key="model.name") and sys.path == before
+
+
 @pytest.mark.parametrize(("option", "found"), [("-B", "True"), ("-P", "False")])
 def test_python_that_trusts_no_folder_finds_nothing_there(stood_in: Path, option: str, found: str) -> None:
     """-P is said when a folder may be somebody else's. The script is elsewhere: Python adds its folder by itself."""
@@ -361,7 +396,7 @@ def test_python_that_trusts_no_folder_finds_nothing_there(stood_in: Path, option
     script.write_text(
         "from jaxdist import UserError, registry\n"
         "try:\n    print(registry.load('jaxdist.models', 'mymodel.my_gpt', key='model.name')[0])\n"
-        "except UserError:\n    print(False)\n"
+        "except UserError as error:\n    print('or run this without -P, -I and PYTHONSAFEPATH' not in str(error))\n"
     )
     command = [sys.executable, option, str(script)]
     done = subprocess.run(command, env=child.environment(), capture_output=True, text=True, check=True)

@@ -1,8 +1,12 @@
 """What `model_def` makes of a module of stock NNX layers, and what it says of one that it cannot take."""
 
+import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +15,13 @@ import picture_model
 import pytest
 from flax import nnx
 
-from jaxdist.build import assemble
 from jaxdist.config.load import load_config
-from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig
+from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh
 from jaxdist.nn import model_def
 from jaxdist.step import make_train_step
+from jaxdist.trainer.train import train
 
 CPU = "devices.platform=cpu"
 
@@ -28,6 +31,9 @@ class Part(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, held: Any = None, width: int = 4) -> None:
         self.inner, self.held = nnx.Linear(4, width, rngs=rngs), held
+
+    def __call__(self, x: Any, *given: Any) -> Any:
+        return self.inner(x)
 
 
 def model(*, without: str = "", **held: Callable[[nnx.Rngs, Any], Any]) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -53,10 +59,36 @@ class ByKeyword(nnx.Module):
         self.embed = Part(rngs)
 
 
+class TakesRows(Part):
+    """A block that reads rows of the batch."""
+
+    def __call__(self, h: Any, keys_B: Any, rows: Any) -> Any:
+        return self.inner(h)
+
+
+class TakesNone(Part):
+    """A block or a head that reads nothing besides h and the second argument."""
+
+    def __call__(self, h: Any, second: Any) -> Any:
+        return self.inner(h)
+
+
+class Uncallable(nnx.Module):
+    """A module without __call__."""
+
+
+class Keywords(nnx.Module):
+    """It takes its streams by keyword, as Flax's own layers do."""
+
+    def __init__(self, *, layers: int, rngs: nnx.Rngs) -> None:
+        self.embed = Part(rngs)
+
+
 def blocks(*held: Callable[[nnx.Rngs], Any]) -> Callable[[nnx.Rngs], nnx.Module]:
     return model(blocks=lambda rngs, _: nnx.List([Part(rngs, make(rngs)) for make in held]))
 
 
+ARRAY = r"is an array\. A model holds no arrays but its parameters: .* compute it in __call__"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "no embed": (model(without="embed"), r"Model has no attribute embed; .*embed\(batch, keys\) -> h"),
     "no blocks": (model(without="blocks"), r"no attribute blocks; .*: an nnx\.List .*block\(h, keys\) -> h"),
@@ -90,6 +122,17 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         model(blocks=lambda rngs, _: nnx.List([Part(rngs, width=4), Part(rngs, width=8)])),
         r"blocks must be uniform \(same module, same options, same shapes\)",
     ),
+    "partial": (functools.partial(Keywords, layers=2), r"one argument, an nnx\.Rngs \(.*lambda rngs: Keywords\("),
+    "numpy": (blocks(*[lambda _: np.ones(3)] * 2), rf"blocks\.0\.held {ARRAY}"),
+    "computed": (blocks(*[lambda _: jnp.cos(jnp.arange(3.0))] * 2), rf"blocks\.0\.held {ARRAY}"),
+    "a dict of them": (blocks(*[lambda _: {"a": jnp.arange(3.0) + 1}] * 2), rf"blocks\.0\.held\.a {ARRAY}"),
+    "a list of them": (blocks(*[lambda _: nnx.List([jnp.arange(3.0)])] * 2), rf"blocks\.0\.held\.0 {ARRAY}"),
+    "a plain list": (blocks(*[lambda _: [np.ones(3)]] * 2), r"static attribute 'held' of .* A model holds no arrays"),
+    "takes rows": (model(blocks=lambda rngs, _: nnx.List([TakesRows(rngs)])),
+        r"TakesRows of blocks is called with \(h, keys\), .*rows.*; or for more give model_def\(\.\.\., rows=lambda"),
+    "a head of two": (model(head=lambda rngs, _: TakesNone(rngs)),
+        r"TakesNone of head is called with \(h, batch, embed\), .* write def __call__\(self, h, batch, embed\)$"),
+    "no call": (model(head=lambda *_: Uncallable()), r"Uncallable of head .* not a callable object\); write"),
 }  # fmt: skip
 
 
@@ -100,6 +143,35 @@ def test_a_module_that_cannot_be_taken_is_one_line(build: Any, said: str) -> Non
     assert str(error.value).startswith("model_def: ") and "\n" not in str(error.value)
 
 
+def test_a_block_that_takes_no_rows_is_one_line() -> None:
+    said = (
+        r"TakesNone of blocks is called with \(h, keys, rows\), .*__call__\(self, h, keys, rows\); or leave model_def's"
+    )
+    with pytest.raises(UserError, match=said):
+        model_def(model(blocks=lambda rngs, _: nnx.List([TakesNone(rngs)])), rows=lambda batch: batch["mask"])
+
+
+def test_a_leaf_that_the_batch_lacks_is_one_line() -> None:
+    """Whoever reads it. Keys of something else stay what they are."""
+
+    class Reads(Part):
+        def __call__(self, *given: Any) -> Any:
+            return next(each for each in given if isinstance(each, dict))["mask"]
+
+    parts = {name: lambda rngs, _: Reads(rngs) for name in ("embed", "head")}
+    made = model_def(model(**parts), rows=lambda batch: batch["mask"])
+    params, batch = made.init(jax.random.key(0)), {"inputs": 0, "keys": 0}
+    said = r": reads batch\['mask'\], which the batch does not have; it has inputs; read one of these"
+    with pytest.raises(UserError, match=r"^rows of Model" + said):
+        made.read_by_blocks(batch)
+    with pytest.raises(UserError, match=r"^Reads" + said):
+        made.embed(params["embed"], batch, None)
+    with pytest.raises(UserError, match=r"^Reads" + said):
+        made.head(params["head"], None, None, batch)
+    with pytest.raises(KeyError, match="inputs"):
+        model_def(model(), rows=lambda batch: {}["inputs"]).read_by_blocks(batch)
+
+
 def test_dropout_that_gets_its_keys_is_taken() -> None:
     assert model_def(blocks(*[lambda _: nnx.Dropout(0.1)] * 2)).layers == 2
 
@@ -107,36 +179,89 @@ def test_dropout_that_gets_its_keys_is_taken() -> None:
 def test_a_head_without_logits_says_what_sampling_needs() -> None:
     made = model_def(model())
     params = made.init(jax.random.key(0))
-    with pytest.raises(UserError, match=r"Part has no method logits\(h, embed or None\) .* set train\.sample_tokens=0"):
+    with pytest.raises(
+        UserError, match=r"Part has no method logits\(h, embed or None\) .*, which sampling needs; write"
+    ):
         made.logits(params["head"], None, np.zeros((2, 4)))
+
+
+UNSAMPLED = """
+from own_blocks import GPT, Block, Head
+from flax import nnx
+from jaxdist import model_def
+
+class Masked(Block):
+    def __call__(self, h, keys, rows):
+        return super().__call__(h, keys)
+
+class NoLogits(nnx.Module):
+    def __init__(self, head):
+        self.inner = head
+
+    def __call__(self, h, batch, embed):
+        return self.inner(h, batch, embed)
+
+class Scored(GPT):
+    def __init__(self, rngs, **sizes):
+        super().__init__(rngs, **sizes)
+        self.head = NoLogits(self.head)
+
+def masked(config, *, max_length, param_dtype):
+    return model_def(lambda rngs: GPT(rngs, Masked, length=max_length), tied=True, rows=lambda batch: batch["weights"])
+
+def scored(config, *, max_length, param_dtype):
+    return model_def(lambda rngs: Scored(rngs, length=max_length), tied=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("masked", r"rows of GPT: reads batch\['weights'\], which the batch does not have; it has inputs; "),
+        pytest.param("scored", r"NoLogits has no method logits\(h, embed or None\)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_cannot_be_sampled_from_is_refused_before_it_trains(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unsampled.py").write_text(UNSAMPLED)
+    (tmp_path / "text.py").write_text("x = 1\n" * 2000)
+    monkeypatch.syspath_prepend(child.ROOT / "docs" / "examples")
+    monkeypatch.chdir(tmp_path)
+    for module in ("unsampled", "own_blocks"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model: {{name: unsampled.{name}, layers: 4}}\nparallel: {{strategy: ddp}}\nobserve: {{report: false}}"
+    )
+    data = ("data.path=text.py", "data.seq_len=8", "data.global_batch=8", "mesh.data=8", "checkpoint.every=0")
+    config = load_config(path, [CPU, *data, "devices.compilation_cache=false"])
+    asked = rf"^train\.sample_tokens: 200, .* batches of inputs alone: {said}.*; or set train\.sample_tokens=0$"
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(UserError, match=asked):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 STOCK = model_def(lambda rngs: picture_model.Classifier(ModelConfig(width=8, layers=2), rngs), tied=False)
 
 
 def test_an_axis_that_no_layer_uses_is_refused() -> None:
-    """Each device of `tensor` would compute the same."""
-    mesh, sgd = make_mesh(data=2, tensor=2), optax.sgd(0.1)
-    batch = {"image": np.zeros((4, 4, 3), np.uint8), "label": np.zeros(4, np.int32), "weights": np.ones(4, np.float32)}
+    """When a step is made: each device of `tensor` would compute the same."""
     said = r"mesh\.tensor: 2 is given, but no layer of the model is split over .* allowed: 1; use data or fsdp .*Column"
     with pytest.raises(UserError, match=said):
-        make_train_step(STOCK, sgd, mesh)(init_state(STOCK, sgd, mesh), batch)
-    mesh = make_mesh(context=2)
+        make_train_step(STOCK, optax.sgd(0.1), make_mesh(data=2, tensor=2))
     with pytest.raises(UserError, match=r"mesh\.context: 2 .* allowed: 1; use data or fsdp instead$"):
-        make_train_step(STOCK, sgd, mesh)(init_state(STOCK, sgd, mesh), batch)
+        make_train_step(STOCK, optax.sgd(0.1), make_mesh(context=2))
 
 
-def test_it_is_refused_from_a_configuration(tmp_path: Any) -> None:
+def test_it_is_refused_from_a_configuration(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the data are read, and without a run directory."""
     path = tmp_path / "config.yaml"
-    path.write_text("model: {name: picture_model.classifier, width: 8, layers: 2}\n")
+    path.write_text("model: {name: picture_model.classifier, width: 8, layers: 2}\nobserve: {report: false}\n")
     with pytest.raises(UserError, match=r"mesh\.context: 2 .* no layer of model picture_model\.classifier uses this"):
         load_config(path, [CPU, "mesh.context=2", "mesh.data=16"])  # 8 devices: no mesh with context is proposed
-    config = Config(
-        model=ModelConfig(name="picture_model.classifier", width=8, layers=2),
-        data=DataConfig(global_batch=8),
-        mesh=MeshConfig(tensor=2),
-    )
-    parts = assemble(config, make_mesh(tensor=2))
-    batch = {name: np.zeros(8, np.float32) for name in ("label", "weights")} | {"image": np.zeros((8, 4, 3), np.uint8)}
+    config = load_config(path, [CPU, "mesh.tensor=2", "mesh.data=4", "devices.compilation_cache=false"])
+    monkeypatch.setattr("jaxdist.trainer.run.load_data", lambda config: pytest.fail("the data are read"))
     with pytest.raises(UserError, match=r"mesh\.tensor: 2 is given, but no layer of the model is split over this axis"):
-        parts.step.lower(parts.target, batch)
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

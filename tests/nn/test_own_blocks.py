@@ -12,6 +12,7 @@ from typing import Any
 import child
 import jax
 import jax.numpy as jnp
+import jaxprs
 import layouts
 import numpy as np
 import optax
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
@@ -212,6 +214,33 @@ def test_stock_layers_train_as_on_one_device(mesh: Any, options: Any, examples: 
         check(stock(examples, examples["own_blocks"].Block), stock_loss, mesh=mesh, **options)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "O1", pytest.param("bf16", marks=slow), pytest.param("O2", marks=slow)])
+def test_stock_layers_take_every_precision(precision: str, examples: dict[str, ModuleType]) -> None:
+    """As it is traced. fp16 leaves the parameters of norms in float32, and a norm of Flax gives their dtype."""
+    model = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, **SIZES), tied=True)
+    mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
+    with jax.numpy_dtype_promotion("standard"):
+        step.jitted(state).trace(state, padded(0))
+
+
+def test_a_norm_that_widens_h_is_one_line(examples: dict[str, ModuleType]) -> None:
+    class Uncast(examples["own_blocks"].Block):  # type: ignore[misc]  # it is known when this runs
+        def __call__(self, h: jax.Array, keys_B: jax.Array) -> jax.Array:
+            return self.norm1(h)  # type: ignore[no-any-return]
+
+    model = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, Uncast, **SIZES), tied=True)
+    mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision="fp16")
+    said = (
+        r"block: makes float32.* of float16.*precision\.keep_fp32.*: write norm\(h\)\.astype\(h\.dtype\) in the block"
+    )
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(UserError, match=said):
+        step.jitted(state).trace(state, padded(0))
+
+
 def test_two_lines_split_them_over_tensor(examples: dict[str, ModuleType]) -> None:
     with jax.enable_x64(True):
         check(stock(examples, examples["own_tensor"].SplitBlock), stock_loss, mesh={"fsdp": 2, "tensor": 2})
@@ -243,6 +272,35 @@ def test_every_block_is_given_its_rows(options: Any, monkeypatch: pytest.MonkeyP
     step.jitted(state).trace(state, padded(0))
     own = ROWS // (2 * options.get("microbatches", 1)) * (2 if options == PIPE else 1), layouts.SEQ
     assert seen and {(x.shape, str(x.dtype)) for x in jax.tree.leaves(seen)} == {(own, "bool"), (own, "float32")}
+
+
+class Reader(nnx.Module):
+    """A block whose backward pass reads rows of the batch."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.read = nnx.Linear(5, 16, rngs=rngs)
+
+    def __call__(self, h: jax.Array, keys_B: jax.Array, rows: jax.Array) -> jax.Array:
+        return h + self.read(rows).sum(1, keepdims=True)
+
+
+class Readers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.head = Tokens(rngs), Labels(rngs)
+        self.blocks = nnx.List([Reader(rngs) for _ in range(6)])
+
+
+@pytest.mark.parametrize("options", [PIPE, {"prefetch": 1}], ids=["1f1b", "prefetch"])
+def test_rows_are_kept_once_and_not_for_each_block(options: Any) -> None:
+    mesh, tx = make_mesh(**({"pipe": 2} if options == PIPE else {"fsdp": 2})), optax.sgd(0.1)
+    model = model_def(Readers, rows=lambda batch: batch["memory"])
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", **options)
+    batch = padded(0) | {"memory": np.zeros((ROWS, 7, 5), np.float32)}
+    traced = step.jitted(state).trace(state, batch).jaxpr
+    shapes = {atom.aval.shape for _, each in jaxprs.equations(traced) for atom in each.outvars}
+    own = (8, 7, 5)  # of a microbatch on a device: half of the rows
+    assert {shape[:-3] for shape in shapes if shape[-3:] == own} <= {(), (1,), (2,)}  # two microbatches wait
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_rules_say_where_parameters_rest() -> None:
         init_state(params, tx, mesh, strategy="zero3", rules=rules)
     state = init_state(params, tx, mesh, strategy="zero3", rules=[*rules[:2], ("v", P(None, "fsdp"))])
     found = {name: leaf.sharding.spec for name, leaf in state.params.items()}
-    assert found == {"w": P("fsdp", None), "b": P(), "v": P(None, "fsdp"), "c": P("fsdp")}  # c: from its shape
+    assert found == {"w": P("fsdp", None), "b": P(None), "v": P(None, "fsdp"), "c": P("fsdp")}  # c: from its shape
 
     def loss(params: Any, batch: Any, keys: Any) -> Any:
         rows = batch.shape[0]
@@ -180,6 +180,16 @@ def test_rules_say_where_parameters_rest() -> None:
         state, _ = make_train_step(loss, tx, mesh, strategy=strategy)(state, data)
         want = want or jax.device_get(state.params)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jax.device_get(state.params), want)
+
+
+@pytest.mark.parametrize("make", [lambda key: {"w": jnp.ones((8, 4))}, {"w": jnp.ones((8, 4))}], ids=["init", "tree"])
+def test_rules_may_keep_everything_whole(make: Any) -> None:
+    """A state that is whole for no such reason is refused: tests/test_messages.py."""
+    mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
+    state = init_state(make, tx, mesh, strategy="zero3", rules=[("w", P())])
+    step = make_train_step(lambda params, batch, keys: ((batch @ params["w"]).sum(), 8.0), tx, mesh, strategy="zero3")
+    state, _ = step(state, np.ones((8, 8), np.float32))
+    assert state.params["w"].sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,13 @@ class BlockRows(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockResiduals:
-    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block.
+    """The pullback of a block (see `jax.vjp`), without those residuals that are parameters of the block, or that
+    all blocks are given (dropout keys, rows of the batch).
 
-    The caller of the pullback hands in the parameters that are `wanted`, gathered again.
+    The caller of the pullback hands in the parameters that are `wanted`, gathered again, and what is `shared`.
 
     kept: the other residuals.
-    places: for each residual its place among the parameters; None for one in `kept`.
+    places: for each residual its place among the parameters and then what is given; None for one in `kept`.
     pullback, unit: the tree structures of the whole pullback, and of the block's parameters.
     """
 
@@ -72,19 +73,24 @@ class BlockResiduals:
         """For each parameter, whether the backward pass reads it. It reads no bias, for example."""
         return jax.tree.unflatten(self.unit, [place in self.places for place in range(self.unit.num_leaves)])
 
-    def __call__(self, unit: PyTree, grad: jax.Array) -> tuple[PyTree, jax.Array]:
+    def shared(self, keys: PyTree) -> PyTree:
+        """What it reads of the dropout keys and rows that all blocks are given, to be kept once; None for the rest."""
+        leaves = enumerate(jax.tree.leaves(keys), self.unit.num_leaves)
+        return [leaf if place in self.places else None for place, leaf in leaves]
+
+    def __call__(self, unit: PyTree, grad: jax.Array, shared: PyTree) -> tuple[PyTree, jax.Array]:
         """(gradients of trained parameters, gradient of the block's input). unit: the wanted parameters."""
         read = sorted({place for place in self.places if place is not None})
-        given, kept = dict(zip(read, jax.tree.leaves(unit), strict=True)), iter(self.kept)
+        given, kept = dict(zip(read, jax.tree.leaves((unit, shared)), strict=True)), iter(self.kept)
         leaves = [next(kept) if place is None else given[place] for place in self.places]
         return jax.tree.unflatten(self.pullback, leaves)(grad)
 
 
-def without_parameters(pull: Callable[..., Any], unit: PyTree) -> BlockResiduals:
-    """The pullback of a block with these parameters, which are recognised by identity among its residuals."""
+def without_parameters(pull: Callable[..., Any], unit: PyTree, keys: PyTree) -> BlockResiduals:
+    """The pullback of a block with these parameters and keys, which are recognised by identity among its residuals."""
     leaves, pullback = jax.tree.flatten(pull)
     parameters, treedef = jax.tree.flatten(unit)
-    place_of = {id(leaf): place for place, leaf in enumerate(parameters)}
+    place_of = {id(leaf): place for place, leaf in enumerate([*parameters, *jax.tree.leaves(keys)])}
     kept = [leaf for leaf in leaves if id(leaf) not in place_of]
     return BlockResiduals(kept, tuple(place_of.get(id(leaf)) for leaf in leaves), pullback, treedef)
 
@@ -152,7 +158,7 @@ class OneBlock(NamedTuple):
             return self.block(_with_trained(unit, rows.diff, trained), h, layer, keys)
 
         h, pull = jax.vjp(call, trained_leaves(unit, rows.diff), h)
-        return h, without_parameters(pull, unit)
+        return h, without_parameters(pull, unit, keys)
 
     def gather_again(self, rows: BlockRows, i: jax.Array | int, wanted: PyTree) -> PyTree:
         """The parameters of row i that its backward pass reads."""
@@ -229,14 +235,16 @@ class ScannedBlocks(NamedTuple):
             out, kept = self.one.run(unit, rows, i, h, keys)
             return out, (kept, reduce)
 
-        return self._scan(work, rows, h, unroll=blocks_per_round(self.unroll, len(rows.layers)))
+        h, saved = self._scan(work, rows, h, unroll=blocks_per_round(self.unroll, len(rows.layers)))
+        return h, (saved, saved[0].shared(keys))
 
     def backward(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """(gradients with respect to diff, gradient of h)."""
+        saved, shared = saved
 
         def work(dh: jax.Array, i: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             kept, reduce = own
-            grads, before = kept(self.one.gather_again(rows, i, kept.wanted), dh)
+            grads, before = kept(self.one.gather_again(rows, i, kept.wanted), dh, shared)
             return before, reduce(grads)[0]
 
         unroll = blocks_per_round(self.unroll, len(rows.layers))
@@ -245,11 +253,12 @@ class ScannedBlocks(NamedTuple):
 
     def backward_input(self, rows: BlockRows, saved: PyTree, dh: jax.Array) -> tuple[PyTree, jax.Array]:
         """The first half of `backward`: (values for `backward_weights`, gradient of h)."""
+        saved, shared = saved
 
         def work(dh: jax.Array, i: jax.Array, own: PyTree) -> tuple[jax.Array, PyTree]:
             kept, _ = own
             unit = self.one.gather_again(rows, i, kept.wanted)
-            return self._split(kept, rows, dh).input_gradient(unit, dh)
+            return self._split(kept, rows, dh, shared).input_gradient(unit, dh)
 
         dh, crossing = self._scan(work, rows, dh, saved, reverse=True)
         return crossing, dh
@@ -260,10 +269,11 @@ class ScannedBlocks(NamedTuple):
         crossing: the values from `backward_input`.
         like: an array of the shape and type of dh.
         """
+        saved, shared = saved
 
         def work(_: None, i: jax.Array, own: PyTree) -> tuple[None, PyTree]:
             (kept, reduce), crossing = own
-            split = self._split(kept, rows, like)
+            split = self._split(kept, rows, like, shared)
             reads, (wanted, treedef) = iter(split.reads), jax.tree.flatten(kept.wanted)
             chosen = jax.tree.unflatten(treedef, [yes and next(reads) for yes in wanted])
             unit = self.one.gather_again(rows, i, chosen)
@@ -283,8 +293,8 @@ class ScannedBlocks(NamedTuple):
 
         return lax.scan(step, x, (jnp.arange(len(rows.layers)), own), **how)
 
-    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any) -> Any:
+    def _split(self, kept: BlockResiduals, rows: BlockRows, grad: Any, shared: PyTree) -> Any:
         from jaxdist.parallel.blocks.split_backward import split_backward  # of zero bubble alone
 
         unit = jax.eval_shape(lambda: self.one.gather(at(rows.diff, 0), at(rows.captured, 0), kept.wanted))
-        return split_backward(kept, unit, jax.eval_shape(lambda: grad))
+        return split_backward(lambda unit, grad: kept(unit, grad, shared), unit, jax.eval_shape(lambda: grad))

@@ -165,13 +165,14 @@ class PrefetchedBlocks(NamedTuple):
         whole, reduce_slice = self.slices.fetch(sliced, whole, opaque_index(unit, count - 1))
         x, end = self.outer.run(unit, rows, -1, x, keys)
         units = only(end.wanted, unit), saved and only(saved[0].wanted, before)
-        return (x, whole), (sliced, saved, end, units, reduce_first, reduce_slice)
+        shared = [each.shared(keys) for each in (end, *(saved[:1] if saved else ()))]
+        return (x, whole), (sliced, saved, end, units, reduce_first, reduce_slice, shared)
 
     def backward(
         self, rows: BlockRows, saved: PyTree, dh: tuple[jax.Array, PyTree]
     ) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
         """(gradients with respect to diff, gradients of h)."""
-        (sliced, saved, end, (unit, before), reduce_first, reduce_last), (dx, dwhole) = saved, dh
+        (sliced, saved, end, (unit, before), reduce_first, reduce_last, shared), (dx, dwhole) = saved, dh
         count, grads, slices = len(rows.layers), self.stored(rows.diff), self.stored(sliced)
 
         def gather_again(i: jax.Array | int, reduced: PyTree, own: PyTree, wanted: PyTree) -> PyTree:
@@ -183,13 +184,13 @@ class PrefetchedBlocks(NamedTuple):
             (dx, unit, following, grads, slices), (kept, reduce_following, reduce_slice) = carry, saved
             (reduced,) = reduce_following(following)
             slices = self.slices.reduce(slices, i, reduce_slice, dwhole)
-            own, dx = kept(unit, dx)
+            own, dx = kept(unit, dx, shared[-1])
             before = None if isinstance(i, int) and i == 0 else gather_again(i - 1, reduced, own, kept.wanted)
             grads = put(grads, i + 1, self.summed(reduced, following, own))
             return dx, before, own, grads, slices
 
         slices = self.slices.reduce(slices, count - 1, reduce_last, dwhole)
-        own, dx = end(unit, dx)
+        own, dx = end(unit, dx, shared[0])
         carry = order_after(dx, own), before, own, grads, slices
         if count > 2:  # readers of the program would count a scan of no rounds
             rounds = jnp.arange(count - 2, 0, -1)

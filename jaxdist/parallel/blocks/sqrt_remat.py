@@ -77,7 +77,7 @@ class SegmentedBlocks(NamedTuple):
             with jax.named_scope(AGAIN):
                 unit, reduce = self.one.fetch(rows, i)
                 _, kept = self.one.run(unit, rows, i, h, keys)
-            grads, dh = kept(only(kept.wanted, unit), dh)
+            grads, dh = kept(only(kept.wanted, unit), dh, kept.shared(keys))
             return reduce(grads)[0], dh
 
         def backward(carry: tuple[jax.Array, PyTree], j: jax.Array) -> tuple[PyTree, None]:
