@@ -15,17 +15,25 @@ from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
+from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import PyTree, apply_rules, check_divisible, map_specs, path_name, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
-ParameterSource = ModelDef | Callable[[jax.Array], PyTree] | PyTree
+ParameterSource = ModelDef | ModuleLoss | Callable[[jax.Array], PyTree] | PyTree
 
 
 def _is_init(source: Any) -> bool:
     """Whether it is a function key -> parameters. Trees of parameters can be callable, too: modules of Equinox are."""
     return callable(source) and jax.tree_util.all_leaves([source])
+
+
+def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyTree]:
+    """Parameters and state of the loss of a module; those that are given otherwise."""
+    return (
+        (source.params, model_state or source.model_state) if isinstance(source, ModuleLoss) else (source, model_state)
+    )
 
 
 def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
@@ -76,6 +84,7 @@ def state_target(
     >>> jaxdist.state_target(lambda key: {"w": jnp.zeros((1024, 256))}, optax.sgd(0.1), mesh, strategy="zero3")
     TrainState(abstract, 262,144 parameters, 128.02 KiB a device, mesh: fsdp=8)
     """
+    source, model_state = _taken_apart(source, model_state)
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     options = make_options(options, keywords)
@@ -122,6 +131,7 @@ def init_state(
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
     {'b': (3,), 'w': (2, 4)}
     """
+    source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
     carried, target = target.model_state, target._replace(model_state=())

@@ -25,10 +25,12 @@ class SharedRows(NamedTuple):
     axes: the mesh axes that the rows are spread over; () adds up the rows that are at hand.
     blank: the means that are zeros instead, in a trace that only asks what depends on what: "" none, "synchronous"
         those over all devices, "every" those of one device too.
+    samples: the axis of a `vmap` over this device's rows, if a loss is run row by row.
     """
 
     axes: tuple[str, ...] = ()
     blank: str = ""
+    samples: tuple[str, ...] = ()
 
 
 shared_rows = jax.make_user_context(None)
@@ -63,7 +65,7 @@ def batch_mean(
     x = jnp.asarray(x)
     dims = _dims(x.shape, axis, sync=sync)
     wide = accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
-    axes = rows.axes if sync else ()
+    axes = rows.samples + (rows.axes if sync else ())
     with jax.named_scope(SCOPE):
         if rows.blank == "every" or (rows.blank and sync):
             return jnp.zeros([size for dim, size in enumerate(x.shape) if dim not in dims], wide)
