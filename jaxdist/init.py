@@ -50,7 +50,7 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
-                "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does"
+                "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does, or what jaxdist.nnx_loss(model, fn) returns"
             )
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
@@ -118,13 +118,13 @@ def init_state(
 ) -> TrainState:
     """A `TrainState` at step 0. Each leaf is allocated in its final layout: no device ever holds more than its part.
 
-    source: a `ModelDef`; or a function key -> parameters; or a pytree of parameters that exist already, such as
-    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+    source: a `ModelDef`; or what `nnx_loss` or `linen_loss` returned; or a function key -> parameters; or a pytree of
+    parameters that exist already.
     options, keywords: a `StepOptions`, or its fields. The step must get the same.
     rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
     [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
     model_state: a tree of arrays that a loss of your own takes and returns, such as running means; whole on every
-    device, in the dtypes that it has: docs/own_loss.md.
+    device, in the dtypes that it has: docs/own_loss.md. That of a module comes with its loss.
 
     >>> params = {"w": jnp.ones((16, 4)), "b": jnp.ones(3)}
     >>> state = jaxdist.init_state(params, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")

@@ -2,10 +2,13 @@
 
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import batch_norm
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,3 +326,18 @@ def trace(loss: Any, source: Any = None) -> None:
 def test_what_does_not_fit_is_one_line(case: str) -> None:
     make, message = REFUSED[case]
     assert re.search(message, raised(make))
+
+
+EXAMPLE = child.ROOT / "docs" / "examples" / "own_modules.py"
+
+
+def test_the_page_shows_the_example() -> None:
+    assert EXAMPLE.read_text() in (child.ROOT / "docs" / "own_loss.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    environment = child.environment() | child.QUICK | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [float(line.rpartition(" ")[2]) > 0.95 for line in done.stdout.splitlines()] == [True, True]
