@@ -23,14 +23,14 @@ class SharedRows(NamedTuple):
     """How `batch_mean` runs.
 
     axes: the mesh axes that the rows are spread over; () adds up the rows that are at hand.
+    samples: the axis of a `vmap` over this device's rows, if a loss is run row by row.
     blank: the means that are zeros instead, in a trace that only asks what depends on what: "" none, "synchronous"
         those over all devices, "every" those of one device too.
-    samples: the axis of a `vmap` over this device's rows, if a loss is run row by row.
     """
 
     axes: tuple[str, ...] = ()
-    blank: str = ""
     samples: tuple[str, ...] = ()
+    blank: str = ""
 
 
 shared_rows = jax.make_user_context(None)
