@@ -1,5 +1,6 @@
 """Make a training state, laid out from its first byte."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,9 +37,22 @@ def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyT
     )
 
 
+def _refuse_modules(source: PyTree) -> None:
+    """Raise `UserError` for NNX modules and variables that are no parameters: as leaves they would be trained."""
+    if (nnx := sys.modules.get("flax.nnx")) is None:  # then there is none
+        return
+    for node in jax.tree.leaves(source, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.Variable)):
+        if isinstance(node, nnx.Module | nnx.Variable) and not isinstance(node, nnx.Param):
+            raise UserError(
+                f"params: holds a {type(node).__name__} of Flax NNX; give what loss = jaxdist.nnx_loss(module, fn)"
+                " returns, to make_train_step too: it takes the module apart"
+            )
+
+
 def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     if isinstance(source, ModelDef):
         return source.shapes, source.specs
+    _refuse_modules(source)
     for path, leaf in [] if _is_init(source) else jax.tree_util.tree_leaves_with_path(source):
         if not hasattr(leaf, "shape"):
             raise UserError(

@@ -300,6 +300,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: trace(nnx_of(nnx.BatchNorm), source=nnx_of(nnx.BatchNorm).params),
         r"the module has state \(layers.1.mean\).*init_state\(loss, optimizer, mesh\)",
     ),
+    "a module as parameters": (
+        lambda: trace(nnx_of(nnx.BatchNorm), source=with_layer(nnx.BatchNorm)),
+        r"params: holds a Sequential of Flax NNX; .*loss = jaxdist.nnx_loss\(module, fn\)",
+    ),
+    "statistics as parameters": (
+        lambda: trace(nnx_of(nnx.BatchNorm), source=nnx.state(with_layer(nnx.BatchNorm))),
+        "params: holds a BatchStat of Flax NNX",
+    ),
     "a mean": (
         lambda: trace(jaxdist.nnx_loss(with_layer(nnx.BatchNorm), lambda model, batch: model(batch).mean())),
         "must return two scalars",
