@@ -111,12 +111,10 @@ def user_lines(function: Callable[..., Any]) -> int:
 
 
 FAMILIES = [nnx_family, linen_family, equinox_family, plain_family]
-EVERYDAY = [nnx_family]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each in EVERYDAY else pytest.mark.slow) for each in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_trains_is_saved_and_resumed(family: Callable[[], Any], tmp_path: Path) -> None:
     if family is equinox_family and eqx is None:
         pytest.skip("equinox is not installed: its family of models is not tested")
