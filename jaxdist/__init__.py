@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim.make import make_optimizer as make_optimizer
     from jaxdist.parallel.batch_mean import batch_mean as batch_mean
+    from jaxdist.parallel.modules.linen_modules import linen_loss as linen_loss
+    from jaxdist.parallel.modules.nnx_modules import nnx_loss as nnx_loss
+    from jaxdist.parallel.modules.nnx_modules import nnx_update as nnx_update
     from jaxdist.parallel.options import StepOptions as StepOptions
     from jaxdist.parallel.options import StrategyOptions as StrategyOptions
     from jaxdist.parallel.schedule import Program as Program
@@ -60,11 +63,14 @@ _HOME = {
     "batch_mean": "jaxdist.parallel.batch_mean",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.traced.ledger",
+    "linen_loss": "jaxdist.parallel.modules.linen_modules",
     "load_config": "jaxdist.config.load",
     "make_mesh": "jaxdist.mesh",
     "make_optimizer": "jaxdist.optim.make",
     "make_train_step": "jaxdist.step",
     "model_def": "jaxdist.nn",
+    "nnx_loss": "jaxdist.parallel.modules.nnx_modules",
+    "nnx_update": "jaxdist.parallel.modules.nnx_modules",
     "sharding_table": "jaxdist.plan.traced.sharding",
     "spawn": "jaxdist.launcher.spawn",
     "state_target": "jaxdist.init",

@@ -1,5 +1,6 @@
 """Make a training state, laid out from its first byte."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.grad_sync import residual_target
+from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import PyTree, apply_rules, check_divisible, leaves_by_name, map_specs, path_name, without_idle
 from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
-ParameterSource = ModelDef | Callable[[jax.Array], PyTree] | PyTree
+ParameterSource = ModelDef | ModuleLoss | Callable[[jax.Array], PyTree] | PyTree
 
 
 def _is_init(source: Any) -> bool:
@@ -28,9 +30,29 @@ def _is_init(source: Any) -> bool:
     return callable(source) and jax.tree_util.all_leaves([source])
 
 
+def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyTree]:
+    """Parameters and state of the loss of a module; those that are given otherwise."""
+    return (
+        (source.params, model_state or source.model_state) if isinstance(source, ModuleLoss) else (source, model_state)
+    )
+
+
+def _refuse_modules(source: PyTree) -> None:
+    """Raise `UserError` for NNX modules and variables that are no parameters: as leaves they would be trained."""
+    if (nnx := sys.modules.get("flax.nnx")) is None:  # then there is none
+        return
+    for node in jax.tree.leaves(source, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.Variable)):
+        if isinstance(node, nnx.Module | nnx.Variable) and not isinstance(node, nnx.Param):
+            raise UserError(
+                f"params: holds a {type(node).__name__} of Flax NNX; give what loss = jaxdist.nnx_loss(module, fn)"
+                " returns, to make_train_step too: it takes the module apart"
+            )
+
+
 def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     if isinstance(source, ModelDef):
         return source.shapes, source.specs
+    _refuse_modules(source)
     for path, leaf in [] if _is_init(source) else jax.tree_util.tree_leaves_with_path(source):
         if not hasattr(leaf, "shape"):
             raise UserError(
@@ -42,7 +64,7 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
-                "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does"
+                "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does, or what jaxdist.nnx_loss(model, fn) returns"
             )
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
@@ -92,6 +114,7 @@ def state_target(
     >>> jaxdist.state_target(lambda key: {"w": jnp.zeros((1024, 256))}, optax.sgd(0.1), mesh, strategy="zero3")
     TrainState(abstract, 262,144 parameters, 128.02 KiB a device, mesh: fsdp=8)
     """
+    source, model_state = _taken_apart(source, model_state)
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     options = make_options(options, keywords)
@@ -125,19 +148,20 @@ def init_state(
 ) -> TrainState:
     """A `TrainState` at step 0. Each leaf is allocated in its final layout: no device ever holds more than its part.
 
-    source: a `ModelDef`; or a function key -> parameters; or a pytree of parameters that exist already, such as
-    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+    source: a `ModelDef`; or what `nnx_loss` or `linen_loss` returned; or a function key -> parameters; or a pytree of
+    parameters that exist already.
     options, keywords: a `StepOptions`, or its fields. The step must get the same.
     rules: (pattern, PartitionSpec) pairs for parameter trees of your own; the first match wins:
     [("*.kernel", P(None, "fsdp")), ("*.bias", P())]. Other parameters are placed by their shapes.
     model_state: a tree of arrays that a loss of your own takes and returns, such as running means; whole on every
-    device, in the dtypes that it has: docs/own_loss.md.
+    device, in the dtypes that it has: docs/own_loss.md. That of a module comes with its loss.
 
     >>> params = {"w": jnp.ones((16, 4)), "b": jnp.ones(3)}
     >>> state = jaxdist.init_state(params, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
     {'b': (3,), 'w': (2, 4)}
     """
+    source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
     carried, target = target.model_state, target._replace(model_state=())

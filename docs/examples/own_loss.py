@@ -7,16 +7,15 @@ from own_blocks import GPT, train
 import jaxdist
 
 jax.config.update("jax_num_cpu_devices", 8)
-graph, params = nnx.split(GPT(nnx.Rngs(0)), nnx.Param)
 
 
-def loss(params, batch, keys):
-    model = nnx.merge(graph, params, copy=True)
+def run(model, batch, keys):
     h = model.embed(batch, keys)
     for block in model.blocks:
         h = block(h, keys)
     return model.head(h, batch, model.embed)
 
 
+loss = jaxdist.nnx_loss(GPT(nnx.Rngs(0)), run)
 for strategy in ("ddp", "zero3"):
-    train(nnx.to_pure_dict(params), loss, jaxdist.make_mesh(fsdp=8), strategy=strategy, remat="full")
+    train(loss, loss, jaxdist.make_mesh(fsdp=8), strategy=strategy, remat="full")

@@ -22,21 +22,15 @@ class MLP(nnx.Module):
         return self.down(nnx.relu(self.up(x)))
 
 
-graph, nnx_params = nnx.split(MLP(nnx.Rngs(0)), nnx.Param)
-
-
-def nnx_loss(params, batch, keys):  # keys: one random key a sample, for dropout
-    return cross_entropy(nnx.merge(graph, params, copy=True)(batch["x"]), batch["y"])
-
-
-def plain_loss(params, batch, keys):
+def plain_loss(params, batch, keys):  # keys: one random key a sample, for dropout
     return cross_entropy(batch["x"] @ params["w"] + params["b"], batch["y"])
 
 
 plain_params = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
-for loss_fn, params in ((nnx_loss, nnx.to_pure_dict(nnx_params)), (plain_loss, plain_params)):
+nnx_loss = jaxdist.nnx_loss(MLP(nnx.Rngs(0)), lambda model, batch: cross_entropy(model(batch["x"]), batch["y"]))
+for loss_fn, params in ((nnx_loss, nnx_loss), (plain_loss, plain_params)):
     state = jaxdist.init_state(params, adamw, mesh, strategy="zero3")
     step = jaxdist.make_train_step(loss_fn, adamw, mesh, strategy="zero3", microbatches=2)
     for _ in range(30):
         state, metrics = step(state, batch)
-    print(f"{loss_fn.__name__}: {metrics['loss']:.4f}", [str(x.sharding.spec) for x in jax.tree.leaves(state.params)])
+    print(f"loss {metrics['loss']:.4f}", [str(x.sharding.spec) for x in jax.tree.leaves(state.params)])

@@ -58,6 +58,6 @@ def refuse_stored_keys(jaxpr: Any, moves: Sequence[bool]) -> None:
     if frozen:
         raise UserError(
             f"loss_fn: draws random numbers with a stored key, the same at every step ({frozen[0]}); use the keys that "
-            "loss_fn is given: nnx.reseed(model, default=keys[0], dropout=keys[0]) for stored Rngs, or "
-            "jax.random.bernoulli(keys[0], ...); draw outside of loss_fn what shall stay the same"
+            "loss_fn is given: for stored Rngs jaxdist.nnx_loss(model, fn), or nnx.reseed(model, default=keys[0], ...);"
+            " or jax.random.bernoulli(keys[0], ...); draw outside of loss_fn what shall stay the same"
         )

@@ -22,9 +22,10 @@ LOCAL_SCOPE = f"{SCOPE}_of_one_device"  # that of sync=False
 
 
 class SharedRows(NamedTuple):
-    """How `batch_mean` runs. The fields below axes are for traces that only check a loss.
+    """How `batch_mean` runs. The fields from blank on are for traces that only check a loss.
 
     axes: the mesh axes that the rows are spread over; () adds up the rows that are at hand.
+    samples: the axis of a `vmap` over this device's rows, if a loss is run row by row.
     blank: the means that are zeros instead: "" none, "synchronous" those over all devices, "every" those of one device
         too.
     in_rule: whether only rules of custom derivatives are traced.
@@ -32,6 +33,7 @@ class SharedRows(NamedTuple):
     """
 
     axes: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
     blank: str = ""
     in_rule: bool = False
     axis_size: int = 0
@@ -70,7 +72,7 @@ def batch_mean(
     rows, x = rows or SharedRows(), jnp.asarray(x)
     dims = _dims(x.shape, axis, sync=sync)
     wide = accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
-    axes = rows.axes if sync else ()
+    axes = rows.samples + (rows.axes if sync else ())
     with jax.named_scope(SCOPE if sync else LOCAL_SCOPE):
         if rows.blank == "every" or (rows.blank and sync):
             return jnp.zeros([size for dim, size in enumerate(x.shape) if dim not in dims], wide)

@@ -55,7 +55,7 @@ def read_results(result: Any, model_state: PyTree) -> tuple[jax.Array, LossResul
     model_state: the one that it was given; one without leaves is not returned.
     """
     stateful = bool(jax.tree.leaves(model_state))
-    _check_form(result, stateful=stateful)
+    check_form(result, stateful=stateful)
     total, new = jnp.asarray(result[0]), result[3] if stateful else model_state
     wide, metrics = accumulation_dtype(total.dtype), result[2] if len(result) > 2 else {}
     _check_metrics(metrics)
@@ -74,7 +74,8 @@ def _is_scalar(x: Any) -> bool:
     return isinstance(x, int | float | np.generic | np.ndarray | jax.Array) and not np.ndim(x)
 
 
-def _check_form(result: Any, *, stateful: bool) -> None:
+def check_form(result: Any, *, stateful: bool) -> None:
+    """Raise `UserError` for another number of results than a loss returns, with a state or without."""
     parts = result if isinstance(result, tuple) else ()
     if len(parts) == 2 and any(isinstance(part, dict | list | tuple) for part in parts):
         raise UserError(f"loss_fn: returned (loss, aux); allowed: {_PAIR}: sums over this shard's rows, no means")

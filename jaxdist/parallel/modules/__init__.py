@@ -1,0 +1,1 @@
+"""Losses of modules that hold parameters, state and random streams, for steps that take functions."""

@@ -1,0 +1,77 @@
+"""A loss with the parameters and the state that its module starts with."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxdist.errors import UserError
+from jaxdist.parallel.batch_mean import SharedRows, shared_rows
+from jaxdist.parallel.loss_results import check_form
+from jaxdist.specs import PyTree, leaves_by_name
+
+_SAMPLES = "samples"  # the axis of a `vmap` over rows
+
+
+class ModuleLoss:
+    """What `nnx_loss` and `linen_loss` make, to be given to `init_state` and `make_train_step`.
+
+    It is a loss_fn(params, batch, keys, model_state), which may be called outside of a step too, for evaluation: keys
+    are None then, and random streams stay as the module has them.
+
+    params: the parameters that the module has, in nested dicts
+    model_state: its other variables, in nested dicts; empty if it has none
+    evaluation: the same loss with the module in evaluation mode, or None where the user's function says the mode
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., tuple[Any, PyTree]],
+        params: PyTree,
+        model_state: PyTree,
+        *,
+        per_sample: bool,
+        evaluation: "ModuleLoss | None" = None,
+    ) -> None:
+        """run: (params, batch, keys, model_state) -> (results of the user's function, new model_state)"""
+        self.params, self.model_state, self.evaluation = params, model_state, evaluation
+        self._run, self._per_sample = run, per_sample
+
+    def __repr__(self) -> str:
+        count, others = (len(jax.tree.leaves(tree)) for tree in (self.params, self.model_state))
+        return f"ModuleLoss({count} parameters, {others} arrays of state{', per sample' if self._per_sample else ''})"
+
+    def __call__(
+        self, params: PyTree, batch: PyTree, keys: jax.Array | None = None, model_state: PyTree | None = None
+    ) -> Any:
+        named = leaves_by_name(self.model_state)
+        if named and not jax.tree.leaves(model_state):
+            raise UserError(
+                f"loss_fn: the module has state ({min(named)}), and was given none; allowed: a state of"
+                " init_state(loss, optimizer, mesh), where loss is what nnx_loss or linen_loss returned"
+            )
+        model_state = model_state if named else self.model_state
+        result, new = (self._each_row if self._per_sample else self._run)(params, batch, keys, model_state)
+        check_form(result, stateful=False)
+        return (*(*result, {})[:3], new) if named else result
+
+    def _each_row(self, params: PyTree, batch: PyTree, keys: jax.Array | None, model_state: PyTree) -> Any:
+        """The results of every row by itself, a batch of one with its own key, added up."""
+
+        def one(row: PyTree) -> Any:
+            row, key = jax.tree.map(lambda leaf: leaf[None], row)
+            result, new = self._run(params, row, key, model_state)
+            check_form(result, stateful=False)
+            return result, new
+
+        rows = shared_rows.value or SharedRows()
+        with shared_rows(rows._replace(samples=(_SAMPLES,))):
+            results, new = jax.vmap(one, axis_name=_SAMPLES)((batch, keys))
+        # A state is the same for all rows: one that is computed from a row is found in the whole loss, and refused.
+        return jax.tree.map(lambda leaf: leaf.sum(0), results), jax.tree.map(lambda leaf: leaf[0], new)
+
+
+def call_user(fn: Callable[..., Any], module: Any, batch: PyTree, keys: jax.Array | None) -> Any:
+    """The user's fn(module, batch), with the keys if it has an argument of that name."""
+    return fn(module, batch, **({"keys": keys} if "keys" in inspect.signature(fn).parameters else {}))
