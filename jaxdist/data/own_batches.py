@@ -53,8 +53,8 @@ class Placing:
             name = next(each for each in [*kinds, *self._first] if kinds.get(each) != self._first.get(each))
             raise UserError(
                 f"{where}: {name or 'the array'} is {kinds.get(name, 'missing')}, and was"
-                f" {self._first.get(name, 'missing')} in the first; give all batches one shape: leave out the last of an"
-                " epoch (drop_last=True), or fill it up with rows of weight 0"
+                f" {self._first.get(name, 'missing')} in the first; give all batches one shape: leave out the last of"
+                " an epoch (drop_last=True), or fill it up with rows of weight 0"
             )
         return jax.tree.unflatten(jax.tree.structure(batch), list(arrays.values()))
 
@@ -233,8 +233,8 @@ def _encoded(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UserError(
-        f"data: its state holds a {type(value).__name__}; allowed: numbers, texts, bytes, arrays, and lists and dicts of"
-        " these"
+        f"data: its state holds a {type(value).__name__}; allowed: numbers, texts, bytes, arrays, and lists and dicts"
+        " of these"
     )
 
 
