@@ -138,12 +138,10 @@ def indexed(data: Any, key: str = "data") -> Callable[[int], Any] | None:
         return data.batch if data.batches is None else lambda number: data.batch(number % (data.batches or 1))
     if isinstance(data, Mapping | np.ndarray | jax.Array):
         raise UserError(f"{key}: is one batch, a {type(data).__name__}; give an iterable of batches, such as [batch]")
-    if not hasattr(data, "__getitem__"):
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):  # streams of datasets have columns by index
         if not hasattr(data, "__iter__") and not callable(data):
             raise UserError(f"{key}: is a {type(data).__name__}, which gives no batches; give an iterable of batches")
         return None
-    if not hasattr(data, "__len__"):
-        return data.__getitem__
     if not len(data):
         raise UserError(f"{key}: is empty; give at least one batch")
     return lambda number: data[number % len(data)]

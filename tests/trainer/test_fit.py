@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from jobs import Processes, free_port
 
 import jaxdist
 from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded
@@ -449,3 +450,73 @@ def test_a_model(sizes: dict[str, int], tmp_path: Path) -> None:
         found[name] = done.metrics
     for key in ("loss", "eval/loss", "grad_norm"):
         assert found["run"][key] == pytest.approx(found["one"][key], rel=2e-5), key
+
+
+TWO = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, rows = int(sys.argv[2]), int(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank)
+import jax.numpy as jnp, numpy as np, optax
+import jaxdist
+x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)[:, 4 * rank : 4 * rank + rows]
+
+class Counting:  # a state of its own, another one in each process
+    at = 0
+    def __iter__(self):
+        while self.at < 4:
+            self.at += 1
+            yield x[self.at - 1]
+        self.at = 0
+    def state_dict(self):
+        return {"at": self.at, "rank": rank}
+    def load_state_dict(self, state):
+        assert state["rank"] == rank, state
+        self.at = state["at"]
+
+loss = lambda params, batch, keys: (((batch @ params["w"] - 1) ** 2).sum(), batch.shape[0])
+mesh, losses = jaxdist.make_mesh(fsdp=8), []
+for steps in (3, 6):
+    jaxdist.fit(loss, optax.adam(0.1), Counting(), steps=steps, params={"w": jnp.zeros((4, 8))}, mesh=mesh,
+                run_dir="run", strategy="zero3", eval_data=list(x),
+                callbacks=[lambda step, metrics: losses.append(metrics["loss"])])
+print("losses", *losses, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(4, 4), (4, 3)])
+def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
+    """Each gives its own rows, and goes on from its own state. Where one gives fewer, both say so and end."""
+    processes, port = Processes(tmp_path), free_port()
+    for rank in range(2):
+        processes.add(["-c", TWO, str(port), str(rank), str(rows[rank])], {})
+    try:
+        status = processes.wait(120)
+    finally:
+        processes.kill()
+    if rows != (4, 4):
+        assert 0 not in status
+        assert all("data: batch 0 has 4, 3 rows in the processes; give as many" in processes.err(i) for i in range(2))
+        return
+    assert status == [0, 0], processes.logs()
+    x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)
+    square = lambda params, batch, keys: (((batch @ params["w"] - 1) ** 2).sum(), batch.shape[0])  # noqa: E731
+    told: Metrics = []
+    jaxdist.fit(
+        square,
+        optax.adam(0.1),
+        list(x),
+        steps=6,
+        params={"w": jnp.zeros((4, 8))},
+        mesh=mesh(),
+        run_dir=tmp_path / "one",
+        callbacks=[lambda *given: told.append(given)],
+    )
+    for rank in range(2):
+        (line,) = [each for each in processes.out(rank).splitlines() if each.startswith("losses")]
+        found = [float(each) for each in line.split()[1:]]
+        np.testing.assert_allclose(found, [metrics["loss"] for _, metrics in told], rtol=1e-5)
