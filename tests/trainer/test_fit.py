@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -520,3 +522,27 @@ def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
         (line,) = [each for each in processes.out(rank).splitlines() if each.startswith("losses")]
         found = [float(each) for each in line.split()[1:]]
         np.testing.assert_allclose(found, [metrics["loss"] for _, metrics in told], rtol=1e-5)
+
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_evaluation", "loop_profile", "loop_ema")
+
+
+def test_the_page_shows_the_examples() -> None:
+    page = (EXAMPLES.parent / "own_loop.md").read_text()
+    assert all((EXAMPLES / f"{name}.py").read_text() in page for name in FILES)
+
+
+@pytest.mark.slow
+def test_the_examples_run() -> None:
+    """In one process; the fit last, which ends it with its status."""
+    run = "import runpy, sys; [runpy.run_path(name, run_name='__main__') for name in sys.argv[1:]]"
+    files = [str(EXAMPLES / f"{name}.py") for name in (*FILES[1:], FILES[0])]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(EXAMPLES.parents[1])}
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); {run}", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    for line in ("step 75: loss 0.", "steps 41 to 100: loss 0.", "step 100: {", "written: ", "told of step 100: 0."):
+        assert line in said, said
+    assert "average of the parameters, P('fsdp'" in said and "accuracy 0.9" in said.splitlines()[-1]
