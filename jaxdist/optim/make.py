@@ -18,7 +18,7 @@ from jaxdist.specs import PyTree
 if TYPE_CHECKING:
     from jaxdist.config.schema import OptimizerConfig
 
-HERE = "jaxdist.optim.make"  # where a registry would be: these entries are no files
+_HERE = "jaxdist.optim.make"  # where a registry would be: these entries are no files
 NOT_DECAYED = ("bias", "scale")  # vectors, even if stacked blocks give them a second dim
 
 
@@ -30,7 +30,7 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
 
     def own() -> optax.Schedule:
         key = "optimizer.schedule"
-        made = registry.function(HERE, config.schedule, config, key=key, steps=after)(config, steps=after)
+        made = registry.function(_HERE, config.schedule, config, key=key, steps=after)(config, steps=after)
         if not callable(made):
             raise UserError(f"{key}: {config.schedule!r} gives a {type(made).__name__}; allowed: step -> learning rate")
         return made
@@ -74,7 +74,7 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTran
     }
     if "." in config.name:
         return registry.make(
-            HERE, config.name, optax.GradientTransformation, config, key="optimizer.name", learning_rate=rate
+            _HERE, config.name, optax.GradientTransformation, config, key="optimizer.name", learning_rate=rate
         )
     if config.name not in makers:
         raise UserError(f"optimizer.name: {config.name!r} is not known; allowed: {', '.join(makers)}")
