@@ -2,7 +2,8 @@
 
 The story of this folder: `train` (here) checks the run directory, `run.build` makes the run, and `loop` steps through
 it. `recorder` writes metrics, `evaluation` evaluates and samples, `saving` saves, `nonfinite` handles bad steps with
-the diagnoses in `failures/`. `header` and `summary` are the first and the last lines on the console.
+the diagnoses in `failures/`. `header` and `summary` are the first and the last lines on the console. `fit` makes a run
+of a user's objects in Python, and its `Work` for the same loop.
 
 The loop never waits for the device: a thread makes batches ahead, and metrics are read one step late.
 """
