@@ -2,6 +2,7 @@
 layout."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import oracle
 import pytest
 from levels import levels
 
+from jaxdist.config.load import load_config
 from jaxdist.config.rules.fields import check_section
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.errors import UserError
@@ -87,6 +89,18 @@ def test_dotted_paths_that_are_wrong(key: str, path: str, line: str) -> None:
     with pytest.raises(UserError) as raised:
         make_optimizer(OptimizerConfig(**{key: path}), steps=10)
     assert str(raised.value).startswith(f"optimizer.{key}: {line}"), raised.value
+
+
+@pytest.mark.parametrize("name", ["outsider.optimizer.momentum", "adamw", "muon"])
+def test_optimizers_of_deterministic_runs(name: str, tmp_path: Path) -> None:
+    """Of a dotted path the step finds out, in the traced program, whether it sums over elements."""
+    (tmp_path / "run.yaml").write_text("parallel: {grad_sync: {deterministic: true}}")
+    read = lambda: load_config(tmp_path / "run.yaml", [f"optimizer.name={name}"])  # noqa: E731
+    if name != "muon":
+        assert read().optimizer.name == name
+        return
+    with pytest.raises(UserError, match="optimizer.name: 'muon' sums over whole parameters"):
+        read()
 
 
 def test_vectors_are_not_decayed_however_they_are_stacked() -> None:
