@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from jaxdist.state import TrainState as TrainState
     from jaxdist.step import make_train_step as make_train_step
     from jaxdist.train_step import TrainStep as TrainStep
+    from jaxdist.trainer.fit import FitResult as FitResult
+    from jaxdist.trainer.fit import fit as fit
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
     "Config": "jaxdist.config.schema",
+    "FitResult": "jaxdist.trainer.fit",
     "GradSync": "jaxdist.config.grad_sync",
     "ModelDef": "jaxdist.model",
     "Precision": "jaxdist.precision.policy",
@@ -61,6 +64,7 @@ _HOME = {
     "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",
     "batch_mean": "jaxdist.parallel.batch_mean",
+    "fit": "jaxdist.trainer.fit",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.traced.ledger",
     "linen_loss": "jaxdist.parallel.modules.linen_modules",

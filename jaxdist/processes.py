@@ -101,6 +101,8 @@ def done_by_first(work: Callable[[], Any]) -> Any:
 
 def from_all(value: Any) -> list[Any]:
     """The values of all processes, in the order of ranks. A value is what JSON can hold. Every process must call it."""
+    if jax.process_count() == 1:
+        return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size)).ravel()
     padded = np.zeros(int(sizes.max()), np.uint8)

@@ -163,8 +163,9 @@ def make(package: str, name: Any, kind: type[Made], *given: Any, key: str, **opt
 
 
 def _allowed(package: str) -> str:
-    known = ", ".join(names(package))
-    return f"allowed: {known}, or a dotted path to an entry of your own, as docs/extending.md describes"
+    known = [", ".join(found)] if (found := names(package)) else []
+    own = "a dotted path to an entry of your own, as docs/extending.md describes"
+    return f"allowed: {', or '.join([*known, own])}"
 
 
 @functools.cache

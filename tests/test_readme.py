@@ -29,6 +29,7 @@ HELD = {  # what a block begins with, and the test of it
     "MASTER_ADDR=": "test_commands_are_understood",
     '"""Your own transformer of stock': "tests/nn/test_own_blocks.py",
     '"""Your own Flax NNX model': "tests/parallel/test_user_loss.py",
+    "done = jaxdist.fit(": "tests/trainer/test_fit.py",
     "deterministic\n": "tests/contracts/test_deterministic.py",
     "$ python scripts/explain.py": "test_the_ledger_of_1024_devices",
     " batch = f(seed, step)": "a drawing",

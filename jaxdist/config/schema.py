@@ -169,9 +169,11 @@ class MemoryConfig:
 class OptimizerConfig:
     """The optimizer and its learning rate."""
 
-    name: str = setting("adamw", "the optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon"))
+    name: str = setting("adamw", "the optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon"), dotted=True)
     lr: float = setting(3e-3, "peak learning rate", above=0)
-    schedule: str = setting("cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"))
+    schedule: str = setting(
+        "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"), dotted=True
+    )
     warmup_steps: int = setting(0, "steps over which the rate rises from 0; at most train.steps", at_least=0)
     final_lr_ratio: float = setting(0.1, "last learning rate as a fraction of lr", at_least=0, at_most=1)
     b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)

@@ -60,7 +60,7 @@ def sample_leaves(sample: Mapping[str, Any], *, where: str) -> Leaves:
     return leaves
 
 
-def fit(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
+def as_dtype(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
     """Rows cast to `dtype`. Raises `UserError` for integers that do not fit; its message begins with `where`."""
     cast = np.asarray(rows).astype(dtype, copy=False)
     if np.issubdtype(dtype, np.integer) and not np.array_equal(cast, rows):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist import registry
 from jaxdist.errors import UserError
 from jaxdist.optim.muon import muon
 from jaxdist.optim.norms import clip_by_ordered_norm
@@ -17,20 +18,29 @@ from jaxdist.specs import PyTree
 if TYPE_CHECKING:
     from jaxdist.config.schema import OptimizerConfig
 
+_HERE = "jaxdist.optim.make"  # where a registry would be: these entries are no files
 NOT_DECAYED = ("bias", "scale")  # vectors, even if stacked blocks give them a second dim
 
 
 def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
-    """The learning rate schedule: linear warm-up to `lr`, then `cosine`, `linear` or `constant`.
+    """The learning rate schedule: linear warm-up to `lr`, then `cosine`, `linear`, `constant`, or somebody else's.
 
     Cosine and linear end at `final_lr_ratio * lr` at the last step.
     """
+
+    def own() -> optax.Schedule:
+        key = "optimizer.schedule"
+        made = registry.function(_HERE, config.schedule, config, key=key, steps=after)(config, steps=after)
+        if not callable(made):
+            raise UserError(f"{key}: {config.schedule!r} gives a {type(made).__name__}; allowed: step -> learning rate")
+        return made
+
     after, final = max(1, steps - config.warmup_steps - 1), config.lr * config.final_lr_ratio
     tail = {
         "cosine": lambda: optax.cosine_decay_schedule(config.lr, after, alpha=config.final_lr_ratio),
         "linear": lambda: optax.linear_schedule(config.lr, final, after),
         "constant": lambda: optax.constant_schedule(config.lr),
-    }[config.schedule]()
+    }.get(config.schedule, own)()
     if not config.warmup_steps:
         return tail
     # Step 0 must change the parameters, so it has lr / warmup_steps, the first of warmup_steps equal rises.
@@ -62,6 +72,10 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTran
         "adafactor": lambda: adafactor(rate, **decay),
         "muon": lambda: muon(rate, beta=config.momentum, adam_b1=config.b1, adam_b2=config.b2, **decay),
     }
+    if "." in config.name:
+        return registry.make(
+            _HERE, config.name, optax.GradientTransformation, config, key="optimizer.name", learning_rate=rate
+        )
     if config.name not in makers:
         raise UserError(f"optimizer.name: {config.name!r} is not known; allowed: {', '.join(makers)}")
     return makers[config.name]()

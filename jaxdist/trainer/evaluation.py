@@ -1,7 +1,7 @@
 """Evaluation and sampling: forward-only programs in the layout of training."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jaxdist.trainer.run import RunPlan, Sampler
 TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
 
 
-def _unused_keys(rows: int) -> jax.Array:
+def unused_keys(rows: int) -> jax.Array:
     """Dropout keys that are never read: a model for evaluation has no dropout."""
     return jax.random.split(jax.random.key(0), rows)
 
@@ -39,7 +39,7 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
 
     def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         rows = jax.tree.leaves(batch)[0].shape[0]
-        batch = to_varying({**batch, "keys": _unused_keys(rows)}, BATCH_LIKE)
+        batch = to_varying({**batch, "keys": unused_keys(rows)}, BATCH_LIKE)
         totals = program.loss(*strategy.begin(params, specs, STACKED), batch)[:2]
         return psum(to_varying(totals, BATCH_LIKE), BATCH_LIKE)
 
@@ -56,7 +56,7 @@ def make_sampler(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy)
     logits_of = make_logits(model, strategy, specs)
 
     def region(params: PyTree, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        batch = to_varying({"inputs": tokens, "keys": _unused_keys(tokens.shape[0])}, BATCH_LIKE)
+        batch = to_varying({"inputs": tokens, "keys": unused_keys(tokens.shape[0])}, BATCH_LIKE)
         return logits_of(params, batch, position)
 
     rows = batch_spec(mesh)
@@ -80,6 +80,18 @@ def forward_parts(plan: RunPlan) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
     precision, stages = parts.options.precision, mesh.shape["pipe"]
     model = make_model(config, precision, stages=stages, training=False, attention=parts.attention[0])
     return in_precision(model, precision), mesh, specs_of_arrays(parts.target.params), strategy
+
+
+def add_up(results: Iterable[PyTree], *, on_cpu: bool) -> PyTree:
+    """The sums of trees of scalars that are alike, in float64; None of no trees. on_cpu: whether devices are CPUs."""
+    given: list[PyTree] = []
+    for result in results:
+        given.append(result)
+        if on_cpu:  # as in `TrainStep`: two under way
+            jax.block_until_ready(given[-2:][0])
+    if not given:
+        return None
+    return jax.tree.map(lambda *each: float(np.sum(np.asarray(each, np.float64))), *jax.device_get(given))
 
 
 class Evaluator:
@@ -115,12 +127,8 @@ class Evaluator:
         self._crumbs.enter("evaluation")
         mean, named = 0.0, dict[str, float]()
         for name, share, loader in self._parts:
-            sums: list[Any] = []
-            for i in range(loader.batches or 0):
-                sums.append(self._step(params, loader.batch(i)))
-                if self._on_cpu:  # as in `TrainStep`: two under way
-                    jax.block_until_ready(sums[-2:][0])
-            loss, weight = np.asarray(jax.device_get(sums), np.float64).sum(axis=0).tolist()
+            batches = map(loader.batch, range(loader.batches or 0))
+            loss, weight = add_up((self._step(params, batch) for batch in batches), on_cpu=self._on_cpu)
             mean += share * loss / weight
             named |= {f"eval/loss/{name}": loss / weight} if name else {}
         bits = {"eval/bits_per_byte": mean / math.log(2)} if self._unit == "bytes" else {}

@@ -3,18 +3,18 @@
 import statistics
 from collections import deque
 
-from jaxdist.data import GlobalBatches
 from jaxdist.errors import UserError
+from jaxdist.model import ModelDef
 from jaxdist.precision.loss_scale import released
 from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis, unknown_ids
-from jaxdist.trainer.run import TrainingRun
+from jaxdist.trainer.run import TrainingRun, Work
 from jaxdist.trainer.saving import settle
 
 MAX_ROLLBACKS = 3  # to one checkpoint; the next ends the run
 _FEWEST, _RECENT = 16, 64  # number of losses that a spike is judged by
 
 
-class NonFinite(Exception):
+class NonFinite(FloatingPointError):
     """A step that the run cannot take.
 
     - step: its number, from 1.
@@ -44,16 +44,17 @@ class Spikes:
         self._losses.append(loss)
 
 
-def look_into(run: TrainingRun, error: NonFinite, loader: GlobalBatches) -> Finding | None:
-    """Run the failing step again and say on the console where it went wrong. Consumes the run's state."""
-    if not error.guarded:
-        return None
+def look_into(run: TrainingRun, error: NonFinite, work: Work) -> Finding | None:
+    """Run the failing step again and say on the console where it went wrong. Consumes the run's state. Not of a user's
+    own loss, which has no blocks to look into."""
     progress, parts, console = run.progress, run.plan.parts, run.outputs.console
+    if not error.guarded or not isinstance(parts.model, ModelDef):
+        return None
     console.line(f"looking into step {error.step} ...")
     state = progress.state._replace(opt_state=())
     progress.state = state._replace(params=())  # makes room for the diagnosis
     diagnose = make_diagnosis(parts.model, run.plan.mesh, numbers=parts.order.tolist(), options=parts.options)
-    batch = loader.batch(error.step - 1 + progress.passed)
+    batch = work.batch(error.step - 1 + progress.passed)
     finding = diagnose(state, batch)
     unknown = unknown_ids(batch, getattr(run.plan.config.model, "vocab", None))
     console.line(f"found: {unknown or finding or 'nothing: run again, all of it is finite'}")

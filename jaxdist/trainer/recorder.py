@@ -9,10 +9,9 @@ import jax
 
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, leaves_of
-from jaxdist.optim.make import learning_rates
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.trainer.nonfinite import NonFinite, Spikes
-from jaxdist.trainer.run import Outputs, RunPlan
+from jaxdist.trainer.run import Outputs, RunPlan, Work
 
 _Batch = TypeVar("_Batch")
 
@@ -64,13 +63,13 @@ def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
 class Recorder:
     """Writes finished steps to the console and metrics.jsonl, and raises `NonFinite` for what must not go on."""
 
-    def __init__(self, plan: RunPlan, outputs: Outputs, watch: Watch, spikes: Spikes) -> None:
+    def __init__(self, plan: RunPlan, work: Work, outputs: Outputs, watch: Watch, spikes: Spikes) -> None:
         self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
         self._max_skips = plan.parts.options.max_skips
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
         self._unwritten = False
-        self._rates = learning_rates(plan.config.optimizer, plan.config.train.steps)
-        self._clock = Clock(*work_of_a_step(plan.config, plan.source))
+        self._rates, self._recorded = work.rates, work.recorded
+        self._clock = Clock(*work.per_step)
         self.awaited = self._clock.awaited
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -96,14 +95,17 @@ class Recorder:
         self._crumbs.at_step("record")
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
-        rate = self._rates[step - 1 - skipped + (in_a_row > 0)]  # the optimizer has not counted skipped steps
-        metrics = {"loss": loss, **values, "lr": float(rate), **self._clock.read()}
+        metrics = {"loss": loss, **values}
+        if self._rates is not None:  # the optimizer has not counted skipped steps
+            metrics["lr"] = float(self._rates[step - 1 - skipped + (in_a_row > 0)])
+        metrics |= self._clock.read()
         metrics |= {"skipped": skipped} if in_a_row else {}
         self._outputs.console.step(step, metrics)
         evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._outputs.console.evaluation(step, evaluation)
         self._write(step, metrics | evaluation)
+        self._recorded(step, metrics | evaluation)
         if in_a_row or not (math.isfinite(loss) and math.isfinite(norm)):
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:

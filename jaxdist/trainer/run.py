@@ -7,13 +7,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.build import Parts, assemble
@@ -35,7 +36,7 @@ from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import facts_of_program
-from jaxdist.trainer.resume import changed_settings, check_identity, identity, show_changes
+from jaxdist.trainer.resume import changed_settings, check_identity, identity, record, show_changes
 
 Sampler = Callable[[PyTree], str]  # parameters -> text
 
@@ -63,6 +64,7 @@ class Progress:
     - rollbacks: {step of a checkpoint: how often the run went back to it}.
     - changed: settings that differ from the checkpoint that was resumed, {key: [before, now]}.
     - forced: the changes of a run's identity that `checkpoint.resume=force` let pass, each {"step", "changed"}.
+    - meta: the record of the checkpoint that was resumed; {} in a new run.
     """
 
     state: TrainState
@@ -71,6 +73,7 @@ class Progress:
     rollbacks: dict[int, int] = field(default_factory=dict)
     changed: dict[str, list[Any]] = field(default_factory=dict)
     forced: list[dict[str, Any]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -105,8 +108,16 @@ class Outputs:
         """Warn about a damaged checkpoint, or one without checksums."""
         self.warn({"what": line, "action": "another checkpoint" if "damaged" in line else "none"})
 
-    def open_files(self, plan: RunPlan, stack: ExitStack, *, resume_step: int | None) -> None:
-        """Write what is known before the first step, then open the files of metrics: they are cut last, once it is
+    def open_files(
+        self,
+        stack: ExitStack,
+        *,
+        resume_step: int | None,
+        described: Mapping[str, Any],
+        config: str | None = None,
+        samples: bool = False,
+    ) -> None:
+        """Write env.json (described) and config.yaml, then open the files of metrics: they are cut last, once it is
         known that the run can write. Raises `UserError` where it cannot."""
 
         def opened(name: str) -> MetricsWriter:
@@ -116,11 +127,11 @@ class Outputs:
         try:
             if problem := self.checkpoints.no_room():
                 raise problem
-            replace_file(self.folder / "config.yaml", to_yaml(plan.config, redact_settings).encode())
-            data = redact_settings(plan.source.info)
-            write_environment(self.folder / "env.json", {**run_environment(plan.mesh), "data": data})
+            if config is not None:
+                replace_file(self.folder / "config.yaml", config.encode())
+            write_environment(self.folder / "env.json", described)
             self.metrics = opened("metrics.jsonl")
-            self.samples = opened("samples.jsonl") if plan.config.observe.samples else None
+            self.samples = opened("samples.jsonl") if samples else None
         except OSError as error:
             what = f"--run-dir: {str(error.filename or self.folder)!r} cannot be written: {error.strerror}"
             raise UserError(f"{what}; mend it, or give another folder") from error
@@ -138,6 +149,7 @@ class Outputs:
 class TrainingRun:
     """A run that is ready for its first step.
 
+    - record: the number of a step -> what is saved beside its state.
     - baselines: bits per token of counting models, by name.
     - sample: makes the text that the run prints at its end; None: it prints none.
     """
@@ -145,10 +157,39 @@ class TrainingRun:
     plan: RunPlan
     progress: Progress
     outputs: Outputs
+    record: Callable[[int], dict[str, Any]]
     baselines: dict[str, float]
     watch: Watch
     cache: CacheHits
-    sample: Sampler | None
+    sample: Sampler | None = None
+
+
+def _no_end(evaluation: Mapping[str, float]) -> bool:
+    return False
+
+
+def _not_told(step: int, metrics: Mapping[str, float]) -> None:
+    pass
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What the steps of a run take and give: all that differs between a configuration and `jaxdist.fit`.
+
+    - batch: the number of a batch, from 0 -> the global batch. Called in rising order, but after a failed step.
+    - per_step: (the tokens or samples of a step, "tokens" or "samples").
+    - rates: the learning rate of each step; None: it is not known.
+    - evaluate: state -> metrics, "eval/loss" among them; None: never.
+    - recorded: is told the number and the metrics of each step, one step late.
+    - ends: evaluation -> whether the run is complete with it.
+    """
+
+    batch: Callable[[int], PyTree]
+    per_step: tuple[int, str]
+    rates: np.ndarray | None = None
+    evaluate: Callable[[TrainState], dict[str, float]] | None = None
+    recorded: Callable[[int, Mapping[str, float]], None] = _not_told
+    ends: Callable[[Mapping[str, float]], bool] = _no_end
 
 
 def build(
@@ -162,34 +203,59 @@ def build(
     cache = stack.enter_context(CacheHits())
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts = assemble(config, mesh)
-    keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
-    made = Checkpoints(folder / "checkpoints", **keeping, order=parts.order, entered=watch.crumbs.save_enters)
-    checkpoints = stack.enter_context(made)
-    checkpoints.look_ahead()  # while the data is read
+    outputs = make_outputs(config, folder, stack, watch, order=parts.order)  # which reads, while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
     sample = sampler_of(plan)
     if jax.process_count() > 1:
         watch.agree(facts_of_program(config, parts, mesh, plan.source))
     watch.crumbs.enter("restore")
-    lead, observe = jax.process_index() == 0, config.observe
-    console = Console(config.train.steps, mode=observe.console, log_every=observe.log_every, enabled=lead)
-    outputs = Outputs(folder=folder, console=stack.enter_context(console), checkpoints=checkpoints)
-    progress = restore_or_init(plan, outputs)
+    fresh = lambda: init_state(parts.model, parts.optimizer, mesh, parts.options)  # noqa: E731
+    progress = restore_or_init(config, parts.target, outputs, fresh, identity(config, plan.source))
+    lead = jax.process_index() == 0
     if lead:
-        resumed = progress.first_step if checkpoints.latest() is not None else None
-        outputs.open_files(plan, stack, resume_step=resumed)
-    baselines = ngram_baselines(plan.source) if lead else {}
+        resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
+        described = {**run_environment(mesh), "data": redact_settings(plan.source.info)}
+        outputs.open_files(
+            stack,
+            resume_step=resumed,
+            described=described,
+            config=to_yaml(config, redact_settings),
+            samples=config.observe.samples,
+        )
     return TrainingRun(
-        plan=plan, progress=progress, outputs=outputs, baselines=baselines, watch=watch, cache=cache, sample=sample
+        plan=plan,
+        progress=progress,
+        outputs=outputs,
+        record=lambda step: record(config, plan.source, passed=progress.passed, forced=progress.forced),
+        baselines=ngram_baselines(plan.source) if lead else {},
+        watch=watch,
+        cache=cache,
+        sample=sample,
     )
 
 
-def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:
+def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch, *, order: np.ndarray | None) -> Outputs:
+    """The outputs of a run, without those that are written; the newest checkpoint is verified meanwhile."""
+    keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
+    made = Checkpoints(folder / "checkpoints", **keeping, order=order, entered=watch.crumbs.save_enters)
+    checkpoints = stack.enter_context(made)
+    checkpoints.look_ahead()
+    lead, observe = jax.process_index() == 0, config.observe
+    console = Console(config.train.steps, mode=observe.console, log_every=observe.log_every, enabled=lead)
+    return Outputs(folder=folder, console=stack.enter_context(console), checkpoints=checkpoints)
+
+
+def restore_or_init(
+    config: Config, target: TrainState, outputs: Outputs, fresh: Callable[[], TrainState], identity: dict[str, Any]
+) -> Progress:
     """The progress of the newest intact checkpoint if the run directory has one, otherwise a new state.
+
+    - target: the state as ShapeDtypeStructs with shardings. fresh: makes one at step 0.
+    - identity: as of `jaxdist.trainer.resume.identity`.
 
     Raises `UserError` where `checkpoint.resume` or the run's identity does not allow it.
     """
-    config, parts, checkpoints, folder = plan.config, plan.parts, outputs.checkpoints, outputs.folder
+    checkpoints, folder = outputs.checkpoints, outputs.folder
     resume, latest = config.checkpoint.resume, checkpoints.latest()
     if latest is not None and resume == "never":
         raise UserError(f"checkpoint.resume: 'never', but {folder} holds one of step {latest}; use another --run-dir")
@@ -197,15 +263,15 @@ def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:
         raise UserError(f"checkpoint.resume: 'must', but {folder} holds no checkpoint; check --run-dir, or use auto")
     latest = checkpoints.newest_intact(outputs.report_damage)
     if latest is None:
-        state = init_state(parts.model, parts.optimizer, plan.mesh, parts.options)
+        state = fresh()
         return Progress(state=state, first_step=int(jax.device_get(state.step)))  # waits: a failure belongs here
     if latest > config.train.steps:
         raise UserError(
             f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
         )
     meta = checkpoints.meta(latest)
-    let_pass = check_identity(meta, identity(config, plan.source), folder, force=resume == "force")
-    state = checkpoints.restore(latest, parts.target)
+    let_pass = check_identity(meta, identity, folder, force=resume == "force")
+    state = checkpoints.restore(latest, target)
     step, forced = int(jax.device_get(state.step)), meta.get("forced", [])
     if let_pass:
         forced = [*forced, {"step": step, "changed": let_pass}]
@@ -217,6 +283,7 @@ def restore_or_init(plan: RunPlan, outputs: Outputs) -> Progress:
         passed=meta.get("batches_passed", 0),
         changed=changed_settings(meta, config),
         forced=forced,
+        meta=meta,
     )
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from jaxdist.checkpoint import SaveFailed
 from jaxdist.checkpoint.reader import FOLDER
 from jaxdist.processes import done_by_first
-from jaxdist.trainer.resume import record
 from jaxdist.trainer.run import Outputs, TrainingRun
 
 
@@ -38,10 +37,8 @@ def begin_save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     """
     settle(run.outputs)
     follow(run)
-    plan, progress = run.plan, run.progress
-    meta = record(plan.config, plan.source, passed=progress.passed, forced=progress.forced)
     try:
-        run.outputs.checkpoints.save(step, progress.state, meta, loss=loss)
+        run.outputs.checkpoints.save(step, run.progress.state, run.record(step), loss=loss)
     except SaveFailed as error:
         _report(run.outputs, error)
 

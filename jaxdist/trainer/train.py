@@ -2,7 +2,8 @@
 
 The story of this folder: `train` (here) checks the run directory, `run.build` makes the run, and `loop` steps through
 it. `recorder` writes metrics, `evaluation` evaluates and samples, `saving` saves, `nonfinite` handles bad steps with
-the diagnoses in `failures/`. `header` and `summary` are the first and the last lines on the console.
+the diagnoses in `failures/`. `header` and `summary` are the first and the last lines on the console. `fit` makes a run
+of a user's objects in Python, and its `Work` for the same loop.
 
 The loop never waits for the device: a thread makes batches ahead, and metrics are read one step late.
 """
@@ -19,9 +20,10 @@ import jax
 
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
-from jaxdist.data import GlobalBatches, make_loader, prefetch
+from jaxdist.data import make_loader, prefetch
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.observe.environment import versions
+from jaxdist.optim.make import learning_rates
 from jaxdist.processes import anywhere, done_by_first, from_first
 from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 from jaxdist.runtime.join.roll_call import MissingPeers
@@ -37,8 +39,8 @@ from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
 from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
-from jaxdist.trainer.recorder import Recorder
-from jaxdist.trainer.run import RunPlan, TrainingRun, build
+from jaxdist.trainer.recorder import Recorder, work_of_a_step
+from jaxdist.trainer.run import RunPlan, TrainingRun, Work, build
 from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
 from jaxdist.trainer.summary import write_summary
@@ -51,21 +53,32 @@ def due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-def loop(run: TrainingRun, stop: StopSignal) -> tuple[int, bool]:
-    """Train to the last step, or until asked to stop. Returns the last step, and whether it is that of the
-    configuration."""
-    config, watch = run.plan.config, run.watch
+def work_of(run: TrainingRun) -> Work:
+    """The work of a run by its configuration."""
+    plan, config = run.plan, run.plan.config
     loader = make_loader(
-        run.plan.source,
+        plan.source,
         seq_len=config.data.seq_len,
         global_batch=config.data.global_batch,
         seed=config.train.seed,
-        sharding=run.plan.sharding,
+        sharding=plan.sharding,
     )
+    evaluator = Evaluator(plan, run.watch) if config.train.eval_every else None
+    return Work(
+        batch=loader.batch,
+        per_step=work_of_a_step(config, plan.source),
+        rates=learning_rates(config.optimizer, config.train.steps),
+        evaluate=evaluator and (lambda state: evaluator(state.params)),
+    )
+
+
+def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
+    """Train to the last step, or until asked to stop. Returns the last step, and whether the run is complete."""
+    config, watch = run.plan.config, run.watch
     spikes = Spikes(config.train.loss_spike)
     while True:
         try:
-            return steps(run, loader, spikes, stop)
+            return steps(run, work, spikes, stop)
         except NonFinite as error:
             failed = error.with_traceback(None)  # its frames would keep the old state in memory
         run.outputs.console.line(f"step {failed.step}: {failed}")
@@ -73,7 +86,7 @@ def loop(run: TrainingRun, stop: StopSignal) -> tuple[int, bool]:
         rolling = config.train.on_nonfinite == "rollback"
         if failed.guarded and not rolling:  # the state is that before the step, and counts the step's batch
             begin_save(run, failed.step)
-        finding = look_into(run, failed, loader)
+        finding = look_into(run, failed, work)
         why = roll_back(run, failed) if rolling else "stopped"
         record = {"step": failed.step, "what": str(failed), "action": why or "rolled back"}
         found = None if finding is None else finding._asdict()
@@ -96,15 +109,14 @@ def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     raise NonFinite(step, text, guarded=False)  # not within `except`: the first error's frames hold the state
 
 
-def steps(run: TrainingRun, loader: GlobalBatches, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
+def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
     """`loop`, up to the first step that the run cannot take: raises `NonFinite`."""
     plan, progress, crumbs = run.plan, run.progress, run.watch.crumbs
     config, last = plan.config, plan.config.train.steps
-    evaluate = Evaluator(plan, run.watch) if config.train.eval_every else None
-    recorder = Recorder(plan, run.outputs, run.watch, spikes)
-    step, stopped = progress.first_step, False
+    recorder = Recorder(plan, work, run.outputs, run.watch, spikes)
+    step, stopped, ended = progress.first_step, False, False
     check = ReplicaCheck(plan.parts.target, plan.mesh) if config.train.check_replicas_every else None
-    batches = prefetch(lambda i: loader.batch(i + progress.passed), step, last, config.data.prefetch)
+    batches = prefetch(lambda i: work.batch(i + progress.passed), step, last, config.data.prefetch)
     with closing(batches), crumbs.failing():
         for batch in crumbs.steps(recorder.awaited(batches), step):
             loaded = run.cache.count
@@ -124,7 +136,7 @@ def steps(run: TrainingRun, loader: GlobalBatches, spikes: Spikes, stop: StopSig
                 stop.ask(MOVED)
             stopped = stop.requested(step) and step < last
             crumbs.enter("host")
-            evaluating = evaluate is not None and due(step, config.train.eval_every, last)
+            evaluating = work.evaluate is not None and due(step, config.train.eval_every, last)
             saving = due(step, config.checkpoint.every, last) or step == last or stopped
             evaluation = {}
             if check and (saving or due(step, config.train.check_replicas_every, last)):
@@ -133,13 +145,14 @@ def steps(run: TrainingRun, loader: GlobalBatches, spikes: Spikes, stop: StopSig
             if evaluating or saving:
                 crumbs.at_step("wait")
                 # A checkpoint must not hold what came after a non-finite loss: look at the loss first.
-                after = functools.partial(evaluate, progress.state.params) if evaluate and evaluating else None
+                after = functools.partial(work.evaluate, progress.state) if work.evaluate and evaluating else None
                 evaluation = recorder.catch_up(after)
-            if saving:
+                ended = bool(evaluation) and work.ends(evaluation)
+            if saving or ended:
                 save(run, step, evaluation.get("eval/loss"))
-            if stopped:
+            if stopped or ended:
                 break
-    return step, not stopped
+    return step, ended or not stopped
 
 
 def run_directory(given: str | None, config_path: str) -> Path:
@@ -180,15 +193,21 @@ def train(config: Config, folder: Path) -> int:
 def _in_folder(config: Config, folder: Path, stop: StopSignal, watch: Watch) -> int:
     folder = Path(from_first(str(folder)))  # a new one is named after the second in which its process started
     with ExitStack() as stack:
-        claimed: list[RunClaim] = []  # of process 0, for all
+        claimed = claim(folder, stack, watch, stop)
+        return _in_claimed(config, folder, claimed, stop, watch)
 
-        def claim() -> None:
-            claimed.append(stack.enter_context(RunClaim(folder)))
-            refuse_strangers(folder)
 
-        done_by_first(claim)
-        watch.folder, stop.folder = folder, lambda: watch.folder  # which may be moved
-        return _in_claimed(config, folder, next(iter(claimed), None), stop, watch)
+def claim(folder: Path, stack: ExitStack, watch: Watch, stop: StopSignal) -> RunClaim | None:
+    """The claim on a run directory, which lasts as long as `stack`. It is that of process 0, and None on the others."""
+    claimed: list[RunClaim] = []
+
+    def first() -> None:
+        claimed.append(stack.enter_context(RunClaim(folder)))
+        refuse_strangers(folder)
+
+    done_by_first(first)
+    watch.folder, stop.folder = folder, lambda: watch.folder  # which may be moved
+    return next(iter(claimed), None)
 
 
 def _in_claimed(config: Config, folder: Path, claim: RunClaim | None, stop: StopSignal, watch: Watch) -> int:
@@ -222,7 +241,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
         console.header(describe(run))
         stop.limit = time_limit(run.plan, outputs.checkpoints, stop.started)
         try:
-            step, complete = loop(run, stop)
+            step, complete = loop(run, work_of(run), stop)
         except NonFinite as error:
             settle(outputs)
             console.line(f"failed: {error}")

@@ -2,6 +2,7 @@
 layout."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ import oracle
 import pytest
 from levels import levels
 
+from jaxdist.config.load import load_config
+from jaxdist.config.rules.fields import check_section
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
@@ -37,6 +41,66 @@ def test_schedules(schedule: str, middle: float) -> None:
 
 def test_without_warm_up_the_first_rate_is_the_peak() -> None:
     assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
+
+
+def test_dotted_paths() -> None:
+    """An optimizer and a schedule of somebody else's, after jaxdist's warm-up and clipping."""
+    own = {"name": "outsider.optimizer.momentum", "schedule": "outsider.optimizer.stable_decay"}
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, momentum=0.5, clip_norm=1.0, **own)
+    check_section(config, "optimizer")
+    rates = learning_rates(config, 15)
+    np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1, *[1] * 6, 0.8, 0.6, 0.4, 0.2, 0], atol=1e-6)
+    optimizer, params, moved, momentum = make_optimizer(config, steps=15), {"w": jnp.zeros(2)}, 0.0, 0.0
+    state = optimizer.init(params)
+    with jax.numpy_dtype_promotion("standard"):
+        for rate in rates[:3]:
+            updates, state = optimizer.update({"w": jnp.array([0.0, 7.0])}, state, params)
+            params = optax.apply_updates(params, updates)
+            momentum = 0.5 * momentum + 1.0
+            moved -= rate * momentum
+    np.testing.assert_allclose(params["w"], [0, moved], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "line"),
+    [
+        ("name", "outsider.optimizer.no_optimizer", "'outsider.optimizer.no_optimizer' gives a float, not a Gradient"),
+        ("name", "outsider.optimizer.adam", "module 'outsider.optimizer' ("),
+        ("name", "optax.lamb", "'optax.lamb' is no entry of jaxdist.optim.make: as a function, it does not take what"),
+        (
+            "name",
+            "os.system",
+            "'os.system' is no entry of jaxdist.optim.make: it is a function of the interpreter; allo",
+        ),
+        (
+            "schedule",
+            "outsider.optimizer.no_schedule",
+            "'outsider.optimizer.no_schedule' gives a float; allowed: step ->",
+        ),
+        (
+            "schedule",
+            "os.system",
+            "'os.system' is no entry of jaxdist.optim.make: it is a function of the interpreter; a",
+        ),
+        ("schedule", "nowhere.rate", "no module 'nowhere' for the dotted path 'nowhere.rate'; install it, or run this"),
+    ],
+)
+def test_dotted_paths_that_are_wrong(key: str, path: str, line: str) -> None:
+    with pytest.raises(UserError) as raised:
+        make_optimizer(OptimizerConfig(**{key: path}), steps=10)
+    assert str(raised.value).startswith(f"optimizer.{key}: {line}"), raised.value
+
+
+@pytest.mark.parametrize("name", ["outsider.optimizer.momentum", "adamw", "muon"])
+def test_optimizers_of_deterministic_runs(name: str, tmp_path: Path) -> None:
+    """Of a dotted path the step finds out, in the traced program, whether it sums over elements."""
+    (tmp_path / "run.yaml").write_text("parallel: {grad_sync: {deterministic: true}}")
+    read = lambda: load_config(tmp_path / "run.yaml", [f"optimizer.name={name}"])  # noqa: E731
+    if name != "muon":
+        assert read().optimizer.name == name
+        return
+    with pytest.raises(UserError, match="optimizer.name: 'muon' sums over whole parameters"):
+        read()
 
 
 def test_vectors_are_not_decayed_however_they_are_stacked() -> None:

@@ -77,6 +77,7 @@ class Rule:
     doc: str
     choices: tuple[str, ...] = ()
     folder: str = ""  # the package that is the registry of this key's names
+    dotted: bool = False  # a dotted path may stand in place of a choice
     listed: tuple[str, ...] = ()  # a list of some of these may stand in place of one text
     switch: bool = False  # true or false may stand in place of a text
     at_least: float | None = None
@@ -89,7 +90,7 @@ class Rule:
     def allowed(self, kind: Any, optional: bool) -> str:
         """The allowed values in words, for messages and for the reference."""
         if self.choices:
-            text = "one of " + ", ".join(self.choices)
+            text = "one of " + ", ".join(self.choices) + (", or a dotted path" if self.dotted else "")
         elif self.folder:
             text = f"a file name in {self.folder.replace('.', '/')}, or a dotted path"
         elif kind is bool:
@@ -267,7 +268,7 @@ def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
     if not (rule.choices or rule.folder):
         return
     allowed = rule.allowed(str, optional)
-    if rule.folder and "." in value:
+    if (rule.folder or rule.dotted) and "." in value:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
             raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed} such as package.module.name")
         registry.check(rule.folder, value, key=key)

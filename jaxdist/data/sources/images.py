@@ -10,7 +10,7 @@ from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.file_array import FileArray, Ids
 from jaxdist.data.loader import ROUNDS, permute
-from jaxdist.data.samples import Samples, fit, sample_leaves
+from jaxdist.data.samples import Samples, as_dtype, sample_leaves
 from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_info, split_tail
 from jaxdist.errors import UserError
 
@@ -103,7 +103,7 @@ def _samples(arrays: Mapping[str, Ids], *, key: str) -> Samples:
 
     def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
         rows = {name: array[numbers] for name, array in arrays.items()}
-        return {name: fit(row, leaves[name].dtype, where=f"{key}: {name}") for name, row in rows.items()}
+        return {name: as_dtype(row, leaves[name].dtype, where=f"{key}: {name}") for name, row in rows.items()}
 
     return Samples(size, leaves, read)
 

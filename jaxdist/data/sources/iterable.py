@@ -9,7 +9,7 @@ import numpy as np
 from jaxdist import registry
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
-from jaxdist.data.samples import Samples, Stream, fit, sample_leaves
+from jaxdist.data.samples import Samples, Stream, as_dtype, sample_leaves
 from jaxdist.data.source import Source, fingerprint, source_info
 from jaxdist.errors import UserError
 
@@ -91,7 +91,7 @@ def _stream(config: DataConfig, path: str, *, key: str) -> tuple[Stream, int, di
                     f"{where} has {name} of type {row.dtype}, unlike the first, {leaves[name].dtype}; give"
                     " all of one type"
                 )
-        return {name: fit(row, leaves[name].dtype, where=f"{where}: {name}") for name, row in rows.items()}
+        return {name: as_dtype(row, leaves[name].dtype, where=f"{where}: {name}") for name, row in rows.items()}
 
     size = len(made) if hasattr(made, "__len__") else None
     return Stream(size, leaves, start, take, config.buffer), vocab, take(one, 0)

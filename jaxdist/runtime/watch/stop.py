@@ -63,10 +63,11 @@ class StopSignal:
     - In a job of several processes that thread carries them to the others by the job's key-value store. JAX's own
       handler of SIGTERM, which swallows a second one, is left out.
 
-    To be entered on the main thread before the job is joined; on another thread no signal is heeded.
+    To be entered on the main thread before the job is joined; on another thread no signal is heeded, nor without
+    `signals`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, signals: bool = True) -> None:
         self.why = ""  # the first request to stop: a signal's name, or a configuration key
         self.started = time.monotonic()
         self.limit = TimeLimit(None, self.started, lambda: 0.0)
@@ -80,7 +81,7 @@ class StopSignal:
         self._first_signal: float | None = None
         self._closed = False
         self._previous: dict[int, Any] = {}
-        self._on_main = threading.current_thread() is threading.main_thread()
+        self._on_main = signals and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "StopSignal":
         if not jax.distributed.is_initialized():

@@ -17,6 +17,7 @@ from jaxdist.config.schema import Config
 from jaxdist.data import Source
 from jaxdist.mesh import sizes_of
 from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.specs import PyTree, leaves_by_name
 
 Facts = dict[str, str]
 
@@ -38,18 +39,22 @@ def settings_by_key(config: Config) -> dict[str, Any]:
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
-    """The facts that are known before the first step: data, mesh, batch, and the program of a step.
+    """The facts that are known before the first step: data, mesh, batch, and the program of a step."""
+    data = {"data (SHA-256)": source.info["sha256"]}
+    return data | facts_of_step(parts, mesh, batch_of(config, mesh, source))
+
+
+def facts_of_step(parts: Parts, mesh: Any, batch: PyTree) -> Facts:
+    """Mesh, batch, and the program of a step.
 
     It lowers the step for the layout in which it will be called. JAX keeps the lowered step, and compiles it later.
     """
-    batch = batch_of(config, mesh, source)
     devices = " ".join(f"{device.process_index}/{device.id}" for device in mesh.devices.flat)
     lowered = parts.step.lower(parts.target, batch)
     return {
-        "data (SHA-256)": source.info["sha256"],
         "mesh": " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items()),
         "devices of the mesh": hashed(devices),
-        "batch": ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items()),
+        "batch": ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves_by_name(batch).items()),
         "program of a step (SHA-256)": hashed(lowered.as_text()),  # without source locations
     }
 

@@ -1,0 +1,361 @@
+"""Training in Python: `fit` makes a run of a user's objects, whose steps the loop of `jaxdist.trainer.train` takes."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.build import Parts, skips_steps
+from jaxdist.config.rules.fields import keys
+from jaxdist.config.schema import Config
+from jaxdist.data import Source
+from jaxdist.data.own_batches import OwnBatches, Placing, indexed, one_pass
+from jaxdist.errors import UserError, nearest
+from jaxdist.init import ParameterSource, Rules, init_state, state_target
+from jaxdist.mesh import BATCH_AXES, make_mesh, on_cpu
+from jaxdist.model import ModelDef
+from jaxdist.observe.environment import versions
+from jaxdist.optim.ema import ema_of, with_ema
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.loss_results import read_results
+from jaxdist.parallel.options import StepOptions, make_options
+from jaxdist.parallel.pipeline.stages import order_of_blocks
+from jaxdist.parallel.program import in_precision
+from jaxdist.parallel.schedule import UserLoss
+from jaxdist.processes import anywhere, from_first
+from jaxdist.runtime.cache import CacheHits
+from jaxdist.runtime.exit_status import DONE, STOPPED
+from jaxdist.runtime.run_folder import leave_stop_note
+from jaxdist.runtime.watch.replica_check import ReplicasDiffer
+from jaxdist.runtime.watch.stop import StopSignal
+from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.specs import PyTree
+from jaxdist.state import TrainState, shardings_of, specs_of_arrays
+from jaxdist.step import make_train_step
+from jaxdist.trainer.evaluation import add_up, make_eval_step, unused_keys
+from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step, settings_by_key
+from jaxdist.trainer.nonfinite import NonFinite
+from jaxdist.trainer.resume import show_changes
+from jaxdist.trainer.run import RunPlan, TrainingRun, Work, make_outputs, restore_or_init, run_environment
+from jaxdist.trainer.saving import all_saved, settle
+from jaxdist.trainer.train import claim, loop, run_directory, time_limit
+
+Callback = Callable[[int, Mapping[str, float]], None]
+
+# Keys of a configuration that `settings` may hold, beside those that are arguments.
+SETTINGS = (
+    "train.max_hours", "train.eval_every", "train.on_nonfinite", "train.loss_spike", "train.watchdog_s",
+    "train.check_replicas_every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
+    "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "data.prefetch",
+)  # fmt: skip
+
+
+class FitResult(NamedTuple):
+    """What `fit` returns.
+
+    - state: the last one.
+    - metrics: of the last step, with those of its evaluation; {} where no step was left to take.
+    - stopped: "" after the last step; "patience"; or why it can be taken up again: SIGINT, SIGTERM, train.max_hours.
+    - ema: the moving average of the parameters; None without one.
+    - run_dir: where it is kept.
+
+    >>> import tempfile
+    >>> loss = lambda params, batch, keys: (((batch * params - 1) ** 2).sum(), 8)
+    >>> with tempfile.TemporaryDirectory() as run_dir:
+    ...     done = jaxdist.fit(loss, optax.sgd(0.1), [np.ones(8)], steps=3, params=jnp.zeros(()), run_dir=run_dir)
+    run ...
+    >>> done.stopped, done.exit_status
+    ('', 0)
+    """
+
+    state: TrainState
+    metrics: dict[str, float]
+    stopped: str
+    ema: PyTree
+    run_dir: Path
+
+    @property
+    def exit_status(self) -> int:
+        """For `sys.exit`: 0 complete, 75 stopped and resumable."""
+        return DONE if self.stopped in ("", "patience") else STOPPED
+
+
+def fit(
+    model: ModelDef | UserLoss,
+    optimizer: optax.GradientTransformation,
+    data: Any,
+    *,
+    steps: int,
+    params: ParameterSource | None = None,
+    model_state: PyTree = (),
+    rules: Rules = (),
+    mesh: Mesh | None = None,
+    run_dir: str | Path | None = None,
+    eval_data: Any = None,
+    eval_loss: ModelDef | UserLoss | None = None,
+    patience: int | None = None,
+    ema: float | None = None,
+    callbacks: Sequence[Callback] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    options: StepOptions | None = None,
+    **keywords: Any,
+) -> FitResult:
+    """Train with the loop of `scripts/train.py`: checkpoints and exact resuming, metrics.jsonl, evaluation, the guard
+    against steps that are not finite, signals. The whole of it: docs/own_loop.md. Raises `UserError`.
+
+    model: a `ModelDef`; or your own loss_fn, with params, model_state and rules as for `init_state`.
+    data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows.
+    steps: the number of the last step.
+    mesh: by default all devices, as `data`.
+    run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
+    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, such as one without dropout.
+    patience: ends the run after so many evaluations in a row without a lower loss.
+    ema: the decay of a moving average of the parameters, which is what is evaluated then.
+    callbacks: functions (step, metrics), called for each step in order, one step late: no device waits for them.
+    settings: keys of a configuration, such as {"train.eval_every": 10, "checkpoint.every": 50}.
+    options, keywords: a `StepOptions`, or its fields: strategy="zero3", microbatches=4, seed=1.
+
+    >>> import tempfile
+    >>> x = np.eye(8, 4, dtype=np.float32)
+    >>> loss = lambda params, batch, keys: (((batch @ params["w"] - 1) ** 2).sum(), batch.shape[0])
+    >>> with tempfile.TemporaryDirectory() as run_dir:
+    ...     done = jaxdist.fit(loss, optax.sgd(2.0), [x], steps=9, params={"w": jnp.zeros(4)}, run_dir=run_dir)
+    run ...
+    >>> int(done.state.step), done.metrics["loss"] < 0.51, done.stopped
+    (9, True, '')
+    """
+    if isinstance(model, ModelDef) != (params is None):
+        said = (
+            "None; a loss_fn of your own needs them" if params is None else "a ModelDef makes its own; leave them out"
+        )
+        raise UserError(f"params: {said}")
+    config, options = _settled(
+        settings, steps, make_options(options, keywords), patience, evaluated=eval_data is not None
+    )
+    optimizer = optimizer if ema is None else with_ema(optimizer, ema)
+    mesh, layout = mesh or make_mesh(data=-1), {"rules": rules, "model_state": model_state}
+    source = model if params is None else params
+    plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
+    fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
+    given = _Given(data, eval_data, eval_loss or model, patience, tuple(callbacks), averages=ema is not None)
+    return _fit(plan, given, fresh, run_directory(None if run_dir is None else str(run_dir), "fit"))
+
+
+class _Given(NamedTuple):
+    """What `fit` was given beside what is in a `RunPlan`. averages: whether there is an ema."""
+
+    data: Any
+    eval_data: Any
+    eval_loss: Any
+    patience: int | None
+    callbacks: tuple[Callback, ...]
+    averages: bool
+
+    def ema(self, state: TrainState) -> PyTree:
+        """The moving average of the parameters, laid out like them; None without one."""
+        if not self.averages:
+            return None
+        return jax.device_put(ema_of(state.opt_state, state.params), shardings_of(state.params))
+
+
+def _settled(
+    settings: Mapping[str, Any], steps: int, options: StepOptions, patience: int | None, *, evaluated: bool
+) -> tuple[Config, StepOptions]:
+    """The configuration that the loop goes by, and the options of the step as it wants them."""
+    config = Config()
+    given = {**settings, "train.steps": steps, "train.seed": options.seed}
+    for dotted in settings:
+        if dotted not in SETTINGS:
+            near = nearest(dotted, SETTINGS)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UserError(f"settings: {dotted!r} is none of fit's; allowed: {', '.join(SETTINGS)}{hint}")
+    for dotted, value in given.items():
+        name, _, key = dotted.partition(".")
+        section = getattr(config, name)
+        changed = replace(section, **{key: keys(type(section))[key].check(value, dotted)})
+        config = replace(config, **{name: changed})
+    if not evaluated:
+        config = replace(config, train=replace(config.train, eval_every=0))
+    if patience is not None and (patience < 1 or not config.train.eval_every):
+        raise UserError(f"patience: {patience!r}; allowed: 1 or more, with eval_data and train.eval_every; or None")
+    return config, options if skips_steps(config, options.precision) else replace(options, max_skips=0)
+
+
+def _plan(config: Config, mesh: Mesh, model: Any, optimizer: Any, options: StepOptions, target: TrainState) -> RunPlan:
+    """The plan of a run. It has no source, and the order of blocks of a `ModelDef` only."""
+    order = np.arange(0)
+    if isinstance(model, ModelDef):
+        stages = {"stages": mesh.shape["pipe"], "chunks": model.chunks, "blocks": model.stages}
+        order = order_of_blocks(model.layers, **stages)
+    step = make_train_step(model, optimizer, mesh, options)
+    nothing = Source(order[:0], None, 0, {"name": "batches"})
+    return RunPlan(config, mesh, nothing, Parts(model, optimizer, options, ("xla", None), target, order, step))
+
+
+def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: Path) -> FitResult:
+    """Train in a run directory, under the watch over the processes of the job."""
+    watch = Watch(plan.config.train.watchdog_s)
+    with StopSignal(signals=not hasattr(sys, "ps1")) as stop:  # in a notebook they are Python's own
+        stop.join()
+        with watch.opened(facts_of_start(plan.config, versions())), ExitStack() as stack, watch.crumbs.failing():
+            folder = Path(from_first(str(folder)))
+            claimed = claim(folder, stack, watch, stop)
+            run, work, ending = _begin(plan, given, fresh, folder, stack, watch)
+            run.outputs.claim = claimed
+            stack.callback(run.outputs.close_metrics)
+            stop.limit = time_limit(plan, run.outputs.checkpoints, stop.started)
+            run.outputs.console.header(_header(run))
+            complete = True
+            try:
+                if not ending.is_over:
+                    complete = loop(run, work, stop)[1]
+            except (NonFinite, ReplicasDiffer) as error:
+                settle(run.outputs)
+                run.outputs.console.line(f"failed: {error}")
+                raise
+            watch.crumbs.enter("settle")
+            if not all_saved(run.outputs):
+                assert run.outputs.checkpoints.failed is not None
+                raise run.outputs.checkpoints.failed
+            watch.crumbs.enter("finish")
+            run.outputs.console.line(f"run directory: {run.outputs.folder}")
+            anywhere(False)  # all stay until the last is done, with watch and signal handlers
+            watch.close()
+    if not complete:
+        leave_stop_note(os.environ)
+    state, why = run.progress.state, "patience" if ending.is_over else ""
+    return FitResult(state, ending.metrics, why if complete else stop.why, given.ema(state), run.outputs.folder)
+
+
+def _begin(
+    plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: Path, stack: ExitStack, watch: Watch
+) -> tuple[TrainingRun, Work, "_Ending"]:
+    """The run, its work, and how it will end."""
+    config, mesh, parts, cache = plan.config, plan.mesh, plan.parts, stack.enter_context(CacheHits())
+    outputs = make_outputs(config, folder, stack, watch, order=parts.order if len(parts.order) else None)
+    watch.crumbs.enter("restore")
+    progress = restore_or_init(config, parts.target, outputs, fresh, {"train": {"seed": config.train.seed}})
+    if jax.process_index() == 0:
+        resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
+        outputs.open_files(stack, resume_step=resumed, described=run_environment(mesh))
+    saved = progress.meta.get("fit", {})
+    ending = _Ending(given.patience, saved.get("best"), saved.get("since", 0))
+    watch.crumbs.enter("first batch")
+    axes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
+    microbatches = {"microbatches": parts.options.on(mesh).microbatches}
+    batches, rows = None, 0
+    if progress.first_step < config.train.steps and not ending.is_over:
+        first = progress.first_step + progress.passed
+        batches = OwnBatches(
+            given.data,
+            Placing(plan.sharding, axes | microbatches, "data"),
+            first=first,
+            position=saved.get("position"),
+            keep=config.data.prefetch + 4,
+        )
+        batch = batches.batch(first)
+        rows = len(jax.tree.leaves(batch)[0])
+        if jax.process_count() > 1:
+            watch.agree(facts_of_step(parts, mesh, batch))
+
+    def record(step: int) -> dict[str, Any]:
+        position = batches and batches.position(step + progress.passed)
+        forced = {"forced": progress.forced} if progress.forced else {}
+        own = {"position": position, "best": ending.best, "since": ending.since}
+        settings = {"config": settings_by_key(config), "train": {"seed": config.train.seed}}
+        return {**settings, "batches_passed": progress.passed, "fit": own, **forced}
+
+    run = TrainingRun(
+        plan=plan, progress=progress, outputs=outputs, record=record, baselines={}, watch=watch, cache=cache
+    )
+    evaluate = _evaluation(plan, given, watch) if config.train.eval_every else None
+    tell = functools.partial(_tell, ending, given.callbacks)
+    nothing = lambda number: ()  # noqa: E731
+    batch_of = nothing if batches is None else batches.batch
+    return run, Work(batch=batch_of, per_step=(rows, "samples"), evaluate=evaluate, recorded=tell, ends=ending), ending
+
+
+@dataclass
+class _Ending:
+    """Whether evaluations get better, and the metrics of the last step.
+
+    best: the lowest "eval/loss". since: the evaluations since then.
+    """
+
+    patience: int | None
+    best: float | None
+    since: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, evaluation: Mapping[str, float]) -> bool:
+        better = self.best is None or evaluation["eval/loss"] < self.best
+        self.best, self.since = (evaluation["eval/loss"], 0) if better else (self.best, self.since + 1)
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there was no better one for too long."""
+        return self.patience is not None and self.since >= self.patience
+
+
+def _tell(ending: _Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> None:
+    """Call the user's functions, which may use devices."""
+    ending.metrics = dict(metrics)
+    with jax.transfer_guard("allow"):
+        for callback in callbacks:
+            callback(step, dict(metrics))
+
+
+def _evaluation(plan: RunPlan, given: _Given, watch: Watch) -> Callable[[TrainState], dict[str, float]]:
+    """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss of the user's own."""
+    mesh, options, loss = plan.mesh, plan.parts.options, given.eval_loss
+    if indexed(given.eval_data, "eval_data") is None and one_pass(given.eval_data) is given.eval_data:
+        raise UserError(
+            "eval_data: can be read once only; give what can be read again: a list, or the function that makes it"
+        )
+
+    def own(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
+        carried = [model_state] if jax.tree.leaves(model_state) else []
+        keys = unused_keys(len(jax.tree.leaves(batch)[0]))
+        total, results = read_results(loss(params, batch, keys, *carried), model_state)
+        return {"loss": (total, results.weight), **results.metrics}
+
+    if isinstance(loss, ModelDef):
+        specs = specs_of_arrays(plan.parts.target.params)
+        step = make_eval_step(in_precision(loss, options.precision), mesh, specs, get_strategy(options))
+        totals: Callable[..., Any] = lambda params, _, batch: {"loss": step(params, batch)}  # noqa: E731
+    else:
+        totals = jax.jit(own, out_shardings=NamedSharding(mesh, P()))
+    placing = Placing(plan.sharding, {axis: mesh.shape[axis] for axis in BATCH_AXES}, "eval_data")
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        watch.crumbs.enter("evaluation")
+        params = given.ema(state) if given.averages else state.params
+        batches = (placing.place(placing.host(batch, i)) for i, batch in enumerate(one_pass(given.eval_data)))
+        sums = add_up((totals(params, state.model_state, batch) for batch in batches), on_cpu=on_cpu(mesh))
+        if sums is None:
+            raise UserError("eval_data: gives no batches; give an iterable that does")
+        return {f"eval/{name}": total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
+
+    return evaluate
+
+
+def _header(run: TrainingRun) -> dict[str, str]:
+    """The rows of the header on the console, by name."""
+    plan, progress = run.plan, run.progress
+    rows = {"run": str(run.outputs.folder), "state": repr(progress.state), "step": repr(plan.parts.step)}
+    if progress.first_step:
+        changed = f", with {show_changes(progress.changed)}" if progress.changed else ""
+        rows["resumed"] = f"after step {progress.first_step}{changed}"
+    return rows

@@ -1,0 +1,584 @@
+"""`jaxdist.fit`: the bare loop's bits, resuming with any data, evaluation, callbacks, moving averages, early stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jobs import Processes, free_port
+
+import jaxdist
+from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded
+from jaxdist.errors import UserError
+from jaxdist.models.gpt import gpt
+from jaxdist.observe import read_metrics
+from jaxdist.optim.ema import ema_of, with_ema
+from jaxdist.specs import BATCH_SPEC
+from jaxdist.train_step import TrainStep
+
+pytestmark = pytest.mark.xdist_group("fit")  # compiled steps are shared
+
+TX = optax.adam(1e-2)
+ZERO3 = {"strategy": "zero3", "min_shard_bytes": 0}
+STEPS, ROWS = 6, 8
+Metrics = list[tuple[int, dict[str, float]]]
+
+
+def batches(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, ROWS, 4)).astype(np.float32)
+    return [{"x": each, "y": each.sum(-1) > 0} for each in x]
+
+
+def params() -> dict[str, jax.Array]:
+    return {"w": jnp.zeros((8, 4)), "out": jnp.ones(8) / 8}
+
+
+def logits(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["w"].T) @ params["out"]
+
+
+def loss(params: Any, batch: Any, keys: jax.Array) -> tuple[jax.Array, int]:
+    """With random numbers that depend on the step."""
+    noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+    losses = optax.sigmoid_binary_cross_entropy(
+        logits(params, batch["x"] + 0.1 * noise), batch["y"].astype(jnp.float32)
+    )
+    return losses.sum(), losses.size
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jaxdist.make_mesh(fsdp=8)
+
+
+def fit(data: Any, folder: Path, loss: Any = loss, **given: Any) -> jaxdist.FitResult:
+    settings = {
+        "checkpoint.every": 0,
+        "observe.console": "plain",
+        "observe.log_every": 1000,
+        **given.pop("settings", {}),
+    }
+    whole = {"steps": STEPS, "params": params(), "mesh": mesh(), "run_dir": folder, **ZERO3, **given}
+    return jaxdist.fit(loss, TX, data, settings=settings, **whole)
+
+
+class Loop:
+    """The bare loop: losses, and the parameters and state after each step."""
+
+    def __init__(self, data: list[Any], optimizer: Any = TX, loss: Any = loss, **given: Any) -> None:
+        self.state = jaxdist.init_state(params(), optimizer, mesh(), **ZERO3, **given)
+        step = jaxdist.make_train_step(loss, optimizer, mesh(), **ZERO3)
+        self.losses, self.params = list[float](), [jax.device_get(self.state.params)]
+        for i in range(STEPS):
+            self.state, metrics = step(self.state, data[i % len(data)])
+            self.losses.append(float(metrics["loss"]))
+            self.params.append(jax.device_get(self.state.params))
+
+
+@pytest.fixture(scope="module")
+def bare() -> Loop:
+    return Loop(batches(4))
+
+
+def same(found: Any, wanted: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
+
+
+def test_fit_is_the_bare_loop(bare: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit; callbacks are told each step once, in order, when the next one is under way."""
+    told: Metrics = []
+    events = list[str]()
+    call = TrainStep.__call__
+
+    def counted(self: TrainStep, *given: Any) -> Any:
+        events.append("step")
+        return call(self, *given)
+
+    def callback(step: int, metrics: Any) -> None:
+        told.append((step, metrics))
+        events.append(f"told {step}")
+        jnp.zeros(3).at[1].set(2.0)  # may use devices
+
+    monkeypatch.setattr(TrainStep, "__call__", counted)
+    done = fit(batches(4), tmp_path, callbacks=[callback])
+    same(done.state, bare.state)
+    assert [step for step, _ in told] == [1, 2, 3, 4, 5, 6]
+    assert [metrics["loss"] for _, metrics in told] == bare.losses
+    assert events == ["step", *[name for i in range(1, 6) for name in ("step", f"told {i}")], "told 6"]
+    assert (done.stopped, done.exit_status, done.ema, done.metrics) == ("", 0, None, told[-1][1])
+    assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == bare.losses
+    assert done.state.params["w"].sharding.shard_shape((8, 4)) == (1, 4)
+
+
+class Stateful:
+    """As a StatefulDataLoader: epochs, and a state of its own beside a count of what it has read."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.at, self.read, self.loaded = data, 0, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.loaded = self.at if self.loaded else 0, False
+        while self.at < len(self.data):
+            self.at, self.read = self.at + 1, self.read + 1
+            yield self.data[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "generator": np.arange(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        np.testing.assert_array_equal(state["generator"], np.arange(3))
+        self.at, self.loaded = state["at"], True
+
+
+class WithIteratorState:
+    """As a grain.IterDataset: each iterator has a state."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.read = data, 0
+
+    def __iter__(self) -> Any:
+        outer = self
+
+        class Iterating:
+            at = 0
+
+            def __iter__(self) -> Any:
+                return self
+
+            def __next__(self) -> Any:
+                if self.at == len(outer.data):
+                    raise StopIteration
+                self.at, outer.read = self.at + 1, outer.read + 1
+                return outer.data[self.at - 1]
+
+            def get_state(self) -> bytes:
+                return str(self.at).encode()
+
+            def set_state(self, state: bytes) -> None:
+                self.at = int(state)
+
+        return Iterating()
+
+
+class Tensor:
+    """As a tensor of torch, which a tree takes for a leaf."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+
+def reused(data: list[Any]) -> Callable[[], Iterator[Any]]:
+    """A function that makes a generator, whose batches are in the same memory."""
+
+    def generate() -> Iterator[Any]:
+        memory = {name: np.empty_like(leaf) for name, leaf in data[0].items()}
+        for batch in data:
+            for name, leaf in batch.items():
+                memory[name][...] = leaf
+            yield memory
+
+    return generate
+
+
+class Epochs:
+    """As a loader whose order depends on the epoch that it is told, and not on what was read before."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.epoch = data, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.data if self.epoch % 2 == 0 else self.data[::-1])
+
+
+KINDS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": lambda data: data,
+    "function": reused,
+    "tensors": lambda data: [{name: Tensor(leaf) for name, leaf in batch.items()} for batch in data],
+    "state": Stateful,
+    "iterator with state": WithIteratorState,
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [*list(KINDS)[:1], *[pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:]]]
+)
+def test_a_stopped_run_goes_on_to_the_bit(kind: str, bare: Loop, tmp_path: Path) -> None:
+    """By SIGTERM, over the end of an epoch of 4 batches."""
+
+    def ask(step: int, metrics: Any) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    done = fit(KINDS[kind](batches(4)), tmp_path, callbacks=[ask])
+    stopped = int(done.state.step)
+    assert (done.stopped, done.exit_status) == ("SIGTERM", 75) and 4 <= stopped < STEPS
+    told: Metrics = []
+    data = KINDS[kind](batches(4))
+    done = fit(data, tmp_path, callbacks=[lambda *given: told.append(given)])
+    same(done.state, bare.state)
+    assert [step for step, _ in told] == [*range(stopped + 1, STEPS + 1)]
+    assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == bare.losses
+    if "state" in kind:
+        assert data.read <= STEPS - stopped + 2, "it read again what it had read before"
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_goes_on_from_its_checkpoint(bare: Loop, tmp_path: Path) -> None:
+    def fail(step: int, metrics: Any) -> None:
+        if step == 5:
+            raise ZeroDivisionError("of a callback")
+
+    with pytest.raises(ZeroDivisionError, match="of a callback"):
+        fit(batches(4), tmp_path, callbacks=[fail], settings={"checkpoint.every": 2})
+    same(fit(batches(4), tmp_path).state, bare.state)
+    assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == bare.losses
+
+
+def test_moving_average(bare: Loop, tmp_path: Path) -> None:
+    """Beside NumPy's; it is what is evaluated, it is sharded, and the parameters are those without one."""
+    clean = lambda params, batch, keys: loss(params, batch, jax.random.split(jax.random.key(0), ROWS))  # noqa: E731
+    wanted = jax.tree.map(np.float64, bare.params[0])
+    for after in bare.params[1:]:
+        wanted = jax.tree.map(lambda ema, leaf: 0.8 * ema + 0.2 * leaf, wanted, after)
+    done = fit(batches(4), tmp_path, ema=0.8, eval_data=reused(batches(3, seed=1)), settings={"train.eval_every": 3})
+    same(done.state.params, bare.state.params)
+    jax.tree.map(lambda found, true: np.testing.assert_allclose(found, true, rtol=1e-5), done.ema, wanted)
+    assert done.ema["w"].sharding.shard_shape((8, 4)) == (1, 4)
+    sums = [clean(done.ema, batch, None) for batch in batches(3, seed=1)]
+    assert done.metrics["eval/loss"] == pytest.approx(sum(float(each[0]) for each in sums) / (3 * ROWS), rel=1e-6)
+    found = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "eval/loss" in record]
+    assert found == [3, 6]
+
+
+def test_an_average_without_frozen_parameters() -> None:
+    state = jaxdist.init_state(params(), with_ema(TX, 0.9), mesh(), freeze=("out",), **ZERO3)
+    ema = ema_of(state.opt_state, state.params)
+    assert ema["out"] is state.params["out"] and ema["w"] is state.opt_state.ema["w"]
+
+
+def test_an_early_stop(tmp_path: Path) -> None:
+    """The norm grows from the first evaluation on: with patience=2 the third is the last. So it stays when resumed."""
+    norm = lambda params, batch, keys: ((params["w"] ** 2).sum(), 1, {"mean": (batch["x"].sum(), batch["x"].size)})  # noqa: E731
+    given = {"eval_data": batches(2), "eval_loss": norm, "patience": 2, "settings": {"train.eval_every": 1}}
+    for callbacks in ([], [lambda *_: pytest.fail("the run is over")]):
+        done = fit(batches(4), tmp_path, callbacks=callbacks, **given)
+        assert (int(done.state.step), done.stopped, done.exit_status) == (3, "patience", 0)
+    record = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert record["eval/mean"] == pytest.approx(float(np.mean([batch["x"] for batch in batches(2)])), rel=1e-5)
+
+
+def counting(params: Any, batch: Any, keys: jax.Array, state: Any) -> tuple[Any, Any, Any, Any]:
+    total, weight = loss(params, batch, keys)
+    right = ((logits(params, batch["x"]) > 0) == batch["y"]).sum()
+    return total, weight, {"accuracy": (right, weight)}, {"steps": state["steps"] + 1}
+
+
+def test_state_and_metrics_of_a_loss(tmp_path: Path) -> None:
+    start = {"steps": jnp.zeros((), jnp.int32)}
+    given: dict[str, Any] = {"model_state": start, "eval_data": batches(2), "settings": {"train.eval_every": 3}}
+    done = fit(batches(4), tmp_path, counting, **given)
+    assert int(done.state.model_state["steps"]) == STEPS
+    assert 0 <= done.metrics["accuracy"] <= 1 and 0 <= done.metrics["eval/accuracy"] <= 1
+    assert all("accuracy" in record for record in read_metrics(tmp_path / "metrics.jsonl"))
+
+
+def poisoned(at: int) -> list[Any]:
+    data = batches(STEPS + 4)
+    data[at] = {**data[at], "x": data[at]["x"] * np.nan}
+    return data
+
+
+def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
+    """It ends the run."""
+    with pytest.raises(FloatingPointError, match="loss of step 4 is nan"):
+        fit(poisoned(3), tmp_path / "stop")
+
+
+@pytest.mark.slow
+def test_a_rollback(tmp_path: Path) -> None:
+    """The run goes on past the batch, which an iterator has given already."""
+    told: Metrics = []
+    data = iter(poisoned(3))
+    rolling = {
+        "settings": {"train.on_nonfinite": "rollback", "checkpoint.every": 2},
+        "callbacks": [lambda *given: told.append(given)],
+    }
+    done = fit(data, tmp_path / "rollback", **rolling)
+    assert [step for step, _ in told] == [1, 2, 3, 4, 3, 4, 5, 6] and done.stopped == ""
+    assert np.isfinite(done.metrics["loss"])
+    incidents = (tmp_path / "rollback" / "incidents.jsonl").read_text()
+    assert '"batches_passed": 2' in incidents
+
+
+PLACING: dict[str, int] = {"fsdp": 8, "microbatches": 1}
+
+
+def own(data: Any, **given: Any) -> OwnBatches:
+    return OwnBatches(data, Placing(NamedSharding(mesh(), BATCH_SPEC), PLACING, "data"), **given)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a batch": (batches(1)[0], "data: is one batch, a dict; give an iterable of batches, such as [batch]"),
+    "an array": (np.zeros((8, 4)), "data: is one batch, a ndarray; give an iterable of batches, such as [batch]"),
+    "a number": (3, "data: is a int, which gives no batches; give an iterable of batches"),
+    "empty": ([], "data: is empty; give at least one batch"),
+    "nothing": (lambda: iter(()), "data: gives no batches; give an iterable that does"),
+    "rows": ([{"x": np.zeros((12, 2))}], "data.global_batch: 12 does not divide by 8"),
+    "other rows": (
+        [{"x": np.zeros((8, 2)), "y": np.zeros(7)}],
+        "data: batch 0: y has 7 rows, and x has 8; give as many",
+    ),
+    "numbers": (
+        [{"x": [1, 2]}],
+        "data: batch 0: x.0 is a int; allowed: arrays of numbers, [rows, ...]; of a Hugging Face dataset by",
+    ),
+    "texts": ([{"x": np.array(["a"] * 8)}], "data: batch 0: x is an array of <U1; allowed: arrays of numbers, [rows"),
+    "no arrays": ([{}], "data: batch 0 is a dict without arrays; give a tree of arrays [rows, ...]"),
+    "large": ([np.full(8, 2**40)], "data: batch 0 holds integers that do not fit into int32; allowed: from"),
+    "the last of an epoch": (
+        [np.zeros((8, 2)), np.zeros((4, 2))],
+        "data: batch 1: the array is float64[4, 2], and was float64[8, 2] in the first; give all batches one shape: ",
+    ),
+    "the end": (iter([np.zeros(8)]), "data: ended after 1 batches; give more, or what can be read again: a list, or"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_data_that_are_wrong(name: str) -> None:
+    """One line each."""
+    data, line = WRONG[name]
+    with pytest.raises(UserError) as raised:
+        given = own(data)
+        for i in range(3):
+            given.batch(i)
+    assert str(raised.value).replace("float32", "float64").startswith(line), raised.value
+
+
+def test_data_of_epochs() -> None:
+    """set_epoch is told each; those that are passed over count."""
+    data = [np.full(8, i, np.float32) for i in range(3)]
+    for first in (0, 4):
+        made = own(Epochs(data), first=first)
+        found = [int(made.batch(i)[0]) for i in range(first, 9)]
+        assert found == [0, 1, 2, 2, 1, 0, 0, 1, 2][first:]
+        assert int(made.batch(6)[0]) == 0 and made.position(7) is None
+
+
+@pytest.mark.parametrize("kind", ["function", "state", "iterator with state"])
+def test_positions_of_data(kind: str) -> None:
+    """Batches are asked for ahead of the position that is saved; those of before are what they were."""
+    data = batches(4)
+    first = own(KINDS[kind](data))
+    taken = [first.batch(i) for i in range(7)]
+    for i, batch in enumerate(taken):
+        same(batch, data[i % 4])
+    same(first.batch(4), data[0])
+    position, again = json.loads(json.dumps(first.position(5))), KINDS[kind](data)
+    second = own(again, first=5, position=position)
+    same(second.batch(5), data[1])
+    assert (position is None) == (kind == "function")
+    assert kind == "function" or again.read == 1
+
+
+def test_a_position_of_other_processes() -> None:
+    with pytest.raises(UserError, match="data: its position was saved by 2 processes, and there are 1; start as many"):
+        own(Stateful(batches(1)), first=1, position=[None, None])
+
+
+def test_states_of_data_are_json() -> None:
+    """No type is lost, and what is none of them is refused."""
+    state = {"a": [1, 2.5, None, True], "b": (b"\x00\xff", "text"), 3: {"c": np.arange(4, dtype=np.uint8)}, "d": {}}
+    found = _decoded(_encoded(state))
+    np.testing.assert_array_equal(found[3].pop("c"), state[3].pop("c"))  # type: ignore[attr-defined,index]
+    assert found == state
+    with pytest.raises(UserError, match="data: its state holds a set; allowed: numbers, texts, bytes, arrays"):
+        _encoded({"a": {1}})
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
+    "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
+    "patience": ({"patience": 2}, "patience: 2; allowed: 1 or more, with eval_data"),
+    "steps": ({"steps": 0}, "train.steps: 0"),
+    "settings": (
+        {"settings": {"train.evalevery": 1}},
+        "settings: 'train.evalevery' is none of fit's; allowed: train.max_hours, ",
+    ),
+    "a value": ({"settings": {"train.on_nonfinite": "no"}}, "train.on_nonfinite: 'no'"),
+    "eval_data": (
+        {"eval_data": iter(batches(1))},
+        "eval_data: can be read once only; give what can be read again: a list, or the function that makes it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_are_wrong(name: str, tmp_path: Path) -> None:
+    given, line = CALLS[name]
+    with pytest.raises(UserError) as raised:
+        fit(batches(4), tmp_path / "run", **given)
+    assert str(raised.value).startswith(line), raised.value
+
+
+@pytest.mark.parametrize("package", ["torch", "grain", "datasets"])
+def test_data_of_other_packages(package: str, tmp_path: Path, bare: Loop) -> None:
+    """Where they are installed."""
+    found = pytest.importorskip(package, reason=f"{package} is not installed: its data are not tried")
+    data = batches(4)
+    if package == "torch":
+        tensors = [{name: found.from_numpy(leaf) for name, leaf in batch.items()} for batch in data]
+        given: Any = found.utils.data.DataLoader(tensors, batch_size=None)
+    elif package == "grain":
+        given = found.MapDataset.source(data).to_iter_dataset()
+    else:
+        rows = {name: np.concatenate([batch[name] for batch in data]) for name in data[0]}
+        given = found.Dataset.from_dict(rows).with_format("numpy").to_iterable_dataset().batch(ROWS)
+    fit(given, tmp_path, steps=3)
+    same(fit(given, tmp_path).state.params, bare.state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2, "fsdp": 4}])
+def test_a_model(sizes: dict[str, int], tmp_path: Path) -> None:
+    """A ModelDef of blocks, evaluated too, stopped and resumed: as one device trains it."""
+    config = jaxdist.Config().model.replace(layers=2, width=16, heads=2, vocab=32)
+    model, rng = gpt(config, max_length=8, param_dtype=jnp.float32), np.random.default_rng(0)
+    ids = rng.integers(0, 32, (4, 16, 9)).astype(np.int32)
+    data = [{"inputs": x[:, :-1], "targets": x[:, 1:], "weights": np.ones((16, 8), np.float32)} for x in ids]
+    found = {}
+    for name, mesh in (("one", jaxdist.make_mesh()), ("run", jaxdist.make_mesh(**sizes))):
+        options = (
+            {**ZERO3, "schedule": "one_f_one_b", "microbatches": 2}
+            if "pipe" in mesh.shape and mesh.shape["pipe"] > 1
+            else ZERO3
+        )
+        settings = {"train.eval_every": 4, "observe.console": "plain"}
+        for steps in (2, 4):
+            done = jaxdist.fit(
+                model,
+                TX,
+                data,
+                steps=steps,
+                mesh=mesh,
+                run_dir=tmp_path / name,
+                eval_data=data[:2],
+                settings=settings,
+                **options,
+            )
+        found[name] = done.metrics
+    for key in ("loss", "eval/loss", "grad_norm"):
+        assert found["run"][key] == pytest.approx(found["one"][key], rel=2e-5), key
+
+
+TWO = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, rows = int(sys.argv[2]), int(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank)
+import jax.numpy as jnp, numpy as np, optax
+import jaxdist
+x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)[:, 4 * rank : 4 * rank + rows]
+
+class Counting:  # a state of its own, another one in each process
+    at = 0
+    def __iter__(self):
+        while self.at < 4:
+            self.at += 1
+            yield x[self.at - 1]
+        self.at = 0
+    def state_dict(self):
+        return {"at": self.at, "rank": rank}
+    def load_state_dict(self, state):
+        assert state["rank"] == rank, state
+        self.at = state["at"]
+
+loss = lambda params, batch, keys: (((batch @ params["w"] - 1) ** 2).sum(), batch.shape[0])
+mesh, losses = jaxdist.make_mesh(fsdp=8), []
+for steps in (3, 6):
+    jaxdist.fit(loss, optax.adam(0.1), Counting(), steps=steps, params={"w": jnp.zeros((4, 8))}, mesh=mesh,
+                run_dir="run", strategy="zero3", eval_data=list(x),
+                callbacks=[lambda step, metrics: losses.append(metrics["loss"])])
+print("losses", *losses, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(4, 4), (4, 3)])
+def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
+    """Each gives its own rows, and goes on from its own state. Where one gives fewer, both say so and end."""
+    processes, port = Processes(tmp_path), free_port()
+    for rank in range(2):
+        processes.add(["-c", TWO, str(port), str(rank), str(rows[rank])], {})
+    try:
+        status = processes.wait(120)
+    finally:
+        processes.kill()
+    if rows != (4, 4):
+        assert 0 not in status
+        assert all("data: batch 0 has 4, 3 rows in the processes; give as many" in processes.err(i) for i in range(2))
+        return
+    assert status == [0, 0], processes.logs()
+    x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)
+    square = lambda params, batch, keys: (((batch @ params["w"] - 1) ** 2).sum(), batch.shape[0])  # noqa: E731
+    told: Metrics = []
+    jaxdist.fit(
+        square,
+        optax.adam(0.1),
+        list(x),
+        steps=6,
+        params={"w": jnp.zeros((4, 8))},
+        mesh=mesh(),
+        run_dir=tmp_path / "one",
+        callbacks=[lambda *given: told.append(given)],
+    )
+    for rank in range(2):
+        (line,) = [each for each in processes.out(rank).splitlines() if each.startswith("losses")]
+        found = [float(each) for each in line.split()[1:]]
+        np.testing.assert_allclose(found, [metrics["loss"] for _, metrics in told], rtol=1e-5)
+
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_evaluation", "loop_profile", "loop_ema")
+
+
+def test_the_page_shows_the_examples() -> None:
+    page, readme = (EXAMPLES.parent / "own_loop.md").read_text(), (EXAMPLES.parents[1] / "README.md").read_text()
+    files = {name: (EXAMPLES / f"{name}.py").read_text() for name in FILES}
+    assert all(text in page for text in files.values())
+    shown = readme.partition("```python\ndone = ")[2].partition(")\n```")[0]
+    assert shown and textwrap.indent("done = " + shown, " " * 8) in files["fit"]
+
+
+@pytest.mark.slow
+def test_the_examples_run() -> None:
+    """In one process; the fit last, which ends it with its status."""
+    run = "import runpy, sys; [runpy.run_path(name, run_name='__main__') for name in sys.argv[1:]]"
+    files = [str(EXAMPLES / f"{name}.py") for name in (*FILES[1:], FILES[0])]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(EXAMPLES.parents[1])}
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); {run}", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    for line in ("step 75: loss 0.", "steps 41 to 100: loss 0.", "step 100: {", "written: ", "told of step 100: 0."):
+        assert line in said, said
+    assert "average of the parameters, P('fsdp'" in said and "accuracy 0.9" in said.splitlines()[-1]
