@@ -29,6 +29,7 @@ from jaxdist.observe.environment import versions
 from jaxdist.optim.ema import ema_of, with_ema
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import read_results
+from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.parallel.program import in_precision
@@ -114,12 +115,14 @@ def fit(
     """Train with the loop of `scripts/train.py`: checkpoints and exact resuming, metrics.jsonl, evaluation, the guard
     against steps that are not finite, signals. The whole of it: docs/own_loop.md. Raises `UserError`.
 
-    model: a `ModelDef`; or your own loss_fn, with params, model_state and rules as for `init_state`.
+    model: a `ModelDef`; what `nnx_loss` or `linen_loss` gives; or your own loss_fn, with params, model_state and rules
+        as for `init_state`.
     data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows.
     steps: the number of the last step.
     mesh: by default all devices, as `data`.
     run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
-    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, such as one without dropout.
+    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, such as one without dropout; that
+        of `nnx_loss` is in evaluation mode by itself.
     patience: ends the run after so many evaluations in a row without a lower loss.
     ema: the decay of a moving average of the parameters, which is what is evaluated then.
     callbacks: functions (step, metrics), called for each step in order, one step late: no device waits for them.
@@ -135,10 +138,8 @@ def fit(
     >>> int(done.state.step), done.metrics["loss"] < 0.51, done.stopped
     (9, True, '')
     """
-    if isinstance(model, ModelDef) != (params is None):
-        said = (
-            "None; a loss_fn of your own needs them" if params is None else "a ModelDef makes its own; leave them out"
-        )
+    if isinstance(model, ModelDef | ModuleLoss) != (params is None):
+        said = "None; a loss_fn of your own needs them" if params is None else "the model has its own; leave them out"
         raise UserError(f"params: {said}")
     config, options = _settled(
         settings, steps, make_options(options, keywords), patience, evaluated=eval_data is not None
@@ -148,7 +149,8 @@ def fit(
     source = model if params is None else params
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
-    given = _Given(data, eval_data, eval_loss or model, patience, tuple(callbacks), averages=ema is not None)
+    eval_loss = eval_loss or getattr(model, "evaluation", None) or model
+    given = _Given(data, eval_data, eval_loss, patience, tuple(callbacks), averages=ema is not None)
     return _fit(plan, given, fresh, run_directory(None if run_dir is None else str(run_dir), "fit"))
 
 

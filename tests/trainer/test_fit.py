@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jobs import Processes, free_port
 
@@ -303,6 +304,34 @@ def poisoned(at: int) -> list[Any]:
     data = batches(STEPS + 4)
     data[at] = {**data[at], "x": data[at]["x"] * np.nan}
     return data
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.out = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.dropout(self.norm(x)))[:, 0]
+
+
+def test_a_module(tmp_path: Path) -> None:
+    """Its parameters and state are its loss's; evaluations are in evaluation mode."""
+
+    def classify(model: Net, batch: Any) -> tuple[jax.Array, int]:
+        losses = optax.sigmoid_binary_cross_entropy(model(batch["x"]), batch["y"].astype(jnp.float32))
+        return losses.sum(), losses.size
+
+    module, data = Net(nnx.Rngs(0)), batches(STEPS)
+    trained = jaxdist.nnx_loss(module, classify)
+    done = fit(data, tmp_path, trained, params=None, eval_data=data)
+    module = jaxdist.nnx_update(module, done.state)
+    module.eval()
+    found = [float(classify(module, batch)[0]) / ROWS for batch in data]
+    assert done.metrics["eval/loss"] == pytest.approx(np.mean(found), rel=1e-5)
+    assert done.metrics["eval/loss"] != pytest.approx(done.metrics["loss"], rel=1e-2)
+    with pytest.raises(UserError, match="^params: the model has its own; leave them out$"):
+        fit(data, tmp_path, trained)
 
 
 def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
