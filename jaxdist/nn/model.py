@@ -92,7 +92,8 @@ def _skeleton(build: Callable[[nnx.Rngs], Any], *, rows: bool) -> Any:
 def _check_arrays(module: Any) -> None:
     """Raise `UserError` for an array that an attribute holds without an nnx.Param."""
     for path, node in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
-        held = [] if isinstance(node, nnx.Variable) else jax.tree.leaves(node) if isinstance(node, dict) else [node]
+        own = lambda each: isinstance(each, nnx.Variable | nnx.Module)  # which are nodes themselves  # noqa: E731
+        held = [] if own(node) else jax.tree.leaves(node, is_leaf=own) if isinstance(node, dict) else [node]
         if any(isinstance(each, jax.Array | np.ndarray) for each in held):
             raise UserError(f"model_def: {'.'.join(map(str, path))} is an array. {NO_ARRAYS}")
 
@@ -162,7 +163,8 @@ def _check_variables(skeleton: Any) -> None:
         if isinstance(node, nnx.RngState):
             raise UserError(
                 f"model_def: {where} ({layer}) holds random state, which would be the same at every step; keep no"
-                " nnx.Rngs; for dropout use jaxdist.nn.dropout(h, keys, site=1, rate=0.1), with another site for each"
+                " nnx.Rngs; for dropout use jaxdist.nn.dropout(h, keys, site=1, rate=0.1), with another site for each;"
+                " recurrent layers of Flax keep one: give the model as a loss of your own, by jaxdist.nnx_loss"
             )
         raise UserError(
             f"model_def: {where} ({layer}) holds a {kind}, state that is no nnx.Param; use a layer without, such as"
@@ -180,6 +182,18 @@ def _uniform(blocks: Any) -> Any:
             " runs over them; give them what differs as parameters"
         )
     return split[0]
+
+
+def _head_sums(head: Any, *given: Any) -> Any:
+    """What the head returns. Raises `UserError` unless it is two scalars."""
+    found = head(*given)
+    if not isinstance(found, tuple) or len(found) != 2 or any(jnp.shape(each) for each in found):
+        shown = jax.tree.map(lambda each: jax.typeof(each).str_short(), found)
+        raise UserError(
+            f"{type(head).__name__}: a head must return two scalars, (loss sum, weight sum) over these rows, such as"
+            f" (losses.sum(), losses.size); it returned {shown}. For metrics give the model as a loss of your own"
+        )
+    return found
 
 
 def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
@@ -244,7 +258,9 @@ def model_def(
         embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
         block=lambda params, h, keys_B, *rows: nnx.merge(block_def, params)(h, keys_B, *rows),
         head=_reads(
-            name(skeleton.head), lambda params, embed, *given: nnx.merge(head_def, params)(*given, embedding(embed)), 3
+            name(skeleton.head),
+            lambda params, embed, *given: _head_sums(nnx.merge(head_def, params), *given, embedding(embed)),
+            3,
         ),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
         layers=len(skeleton.blocks),

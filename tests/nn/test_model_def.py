@@ -172,6 +172,28 @@ def test_a_leaf_that_the_batch_lacks_is_one_line() -> None:
         model_def(model(), rows=lambda batch: {}["inputs"]).read_by_blocks(batch)
 
 
+@pytest.mark.parametrize(
+    "returned", [lambda losses: losses.mean(), lambda losses: (losses.sum(), 2, {}), lambda losses: (losses, 2)]
+)
+def test_a_head_that_returns_other_than_two_sums_is_one_line(returned: Callable[[jax.Array], Any]) -> None:
+    class Head(Part):
+        def __call__(self, h: Any, *given: Any) -> Any:
+            return returned(jnp.zeros(2))
+
+    made = model_def(model(head=lambda rngs, _: Head(rngs)))
+    with pytest.raises(
+        UserError, match=r"^Head: a head must return two scalars, \(loss sum, weight sum\).* it returned "
+    ):
+        made.head(made.init(jax.random.key(0))["head"], None, jnp.zeros((2, 4)), {})
+
+
+def test_a_block_may_keep_modules_and_parameters_in_a_dict() -> None:
+    held = lambda rngs: nnx.data({"a": nnx.Linear(4, 4, rngs=rngs), "b": nnx.Param(jnp.ones(3))})  # noqa: E731
+    made = model_def(blocks(held, held))
+    shapes = jax.tree.map(jnp.shape, made.init(jax.random.key(0))["blocks"])
+    assert shapes["held"] == {"a": {"bias": (2, 4), "kernel": (2, 4, 4)}, "b": (2, 3)}
+
+
 def test_dropout_that_gets_its_keys_is_taken() -> None:
     assert model_def(blocks(*[lambda _: nnx.Dropout(0.1)] * 2)).layers == 2
 
