@@ -98,7 +98,9 @@ def make_train_step(
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches. keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. A step that is not finite changes
-    nothing but the guard. A loss of your own may also return metrics, and carry state: docs/own_loss.md.
+    nothing but the guard. A loss of your own returns the sum over THESE rows and the weight of these rows; it is called
+    for each device and microbatch, so a term of parameters or `batch_mean`s alone is multiplied by the weight:
+    `x.shape[0] * term`. It may also return metrics, and carry state: docs/own_loss.md.
 
     options, keywords: a `StepOptions`, or its fields: make_train_step(model, adamw, mesh, strategy="zero3").
 

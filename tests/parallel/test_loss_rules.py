@@ -108,9 +108,20 @@ def over_vmap(name: str, mean: Any = jaxdist.batch_mean) -> Any:
     return returning(lambda h: (means(jnp.stack([h, h + 1])).sum(), h.shape[0]))
 
 
+def row_by_row(loop: Any) -> Any:
+    """A loss with a mean of each row, by loop(function, h)."""
+    return returning(lambda h: (loop(lambda row: (row - jaxdist.batch_mean(row)).sum(), h).sum(), h.shape[0]))
+
+
+def time_major(h: jax.Array) -> Any:
+    rounds = jnp.stack([h, 2 * h])
+    return (rounds - jaxdist.batch_mean(rounds)).sum(), h.shape[0]
+
+
 ZEROS, MEANS = np.zeros(4, np.float32), "allowed: .*correct.sum"
 GRADIENT = r"takes the gradient of something with a batch_mean \(test_loss_rules.py:\d+\).*vmap\(jax.grad\(f\)"
 RULE = "batch_mean: called in a function with a custom_vjp or custom_jvp, .*give that function the mean"
+ROWS = r"batch_mean: called for each row, .*\(test_loss_rules.py:\d+\).*moveaxis"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the message
     "local": (
         stateful(lambda h, keys, state: state + h.mean(0)),
@@ -121,6 +132,32 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the mes
         stateful(lambda h, keys, state: lax.scan(lambda total, row: (total + row, None), state, h)[0]),
         ZEROS,
         "from this device",
+    ),
+    "the number of rows": (
+        stateful(lambda h, keys, state: {"n": state["n"] + h.shape[0]}),
+        {"n": 0},
+        "model_state.n is computed from the number of this device's rows",
+    ),
+    "the number of rows, as an array": (
+        stateful(lambda h, keys, state: state + jnp.ones(h.shape[0]).sum()),
+        jnp.float32(0),
+        "model_state is computed from the number of this device's rows",
+    ),
+    "a mean in a vmap over rows": (row_by_row(lambda f, h: jax.vmap(f)(h)), (), ROWS),
+    "a mean in a loop over rows": (row_by_row(lax.map), (), ROWS),
+    "a mean of rows in dim 1": (returning(time_major), (), ROWS),
+    "a mean over dim 1": (returning(lambda h: (jaxdist.batch_mean(h, axis=1).sum(), 1)), (), r"moveaxis\(x, 1, 0\)"),
+    "a complex mean": (
+        returning(lambda h: (abs(jaxdist.batch_mean(lax.complex(h, h))).sum(), 1)),
+        (),
+        "x is complex64; .*x.real",
+    ),
+    "an integer loss": (returning(lambda h: ((h > 0).sum(), 1)), (), "sum of losses is int32; allowed: a float"),
+    "a complex loss": (returning(lambda h: (lax.complex(h, h).sum(), 1)), (), "sum of losses is complex64"),
+    "in a while_loop": (
+        stateful(lambda h, keys, state: lax.while_loop(lambda v: v[0] < 1, lambda v: v + jaxdist.batch_mean(h), state)),
+        ZEROS,
+        "batch_mean in a while, .*a fixed number of rounds, lax.fori_loop",
     ),
     "by keys": (stateful(lambda h, keys, state: jax.random.normal(keys[0], (4,))), ZEROS, "rows or keys"),
     "a count of rows": (
@@ -234,6 +271,26 @@ def counted(params: Any, batch: Any, keys: Any, state: Any) -> Any:
     return ((batch["x"] @ params["w"] + noise) ** 2).sum(), batch["x"].shape[0], {}, state + 1
 
 
+def in_rounds(h: jax.Array) -> Any:
+    rounds = lax.fori_loop(0, 3, lambda _, v: v / 2 + jaxdist.batch_mean(h), jnp.zeros(4))
+    return ((h - rounds) ** 2).sum(), h.shape[0]
+
+
+def over_heads(h: jax.Array) -> Any:
+    return jax.vmap(lambda head: head - jaxdist.batch_mean(head), 1, 1)(h).sum(), h.shape[0]
+
+
+def hard_coded(params: Any, batch: Any, keys: Any) -> Any:
+    """A loss that runs with 6 rows on a device only."""
+    h = batch["x"].reshape(6, 2) @ params["w"]
+    return (h - jaxdist.batch_mean(h * jnp.ones((6, 1)))).sum(), 6
+
+
+def of_equal_rows(h: jax.Array, keys: Any, state: Any) -> Any:
+    """A state that does not depend on the number of rows, though its program does."""
+    return 0.9 * state + 0.1 * jnp.broadcast_to(state / 3, h.shape).mean(0)
+
+
 ALLOWED: dict[str, tuple[Any, Any]] = {  # a loss, its model_state
     "a gradient of what has no mean": (inside(jax.grad(lambda w, x: ((x @ w) ** 2).sum())), ()),
     "a gradient beside a mean": (
@@ -249,6 +306,25 @@ ALLOWED: dict[str, tuple[Any, Any]] = {  # a loss, its model_state
     "a vmap's axis of another name": (over_vmap("expert"), ()),
     "this device's mean over a vmap's axis": (over_vmap("data", of_this_device), ()),
     "a count for keys": (counted, jnp.int32(0)),
+    "a mean in a loop of rounds": (returning(in_rounds), ()),
+    "a mean in a vmap over heads": (returning(over_heads), ()),
+    "a mean of all dims": (returning(lambda h: ((h - jaxdist.batch_mean(h, axis=None)).sum(), h.shape[0])), ()),
+    "a mean of this device's mean": (stateful(lambda h, keys, state: jaxdist.batch_mean(h.mean(0)[None])), ZEROS),
+    "a mean of rows in a loop over rows": (
+        returning(lambda h: (lax.map(lambda row: row.sum(), h - jaxdist.batch_mean(h)).sum(), h.shape[0])),
+        (),
+    ),
+    "a number of rows": (hard_coded, ()),
+    "a state of equal rows": (stateful(of_equal_rows), ZEROS),
+    "sizes of axes": (
+        returning(
+            lambda h: (
+                ((h - jaxdist.batch_mean(h)) ** 2).sum() / (h.shape[0] * lax.axis_size("data") * lax.axis_size("fsdp")),
+                1,
+            )
+        ),
+        (),
+    ),
 }
 
 
