@@ -84,9 +84,9 @@ def refuse_means_with_rows(jaxpr: Any, other: Any) -> None:
         shapes = [site.equation.outvars[0].aval.shape for site in (one, two)]
         if shapes[0] != shapes[1] or one.times != two.times:
             raise UserError(
-                f"batch_mean: called for each row, or with the rows in another dim than 0 ({line_of_user(one.equation)}):"
-                f" its result has shape {shapes[0]}, with other rows on each device; call it outside of a jax.vmap or"
-                " loop over rows, with the rows as dim 0: batch_mean(jnp.moveaxis(x, 1, 0))"
+                f"batch_mean: called for each row, or with the rows in another dim than 0, so that its result, of shape"
+                f" {shapes[0]}, mixes rows ({line_of_user(one.equation)}); call it outside of a jax.vmap or loop over"
+                " rows, with the rows as dim 0: batch_mean(jnp.moveaxis(x, 1, 0))"
             )
 
 
@@ -108,13 +108,9 @@ def counting_rows(jaxpr: Any, other: Any, results: int) -> Sequence[bool]:
     if alike([True] * results):
         return [False] * results
     found = []
-    for wanted in np.eye(results, dtype=bool):
+    for wanted in np.eye(results, dtype=bool).tolist():
         # Another program may have the same value, as the mean of equal rows has: then both are run.
-        values = zip(alive(wanted), (jaxpr, other), strict=True)
-        same = alike(wanted) or np.allclose(
-            *(_value(each, given.consts) for each, given in values), 1e-4, equal_nan=True
-        )
-        found.append(not same)
+        found.append(not alike(wanted) and not _close(*map(_value, alive(wanted), (jaxpr.consts, other.consts))))
     return found
 
 
@@ -125,3 +121,7 @@ def _value(jaxpr: Any, constants: Sequence[Any]) -> Any:
             np.linspace(0.5, 1.5, v.aval.size).reshape(v.aval.shape).astype(v.aval.dtype) for v in jaxpr.invars
         ]
         return np.asarray(evaluate(jaxpr, constants, arguments)[0], np.float64)
+
+
+def _close(one: Any, two: Any) -> bool:
+    return np.allclose(one, two, rtol=1e-4, equal_nan=True)

@@ -1,5 +1,6 @@
 """What a loss of a user may not do is refused, in one line that says what to write."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from losses import plain, returning, rows, stateful, steps_of, trace
 
 import jaxdist
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.source import line_of_user
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import abstract_mesh
 
 
@@ -390,3 +394,38 @@ def test_a_batch_mean_in_a_region_of_ones_own_is_refused() -> None:
     own = jax.shard_map(jaxdist.batch_mean, mesh=mesh, in_specs=jaxdist.BATCH_SPEC, out_specs=jaxdist.BATCH_SPEC)
     with pytest.raises(UserError, match="batch_mean: called in a shard_map over data"):
         own(jnp.ones((4, 2)))
+
+
+def test_keys_do_not_depend_on_the_default_generator() -> None:
+    """With "rbg", a `jax.vmap` over keys draws other numbers in other layouts."""
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        assert str(jax.random.key_impl(keys)) == "threefry2x32"
+        return plain(params, batch, keys)
+
+    with jax.default_prng_impl("rbg"):
+        trace(loss)
+
+
+@pytest.mark.parametrize("name", ["/home/user/lib/loss.py", "<stdin>"])
+def test_a_message_names_the_line_of_the_user(name: str) -> None:
+    """In a folder that is called "lib" too, and in what is typed in; never one of jaxdist, though it is nearer."""
+    space: dict[str, Any] = {"mean": jaxdist.batch_mean}
+    exec(compile("def loss(x):\n    return mean(x)", name, "exec"), space)
+    sites = every_equation(jax.make_jaxpr(space["loss"])(jnp.ones(3)))
+    [found] = [line_of_user(site.equation) for site in sites if site.equation.primitive.name == "div"]
+    assert found == f"{Path(name).name}:2"
+
+
+def test_a_state_of_an_nnx_module_may_be_the_model_state() -> None:
+    """An `nnx.State` that is made of the arguments of a step, and merged in the trace of a check."""
+    module = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    graph, params, statistics = nnx.split(module, nnx.Param, nnx.BatchStat)
+
+    def loss(params: Any, batch: Any, keys: Any, state: Any) -> Any:
+        merged = nnx.merge(graph, params, state)
+        out = merged(jnp.tile(batch["x"], (1, 2)))
+        new = jax.tree.map(lambda leaf: jaxdist.batch_mean(leaf[None]), nnx.state(merged, nnx.BatchStat))
+        return (out**2).sum(), out.shape[0], {}, new
+
+    trace(loss, statistics, params=params)
