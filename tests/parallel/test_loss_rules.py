@@ -332,6 +332,19 @@ ALLOWED: dict[str, tuple[Any, Any]] = {  # a loss, its model_state
 }
 
 
+def test_a_check_runs_nothing_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """The new state is computed for two numbers of rows, without the rest of the loss."""
+
+    def loss(params: Any, batch: Any, keys: Any, state: Any) -> Any:
+        jax.debug.print("h {}", batch["x"].sum())
+        total, count = plain(params, batch, keys)
+        return total, count, {}, of_equal_rows(batch["x"] @ params["w"], keys, state)
+
+    trace(loss, ZEROS)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.parametrize("case", ALLOWED)
 def test_what_sounds_alike_is_allowed(case: str) -> None:
     loss, model_state = ALLOWED[case]
