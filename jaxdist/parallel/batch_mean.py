@@ -55,7 +55,8 @@ def batch_mean(
     axis: the dims of x to average over, None for all; the rows' must be among them.
     sync: False averages over this device's rows only, as PyTorch's BatchNorm does. Layouts then differ.
 
-    Every device must call it: it is refused in `lax.cond` and `lax.while_loop`. A loss may not differentiate it itself
+    Every device must call it: it is refused in `lax.cond` and `lax.while_loop`, and once a row, as in a `jax.vmap` over
+    rows. A loss may not differentiate it itself
     (`jax.grad` inside of a loss), nor call it in a function with a custom_vjp or custom_jvp. All that is allowed with
     sync=False.
 
