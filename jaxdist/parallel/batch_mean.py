@@ -56,9 +56,8 @@ def batch_mean(
     sync: False averages over this device's rows only, as PyTorch's BatchNorm does. Layouts then differ.
 
     Every device must call it: it is refused in `lax.cond` and `lax.while_loop`, and once a row, as in a `jax.vmap` over
-    rows. A loss may not differentiate it itself
-    (`jax.grad` inside of a loss), nor call it in a function with a custom_vjp or custom_jvp. All that is allowed with
-    sync=False.
+    rows. A loss may not differentiate it itself (`jax.grad` inside of a loss), nor call it in a function with a
+    custom_vjp or custom_jvp. All that is allowed with sync=False.
 
     >>> images = jnp.ones((8, 4, 4, 3))
     >>> mean = jaxdist.batch_mean(images, axis=(0, 1, 2))  # a mean of each channel
