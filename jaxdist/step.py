@@ -98,11 +98,11 @@ def make_train_step(
 
     Batches are pytrees of arrays [B, ...], B divisible by data * fsdp * microbatches. keys: a random key a sample. The
     gradient is that of sum / weight over the global batch, the same in every layout. A step that is not finite changes
-    nothing but the guard. A loss of your own may also return metrics, and carry state: docs/own_loss.md.
+    nothing but the guard. A loss returns the sum over THESE rows, of one device and microbatch, and the weight of these
+    rows: a term of parameters or `batch_mean`s alone is multiplied by it: `x.shape[0] * term`. See docs/own_loss.md.
 
-    options, keywords: a `StepOptions`, or its fields: make_train_step(model, adamw, mesh, strategy="zero3").
-
-    Raises `UserError` for what does not fit together.
+    options, keywords: a `StepOptions`, or its fields: make_train_step(model, adamw, mesh, strategy="zero3"). Raises
+        `UserError` for what does not fit together.
 
     >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
     >>> jaxdist.make_train_step(loss, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")

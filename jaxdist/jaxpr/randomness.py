@@ -7,7 +7,7 @@ from typing import Any
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.dependence import copies, depends
 from jaxdist.jaxpr.evaluate import without_dead_code
-from jaxdist.jaxpr.source import source_of
+from jaxdist.jaxpr.source import line_of_user
 from jaxdist.jaxpr.walk import primitives
 
 # Their first operand is the key. Others make keys of keys, and what nothing reads is no matter.
@@ -45,14 +45,14 @@ def refuse_stored_keys(jaxpr: Any, moves: Sequence[bool]) -> None:
         name = equation.primitive.name
         if name == "rng_uniform":
             raise UserError(
-                f"loss_fn: draws random numbers with lax.rng_uniform ({source_of(equation)}), which takes no key; use"
-                " jax.random.uniform(keys[0], ...)"
+                f"loss_fn: draws random numbers with lax.rng_uniform ({line_of_user(equation)}), which takes no key;"
+                " use jax.random.uniform(keys[0], ...)"
             )
         if any(operands) if name == "threefry2x32" else operands[0] if name in DRAWS else True:
             return
         # jax traces its own functions once, such as "_bernoulli": what is inside has the line of the first call.
         calls = (each for each in inside if str(each.params.get("name")).startswith("_"))
-        frozen.append(source_of(next(calls, equation)))
+        frozen.append(line_of_user(next(calls, equation)))
 
     depends(without_dead_code(jaxpr), moves, visit)
     if frozen:

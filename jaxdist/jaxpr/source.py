@@ -1,11 +1,14 @@
 """The source line of an equation."""
 
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 SENDING = ("collectives/", "parallel/batch_mean.py", "specs.py")  # code that only sends what its caller gave it
+# Folders of Python and of installed packages, not by their names: a user's own folder may be called "lib".
+INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 def source_of(equation: Any, skipped: tuple[str, ...] = SENDING) -> str:
@@ -16,6 +19,15 @@ def source_of(equation: Any, skipped: tuple[str, ...] = SENDING) -> str:
     return next(_lines(equation, skipped), "unknown")
 
 
+def line_of_user(equation: Any) -> str:
+    """The source line of an equation in the code of a user, which is the innermost that is in no package."""
+    return source_of(equation, ("",))
+
+
+def _is_installed(path: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(path.parts) or INSTALLED & set(path.parents))
+
+
 def _lines(equation: Any, skipped: tuple[str, ...]) -> Iterator[str]:
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else []:
@@ -24,5 +36,5 @@ def _lines(equation: Any, skipped: tuple[str, ...]) -> Iterator[str]:
             inside = path.relative_to(PACKAGE).as_posix()
             if not inside.startswith(skipped):
                 yield f"{PACKAGE.name}/{inside}:{frame.line_num}"
-        elif not {"site-packages", "lib"} & set(path.parts) and not frame.file_name.startswith("<"):
+        elif not _is_installed(path) and not frame.file_name.startswith("<frozen"):
             yield f"{path.name}:{frame.line_num}"

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.forbidden import LOCAL_SCOPE, SHARED_SCOPE
 from jaxdist.mesh import BATCH_AXES
 from jaxdist.precision.policy import accumulation_dtype
 
-SCOPE = "jaxdist.batch_mean"  # the named scope of the operations
 SPLIT_AXES = ("data", "fsdp")  # the mesh axes that the rows of a user's loss may be spread over
-LOCAL_SCOPE = f"{SCOPE}_of_one_device"  # that of sync=False
 
 
 class SharedRows(NamedTuple):
@@ -43,7 +42,7 @@ shared_rows = jax.make_user_context(None)
 
 
 def batch_mean(
-    x: jax.Array, weight: jax.Array | None = None, *, axis: int | tuple[int, ...] = 0, sync: bool = True
+    x: jax.Array, weight: jax.Array | None = None, *, axis: int | tuple[int, ...] | None = 0, sync: bool = True
 ) -> jax.Array:
     """The mean of x over the rows of the global microbatch, in at least fp32. For use in a loss of your own.
 
@@ -53,12 +52,12 @@ def batch_mean(
     x: [B, ...], this device's rows.
     weight: of each row, [B], or of the leading dims of x, such as a mask. The mean is sum(weight * x) / sum(weight), or
         0 where all weights are 0.
-    axis: the dims of x to average over; the rows' must be among them.
+    axis: the dims of x to average over, None for all; the rows' must be among them.
     sync: False averages over this device's rows only, as PyTorch's BatchNorm does. Layouts then differ.
 
-    Every device must call it: it is refused in `lax.cond` and `lax.while_loop`. A loss may not differentiate it itself
-    (`jax.grad` inside of a loss), nor call it in a function with a custom_vjp or custom_jvp. All that is allowed with
-    sync=False.
+    Every device must call it: it is refused in `lax.cond` and `lax.while_loop`, and once a row, as in a `jax.vmap` over
+    rows. A loss may not differentiate it itself (`jax.grad` inside of a loss), nor call it in a function with a
+    custom_vjp or custom_jvp. All that is allowed with sync=False.
 
     >>> images = jnp.ones((8, 4, 4, 3))
     >>> mean = jaxdist.batch_mean(images, axis=(0, 1, 2))  # a mean of each channel
@@ -71,9 +70,11 @@ def batch_mean(
         _check_place(rows)
     rows, x = rows or SharedRows(), jnp.asarray(x)
     dims = _dims(x.shape, axis, sync=sync)
+    if jnp.iscomplexobj(x):
+        raise UserError(f"batch_mean: x is {x.dtype}; allowed: real numbers; give x.real and x.imag by themselves")
     wide = accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
     axes = rows.samples + (rows.axes if sync else ())
-    with jax.named_scope(SCOPE if sync else LOCAL_SCOPE):
+    with jax.named_scope(SHARED_SCOPE if sync else LOCAL_SCOPE):
         if rows.blank == "every" or (rows.blank and sync):
             return jnp.zeros([size for dim, size in enumerate(x.shape) if dim not in dims], wide)
         x = x.astype(wide)
@@ -93,14 +94,15 @@ def batch_mean(
 
 def _dims(shape: tuple[int, ...], axis: Any, *, sync: bool) -> tuple[int, ...]:
     """The dims of x to average over, from 0. Raises `UserError` for what is no dim of x, and without the rows' dim."""
-    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    axis = range(len(shape)) if axis is None else axis
+    given = tuple(axis) if isinstance(axis, tuple | list | range) else (axis,)
     dims = {number + len(shape) if number < 0 else number for number in map(operator.index, given)}
     if not dims <= set(range(len(shape))) or len(dims) < len(given):
         raise UserError(f"batch_mean: axis={axis} of an x of shape {shape}; allowed: its dims, each once")
     if sync and 0 not in dims:
         raise UserError(
-            f"batch_mean: axis={axis} leaves out dim 0, the rows, which are spread over devices; allowed: with 0; or"
-            " x.mean(axis), which needs no other device"
+            f"batch_mean: axis={axis} leaves out dim 0, which must be the rows, spread over devices; allowed: with 0,"
+            " after jnp.moveaxis(x, 1, 0) where they are dim 1"
         )
     return tuple(sorted(dims))
 

@@ -57,6 +57,8 @@ def read_results(result: Any, model_state: PyTree) -> tuple[jax.Array, LossResul
     stateful = bool(jax.tree.leaves(model_state))
     check_form(result, stateful=stateful)
     total, new = jnp.asarray(result[0]), result[3] if stateful else model_state
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise UserError(f"loss_fn: the sum of losses is {total.dtype}; allowed: a float, such as losses.sum()")
     wide, metrics = accumulation_dtype(total.dtype), result[2] if len(result) > 2 else {}
     _check_metrics(metrics)
     weight, metrics = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(wide), (result[1], metrics))

@@ -42,5 +42,7 @@ def split_microbatches(batch: PyTree, count: int) -> PyTree:
 
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """Dropout keys [rows] of this device's rows. Each folds seed, step and the row's number in the global batch."""
-    key, first = jax.random.fold_in(jax.random.key(seed), step), rank(BATCH_AXES) * rows
+    # By name: with other generators that jax may be set to, a vmap over keys draws other numbers than each key alone.
+    stem = jax.random.key(seed, impl="threefry2x32")
+    key, first = jax.random.fold_in(stem, step), rank(BATCH_AXES) * rows
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))

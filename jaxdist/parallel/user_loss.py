@@ -14,19 +14,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
-from jax.ref import AbstractRef
 from optax import MaskedNode
 
 from jaxdist.collectives import psum
 from jaxdist.errors import UserError
-from jaxdist.jaxpr.axes import named_axes
 from jaxdist.jaxpr.dependence import depends
+from jaxdist.jaxpr.forbidden import (
+    LOCAL_SCOPE,
+    SHARED_SCOPE,
+    counting_rows,
+    is_shared,
+    refuse_collectives,
+    refuse_in_forward,
+    refuse_means_with_rows,
+)
 from jaxdist.jaxpr.randomness import moving, refuse_stored_keys
-from jaxdist.jaxpr.source import source_of
-from jaxdist.jaxpr.walk import Site, every_equation
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import AnyMesh
 from jaxdist.optim import leave_out
-from jaxdist.parallel.batch_mean import LOCAL_SCOPE, SCOPE, SPLIT_AXES, SharedRows, shared_rows
+from jaxdist.parallel.batch_mean import SPLIT_AXES, SharedRows, shared_rows
 from jaxdist.parallel.blocks.remat import rematerialise
 from jaxdist.parallel.loss_results import LossResults, check_call, in_state, read_results
 from jaxdist.parallel.options import StepOptions
@@ -36,11 +42,9 @@ from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, leaves_by_name
 
-NO_AXIS = 2**31 - 1  # a size that no axis has
-_HANGS = "which devices may run differently, and wait for each other for ever; call it outside, and choose by jnp.where"
-_RULE = "whose derivative is a rule that adds up nothing over devices; call it outside, and give it the mean"
-# Why equations may hold no `batch_mean` over all devices, by the names of their primitives.
-NO_MEAN_IN = {"cond": _HANGS, "while": _HANGS, "custom_linear_solve": _RULE, "linear_call": _RULE}
+# The size of the mesh axes in a trace that finds a `jax.vmap` with the name of one: inside of it the size is another. A
+# prime that nobody has as a number of devices; products of a few are numbers of 32 bits.
+NO_AXIS = 1009
 
 
 def unchecked_region(
@@ -48,44 +52,6 @@ def unchecked_region(
 ) -> Callable[..., Any]:
     """`jax.shard_map` without the check, for programs made by `user_program` only."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def refuse_collectives(jaxpr: Any) -> None:
-    """Raise `UserError` when the jaxpr names a mesh axis at any depth, or has a `batch_mean` where none may be."""
-    for site in every_equation(jaxpr):
-        if axes := named_axes(site.equation):
-            name = site.equation.primitive.name
-            raise UserError(
-                f"loss_fn: contains {name} over {', '.join(axes)}; a loss may use no collective and no axis_index: "
-                "return this shard's (sum, weight), jaxdist adds them up; for statistics use jaxdist.batch_mean"
-            )
-        inside = [each.primitive.name for each in site.inside if each.primitive.name in NO_MEAN_IN]
-        if inside and _is_shared(site):
-            raise UserError(f"loss_fn: batch_mean in a {inside[-1]}, {NO_MEAN_IN[inside[-1]]}")
-
-
-def refuse_in_forward(jaxpr: Any) -> None:
-    """Raise `UserError` when the jaxpr of a loss, before it is differentiated, uses refs, or has the gradient of a
-    `batch_mean`."""
-    for site in every_equation(jaxpr):
-        atoms = (*site.equation.invars, *site.equation.outvars)
-        kernel = any(each.primitive.name == "pallas_call" for each in site.inside)
-        if any(isinstance(atom.aval, AbstractRef) for atom in atoms) and not kernel:
-            raise UserError(
-                f"loss_fn: uses a jax.Ref ({source_of(site.equation)}), through which devices come to differ unnoticed;"
-                " return what it would hold, in model_state or metrics"
-            )
-        if _is_shared(site) and "transpose(" in site.names:
-            raise UserError(
-                f"loss_fn: takes the gradient of something with a batch_mean ({source_of(site.equation)}), which would"
-                " depend on the number of devices; take gradients of single rows, and their mean:"
-                " jaxdist.batch_mean(jax.vmap(jax.grad(f), (None, 0))(params, x))"
-            )
-
-
-def _is_shared(site: Site) -> bool:
-    """Whether an equation is part of a `batch_mean` over all devices."""
-    return SCOPE in site.names.replace(LOCAL_SCOPE, "")
 
 
 class _Differs(NamedTuple):
@@ -114,6 +80,8 @@ class _Loss(NamedTuple):
         self, params: PyTree, batch: PyTree, model_state: PyTree, *, rows: SharedRows
     ) -> tuple[jax.Array, LossResults]:
         """(sum of losses, the other results) of one microbatch. batch: with its keys."""
+        # Copies of the containers: those that came from outside, such as an nnx.State, may know the trace they are of.
+        params, model_state = jax.tree.map(lambda leaf: leaf, (params, model_state))
         arguments = (params, batch["batch"], batch["keys"], *([model_state] if jax.tree.leaves(model_state) else []))
         check_call(self.function, arguments)
         with shared_rows(rows):
@@ -136,6 +104,14 @@ class _Loss(NamedTuple):
         """The jaxpr of `run`: leaves of the arguments -> leaves of the results, those of the new state last."""
         return jax.make_jaxpr(functools.partial(self.run, rows=rows))(*arguments)
 
+    def _with_more_rows(self, rows: SharedRows, params: PyTree, batch: PyTree, model_state: PyTree) -> Any:
+        """`_traced` with twice as many rows; None where the loss runs with no other number of them."""
+        more = lambda leaf: jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+        try:
+            return self._traced(rows, params, jax.tree.map(more, batch), model_state)
+        except Exception:  # a user's code may fail in any way
+            return None
+
     def _refuse(self, forward: Any, params: PyTree, batch: PyTree, model_state: PyTree) -> None:
         """Raise `UserError` for what a loss may not do, but for its new state.
 
@@ -148,12 +124,14 @@ class _Loss(NamedTuple):
         moves = moving(forward, [*fresh[0], *fresh[1], *carried], len(carried))
         refuse_stored_keys(backward, [False] * trained + moves)
         sites = list(every_equation(forward))
-        if self.deterministic and any(SCOPE in site.names for site in sites):
+        if self.deterministic and any(SHARED_SCOPE in site.names or LOCAL_SCOPE in site.names for site in sites):
             raise UserError(
                 "grad_sync.deterministic: a loss with batch_mean depends on how many rows a microbatch has, and so on"
                 " the layout; leave one of the two out"
             )
-        if any(map(_is_shared, sites)):
+        if any(map(is_shared, sites)):
+            if (other := self._with_more_rows(SharedRows(), params, batch, model_state)) is not None:
+                refuse_means_with_rows(forward, other)
             run: Any = functools.partial(self.run, rows=SharedRows(axis_size=NO_AXIS))
             for axis in SPLIT_AXES:
                 run = jax.vmap(run, in_axes=None, out_axes=None, axis_size=NO_AXIS, axis_name=axis)
@@ -203,6 +181,14 @@ class _Loss(NamedTuple):
                     f"loss_fn: {in_state(name)} is computed from this device's rows or keys; take the mean over all"
                     " devices, jaxdist.batch_mean(x), or batch_mean(x, sync=False) for statistics of each device"
                 )
+        given, blank = (params, batch, model_state), SharedRows(blank="every")
+        if (other := self._with_more_rows(blank, *given)) is not None:
+            for name, found in zip(named, counting_rows(self._traced(blank, *given), other, len(named)), strict=True):
+                if found:
+                    raise UserError(
+                        f"loss_fn: {in_state(name)} is computed from the number of this device's rows, which other"
+                        " layouts have others of; give the size of the global batch as a number, or count steps"
+                    )
         return list(map(_Differs, by_any, local))
 
 

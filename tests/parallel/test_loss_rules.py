@@ -1,5 +1,6 @@
 """What a loss of a user may not do is refused, in one line that says what to write."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from losses import plain, returning, rows, stateful, steps_of, trace
 
 import jaxdist
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.source import line_of_user
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import abstract_mesh
 
 
@@ -108,9 +112,20 @@ def over_vmap(name: str, mean: Any = jaxdist.batch_mean) -> Any:
     return returning(lambda h: (means(jnp.stack([h, h + 1])).sum(), h.shape[0]))
 
 
+def row_by_row(loop: Any) -> Any:
+    """A loss with a mean of each row, by loop(function, h)."""
+    return returning(lambda h: (loop(lambda row: (row - jaxdist.batch_mean(row)).sum(), h).sum(), h.shape[0]))
+
+
+def time_major(h: jax.Array) -> Any:
+    rounds = jnp.stack([h, 2 * h])
+    return (rounds - jaxdist.batch_mean(rounds)).sum(), h.shape[0]
+
+
 ZEROS, MEANS = np.zeros(4, np.float32), "allowed: .*correct.sum"
 GRADIENT = r"takes the gradient of something with a batch_mean \(test_loss_rules.py:\d+\).*vmap\(jax.grad\(f\)"
 RULE = "batch_mean: called in a function with a custom_vjp or custom_jvp, .*give that function the mean"
+ROWS = r"batch_mean: called for each row, .*\(test_loss_rules.py:\d+\).*moveaxis"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the message
     "local": (
         stateful(lambda h, keys, state: state + h.mean(0)),
@@ -121,6 +136,32 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the mes
         stateful(lambda h, keys, state: lax.scan(lambda total, row: (total + row, None), state, h)[0]),
         ZEROS,
         "from this device",
+    ),
+    "the number of rows": (
+        stateful(lambda h, keys, state: {"n": state["n"] + h.shape[0]}),
+        {"n": 0},
+        "model_state.n is computed from the number of this device's rows",
+    ),
+    "the number of rows, as an array": (
+        stateful(lambda h, keys, state: state + jnp.ones(h.shape[0]).sum()),
+        jnp.float32(0),
+        "model_state is computed from the number of this device's rows",
+    ),
+    "a mean in a vmap over rows": (row_by_row(lambda f, h: jax.vmap(f)(h)), (), ROWS),
+    "a mean in a loop over rows": (row_by_row(lax.map), (), ROWS),
+    "a mean of rows in dim 1": (returning(time_major), (), ROWS),
+    "a mean over dim 1": (returning(lambda h: (jaxdist.batch_mean(h, axis=1).sum(), 1)), (), r"moveaxis\(x, 1, 0\)"),
+    "a complex mean": (
+        returning(lambda h: (abs(jaxdist.batch_mean(lax.complex(h, h))).sum(), 1)),
+        (),
+        "x is complex64; .*x.real",
+    ),
+    "an integer loss": (returning(lambda h: ((h > 0).sum(), 1)), (), "sum of losses is int32; allowed: a float"),
+    "a complex loss": (returning(lambda h: (lax.complex(h, h).sum(), 1)), (), "sum of losses is complex64"),
+    "in a while_loop": (
+        stateful(lambda h, keys, state: lax.while_loop(lambda v: v[0] < 1, lambda v: v + jaxdist.batch_mean(h), state)),
+        ZEROS,
+        "batch_mean in a while, .*a fixed number of rounds, lax.fori_loop",
     ),
     "by keys": (stateful(lambda h, keys, state: jax.random.normal(keys[0], (4,))), ZEROS, "rows or keys"),
     "a count of rows": (
@@ -234,6 +275,26 @@ def counted(params: Any, batch: Any, keys: Any, state: Any) -> Any:
     return ((batch["x"] @ params["w"] + noise) ** 2).sum(), batch["x"].shape[0], {}, state + 1
 
 
+def in_rounds(h: jax.Array) -> Any:
+    rounds = lax.fori_loop(0, 3, lambda _, v: v / 2 + jaxdist.batch_mean(h), jnp.zeros(4))
+    return ((h - rounds) ** 2).sum(), h.shape[0]
+
+
+def over_heads(h: jax.Array) -> Any:
+    return jax.vmap(lambda head: head - jaxdist.batch_mean(head), 1, 1)(h).sum(), h.shape[0]
+
+
+def hard_coded(params: Any, batch: Any, keys: Any) -> Any:
+    """A loss that runs with 6 rows on a device only."""
+    h = batch["x"].reshape(6, 2) @ params["w"]
+    return (h - jaxdist.batch_mean(h * jnp.ones((6, 1)))).sum(), 6
+
+
+def of_equal_rows(h: jax.Array, keys: Any, state: Any) -> Any:
+    """A state that does not depend on the number of rows, though its program does."""
+    return 0.9 * state + 0.1 * jnp.broadcast_to(state / 3, h.shape).mean(0)
+
+
 ALLOWED: dict[str, tuple[Any, Any]] = {  # a loss, its model_state
     "a gradient of what has no mean": (inside(jax.grad(lambda w, x: ((x @ w) ** 2).sum())), ()),
     "a gradient beside a mean": (
@@ -249,7 +310,39 @@ ALLOWED: dict[str, tuple[Any, Any]] = {  # a loss, its model_state
     "a vmap's axis of another name": (over_vmap("expert"), ()),
     "this device's mean over a vmap's axis": (over_vmap("data", of_this_device), ()),
     "a count for keys": (counted, jnp.int32(0)),
+    "a mean in a loop of rounds": (returning(in_rounds), ()),
+    "a mean in a vmap over heads": (returning(over_heads), ()),
+    "a mean of all dims": (returning(lambda h: ((h - jaxdist.batch_mean(h, axis=None)).sum(), h.shape[0])), ()),
+    "a mean of this device's mean": (stateful(lambda h, keys, state: jaxdist.batch_mean(h.mean(0)[None])), ZEROS),
+    "a mean of rows in a loop over rows": (
+        returning(lambda h: (lax.map(lambda row: row.sum(), h - jaxdist.batch_mean(h)).sum(), h.shape[0])),
+        (),
+    ),
+    "a number of rows": (hard_coded, ()),
+    "a state of equal rows": (stateful(of_equal_rows), ZEROS),
+    "sizes of axes": (
+        returning(
+            lambda h: (
+                ((h - jaxdist.batch_mean(h)) ** 2).sum() / (h.shape[0] * lax.axis_size("data") * lax.axis_size("fsdp")),
+                1,
+            )
+        ),
+        (),
+    ),
 }
+
+
+def test_a_check_runs_nothing_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """The new state is computed for two numbers of rows, without the rest of the loss."""
+
+    def loss(params: Any, batch: Any, keys: Any, state: Any) -> Any:
+        jax.debug.print("h {}", batch["x"].sum())
+        total, count = plain(params, batch, keys)
+        return total, count, {}, of_equal_rows(batch["x"] @ params["w"], keys, state)
+
+    trace(loss, ZEROS)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize("case", ALLOWED)
@@ -314,3 +407,38 @@ def test_a_batch_mean_in_a_region_of_ones_own_is_refused() -> None:
     own = jax.shard_map(jaxdist.batch_mean, mesh=mesh, in_specs=jaxdist.BATCH_SPEC, out_specs=jaxdist.BATCH_SPEC)
     with pytest.raises(UserError, match="batch_mean: called in a shard_map over data"):
         own(jnp.ones((4, 2)))
+
+
+def test_keys_do_not_depend_on_the_default_generator() -> None:
+    """With "rbg", a `jax.vmap` over keys draws other numbers in other layouts."""
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        assert str(jax.random.key_impl(keys)) == "threefry2x32"
+        return plain(params, batch, keys)
+
+    with jax.default_prng_impl("rbg"):
+        trace(loss)
+
+
+@pytest.mark.parametrize("name", ["/home/user/lib/loss.py", "<stdin>"])
+def test_a_message_names_the_line_of_the_user(name: str) -> None:
+    """In a folder that is called "lib" too, and in what is typed in; never one of jaxdist, though it is nearer."""
+    space: dict[str, Any] = {"mean": jaxdist.batch_mean}
+    exec(compile("def loss(x):\n    return mean(x)", name, "exec"), space)
+    sites = every_equation(jax.make_jaxpr(space["loss"])(jnp.ones(3)))
+    [found] = [line_of_user(site.equation) for site in sites if site.equation.primitive.name == "div"]
+    assert found == f"{Path(name).name}:2"
+
+
+def test_a_state_of_an_nnx_module_may_be_the_model_state() -> None:
+    """An `nnx.State` that is made of the arguments of a step, and merged in the trace of a check."""
+    module = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    graph, params, statistics = nnx.split(module, nnx.Param, nnx.BatchStat)
+
+    def loss(params: Any, batch: Any, keys: Any, state: Any) -> Any:
+        merged = nnx.merge(graph, params, state)
+        out = merged(jnp.tile(batch["x"], (1, 2)))
+        new = jax.tree.map(lambda leaf: jaxdist.batch_mean(leaf[None]), nnx.state(merged, nnx.BatchStat))
+        return (out**2).sum(), out.shape[0], {}, new
+
+    trace(loss, statistics, params=params)
