@@ -16,7 +16,7 @@ import pytest
 
 import jaxdist
 from jaxdist.config.load import load_config
-from jaxdist.mesh import abstract_mesh
+from jaxdist.mesh import _tell_idle, abstract_mesh
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 SGD = optax.sgd(0.1)
@@ -134,6 +134,7 @@ def test_folders_are_there_after_the_import_which_starts_no_jax() -> None:
 
 
 def test_a_mesh_that_leaves_devices_idle_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_idle.cache_clear()  # of another test's
     with caplog.at_level(logging.WARNING, logger="jaxdist"):
         for _ in range(2):
             jaxdist.make_mesh(data=7)
