@@ -277,6 +277,66 @@ def test_a_linen_module_is_normalised_as_by_flax(train: bool) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, new)
 
 
+class Masks(linen.Module):
+    """A mask for each of four time steps, by the stream of this name."""
+
+    split: Any
+    name_of_stream: str = "dropout"
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        class Cell(linen.Module):
+            stream: str
+
+            @linen.compact
+            def __call__(self, carry: Any, _: Any) -> Any:
+                return carry, jax.random.uniform(self.make_rng(self.stream))
+
+        drawn = linen.scan(Cell, split_rngs=dict(self.split), length=4)(self.name_of_stream)(0.0, None)[1]
+        return drawn * self.param("w", linen.initializers.ones, ())
+
+
+def masks(split: Any, name: str = "dropout", seeded: bool = True, **options: Any) -> list[float]:
+    module, keys = Masks(tuple(split.items()), name), jax.random.split(jax.random.key(3), 2)
+    variables = {"params": {"w": jnp.ones(())}}
+
+    def fn(model: Any, batch: Any) -> Any:
+        return jnp.zeros(()), 1.0, {f"{i}": (x, 1.0) for i, x in enumerate(model(batch))}
+
+    loss = jaxdist.linen_loss(module, variables, fn, **options)
+    return [float(pair[0]) for pair in loss(loss.params, jnp.zeros((2, 4)), keys if seeded else None)[2].values()]
+
+
+BOTH = ("dropout", "noise")
+
+
+def test_linen_transforms_split_streams_by_name() -> None:
+    assert len(set(masks({"params": False, "dropout": True}))) == 4
+    assert len(set(masks({"dropout": True}))) == 4
+    assert len(set(masks({"params": True, "dropout": False}))) == 1
+    noise = masks({"noise": True}, "noise", streams=BOTH)
+    assert len({*noise, *masks({"dropout": True}, streams=BOTH)}) == 8
+
+
+class OwnLinenNorm(linen.BatchNorm):
+    @linen.compact
+    def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        return 2 * super().__call__(x, *args, **options)
+
+
+def test_a_subclass_of_linen_batch_norm_keeps_its_own_code() -> None:
+    module, x = OwnLinenNorm(use_running_average=False), np.random.default_rng(0).normal(size=(8, 4))
+    variables = module.init(jax.random.key(0), x)
+    want, new = module.apply(variables, x, mutable="batch_stats")
+    loss = jaxdist.linen_loss(module, variables, lambda model, batch: ((model(batch) ** 3).sum(), 1.0))
+    total, _, _, state = loss(loss.params, x, None, loss.model_state)
+    assert float(total) == pytest.approx(float((want**3).sum()), rel=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, new)
+    assert (
+        sum(each.calls for each in jaxdist.ledger(*traced(loss)).collectives) == 2 + 2
+    )  # two means, and those of every step
+
+
 def raised(make: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as found:
         make()
@@ -289,6 +349,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a class": (lambda: jaxdist.nnx_loss(Dropped, squared), "module is a .*an nnx.Module that is made"),
     "a Linen module": (lambda: jaxdist.nnx_loss(LinenNet(), squared), "nnx_loss: module is a LinenNet"),
     "no variables": (lambda: jaxdist.linen_loss(LinenNet(), {}, squared), "linen_loss: variables has nothing"),
+    "a stream that is not given": (
+        lambda: masks({"noise": True}, "noise"),
+        r"a random stream 'noise'; given: dropout; add it: .*streams=\('dropout', 'noise'\)",
+    ),
+    "a stream without keys": (lambda: masks({"dropout": True}, seeded=False), "no keys are given; give keys"),
     "statistics of a layer of one's own": (
         lambda: trace(nnx_of(LocalNorm)),
         r"model_state.layers.1.mean is computed from this device.*jaxdist.batch_mean",
