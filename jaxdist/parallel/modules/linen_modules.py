@@ -12,8 +12,8 @@ from flax import linen
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.modules.batch_norm import normalise
-from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user
-from jaxdist.specs import PyTree
+from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user, module_kind
+from jaxdist.specs import PyTree, leaves_by_name
 
 
 def linen_loss(
@@ -48,6 +48,10 @@ def linen_loss(
     >>> jax.tree.map(jnp.shape, state.model_state)
     {'batch_stats': {'layers_1': {'mean': (8,), 'var': (8,)}}}
     """
+    if not isinstance(module, linen.Module):
+        raise UserError(
+            f"linen_loss: module is {module_kind(module)}; allowed: a linen.Module that is made, such as MLP()"
+        )
     if "params" not in variables:
         raise UserError(
             f"linen_loss: variables has {', '.join(sorted(variables)) or 'nothing'}, and no params; allowed: what"
@@ -67,9 +71,21 @@ def linen_loss(
             except flax.errors.InvalidRngError as error:
                 raise UserError(_missing_stream(str(error), streams, seeded=keys is not None)) from error
         found = flax.core.unfreeze(dict(bound.variables))
-        return result, {name: found[name] for name in model_state}
+        new = {name: found[name] for name in model_state}
+        _check_grown(new, model_state)
+        return result, new
 
     return ModuleLoss(run, params, carried, per_sample=per_sample)
+
+
+def _check_grown(found: PyTree, given: PyTree) -> None:
+    """Raise `UserError` for variables that a call has made."""
+    for name in given:
+        if leaves_by_name(found[name]).keys() != leaves_by_name(given[name]).keys():
+            raise UserError(
+                f"linen_loss: a call adds to the collection {name}, as `sow` does, and a step carries what is there"
+                f" before; return it from __call__, and leave {name} out of variables"
+            )
 
 
 def _named_key(key: jax.Array, name: str) -> jax.Array:
@@ -107,6 +123,11 @@ def _batch_norm(
 ) -> jax.Array:
     """`linen.BatchNorm.__call__` on variables that are there."""
     use_running = linen.merge_param("use_running_average", layer.use_running_average, use_running_average)
+    if not layer.has_variable("batch_stats", "mean"):
+        raise UserError(
+            f"linen_loss: variables hold no batch_stats of {'.'.join(layer.path) or 'the module'}; allowed: all that"
+            " module.init(key, x) returns, not its params alone"
+        )
     running: list[Any] = [layer.variable("batch_stats", name) for name in ("mean", "var")]
     scale, bias = (
         layer.param(name, init, running[0].value.shape, layer.param_dtype) if used else None
