@@ -277,6 +277,141 @@ def test_a_linen_module_is_normalised_as_by_flax(train: bool) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, new)
 
 
+class Masks(linen.Module):
+    """A mask for each of four time steps, by the stream of this name."""
+
+    split: Any
+    name_of_stream: str = "dropout"
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        class Cell(linen.Module):
+            stream: str
+
+            @linen.compact
+            def __call__(self, carry: Any, _: Any) -> Any:
+                return carry, jax.random.uniform(self.make_rng(self.stream))
+
+        drawn = linen.scan(Cell, split_rngs=dict(self.split), length=4)(self.name_of_stream)(0.0, None)[1]
+        return drawn * self.param("w", linen.initializers.ones, ())
+
+
+def masks(split: Any, name: str = "dropout", seeded: bool = True, **options: Any) -> list[float]:
+    module, keys = Masks(tuple(split.items()), name), jax.random.split(jax.random.key(3), 2)
+    variables = {"params": {"w": jnp.ones(())}}
+
+    def fn(model: Any, batch: Any) -> Any:
+        return jnp.zeros(()), 1.0, {f"{i}": (x, 1.0) for i, x in enumerate(model(batch))}
+
+    loss = jaxdist.linen_loss(module, variables, fn, **options)
+    return [float(pair[0]) for pair in loss(loss.params, jnp.zeros((2, 4)), keys if seeded else None)[2].values()]
+
+
+BOTH = ("dropout", "noise")
+
+
+def test_linen_transforms_split_streams_by_name() -> None:
+    assert len(set(masks({"params": False, "dropout": True}))) == 4
+    assert len(set(masks({"dropout": True}))) == 4
+    assert len(set(masks({"params": True, "dropout": False}))) == 1
+    noise = masks({"noise": True}, "noise", streams=BOTH)
+    assert len({*noise, *masks({"dropout": True}, streams=BOTH)}) == 8
+
+
+class OwnLinenNorm(linen.BatchNorm):
+    @linen.compact
+    def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        return 2 * super().__call__(x, *args, **options)
+
+
+def test_a_subclass_of_linen_batch_norm_keeps_its_own_code() -> None:
+    module, x = OwnLinenNorm(use_running_average=False), np.random.default_rng(0).normal(size=(8, 4))
+    variables = module.init(jax.random.key(0), x)
+    want, new = module.apply(variables, x, mutable="batch_stats")
+    loss = jaxdist.linen_loss(module, variables, lambda model, batch: ((model(batch) ** 3).sum(), 1.0))
+    total, _, _, state = loss(loss.params, x, None, loss.model_state)
+    assert float(total) == pytest.approx(float((want**3).sum()), rel=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, new)
+    assert (
+        sum(each.calls for each in jaxdist.ledger(*traced(loss)).collectives) == 2 + 2
+    )  # two means, and those of every step
+
+
+class ScaledNorm(nnx.BatchNorm):
+    """A subclass with an attribute of a name that an option of `nnx_loss` has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sync = 0.5
+
+    def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        return super().__call__(x, *args, **options) * self.sync
+
+
+class Trees(nnx.Module):
+    """Variables that hold dicts, and an intermediate of `__init__`."""
+
+    def __init__(self) -> None:
+        self.w, self.seen = nnx.Param({"x": jnp.ones(4)}), nnx.Variable({"n": jnp.zeros(()), "m": jnp.zeros(2)})
+        self.last = nnx.Intermediate(jnp.zeros(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen.set_value({"n": self.seen.get_value()["n"] + 1, "m": self.seen.get_value()["m"]})
+        self.last.set_value(x.sum(0))
+        return x * self.w.get_value()["x"] + 0 * self.last[...]
+
+
+def called(loss: Any) -> Any:
+    return loss(loss.params, jnp.arange(32.0).reshape(8, 4), None, loss.model_state)
+
+
+def test_a_subclass_of_batch_norm_keeps_its_attributes() -> None:
+    want = squared(with_layer(ScaledNorm), jnp.arange(32.0).reshape(8, 4))[0]
+    assert float(called(nnx_of(ScaledNorm))[0]) == pytest.approx(float(want))
+
+
+def test_variables_may_hold_dicts() -> None:
+    model, mesh = Trees(), jaxdist.make_mesh(fsdp=2)
+    loss = jaxdist.nnx_loss(model, squared)
+    assert called(loss)[-1]["seen"]["n"] == 1
+    state = jaxdist.init_state(loss, optax.sgd(0.1), mesh)
+    state = state._replace(model_state=jax.tree.map(lambda leaf: leaf + 2, state.model_state))
+    assert jaxdist.nnx_update(model, state).seen.get_value()["n"] == 2
+
+
+def test_an_update_keeps_the_dtypes_of_the_module() -> None:
+    model = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    state = jaxdist.TrainState(0, {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, (), model_state={})
+    assert jaxdist.nnx_update(model, state).kernel.dtype == jnp.bfloat16
+
+
+class Makes(nnx.Module):
+    """It makes a variable of this kind in a call."""
+
+    def __init__(self, kind: Any) -> None:
+        self.w, self.kind = nnx.Param(jnp.ones(4)), kind
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.last = self.kind(x.sum())
+        return x * self.w[...]
+
+
+class Sows(linen.Module):
+    """It sows into this collection."""
+
+    name_of_collection: str
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.sow(self.name_of_collection, "h", (x**2).mean())
+        return linen.Dense(2)(x)
+
+
+def sown(name: str) -> Any:
+    module = Sows(name)
+    return called(jaxdist.linen_loss(module, module.init(jax.random.key(0), jnp.ones((1, 4))), squared))
+
+
 def raised(make: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as found:
         make()
@@ -284,11 +419,56 @@ def raised(make: Callable[[], Any]) -> str:
     return str(found.value)
 
 
+ones = nnx.initializers.ones
 PARAMS = {"w": jnp.ones((4, 4))}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a class": (lambda: jaxdist.nnx_loss(Dropped, squared), "module is a .*an nnx.Module that is made"),
+    "a class": (
+        lambda: jaxdist.nnx_loss(Dropped, squared),
+        "module is the class Dropped; allowed: an nnx.Module that is made",
+    ),
     "a Linen module": (lambda: jaxdist.nnx_loss(LinenNet(), squared), "nnx_loss: module is a LinenNet"),
     "no variables": (lambda: jaxdist.linen_loss(LinenNet(), {}, squared), "linen_loss: variables has nothing"),
+    "NNX for Linen": (
+        lambda: jaxdist.linen_loss(with_layer(nnx.Dropout), {"params": PARAMS}, squared),
+        "linen_loss: module is a Sequential; allowed: a linen.Module that is made",
+    ),
+    "a Linen class": (
+        lambda: jaxdist.linen_loss(LinenNet, {"params": PARAMS}, squared),
+        "linen_loss: module is the class LinenNet",
+    ),
+    "parameters alone": (
+        lambda: called(jaxdist.linen_loss(LinenNet(rate=0.0), {"params": linen_loss().params}, squared)),
+        r"variables hold no batch_stats of BatchNorm_0; allowed: all that module.init\(key, x\) returns",
+    ),
+    "what is sown elsewhere": (
+        lambda: sown("losses"),
+        "a call adds to the collection losses.*return it from __call__, and leave losses out of variables",
+    ),
+    "a variable made in a call": (
+        lambda: called(jaxdist.nnx_loss(Makes(nnx.BatchStat), squared)),
+        "variable last is made or removed in a call.*make it in __init__, or sow it",
+    ),
+    "a parameter made in a call": (
+        lambda: called(jaxdist.nnx_loss(Makes(nnx.Param), squared)),
+        "variable last is made or removed in a call",
+    ),
+    "a parameter of integers": (
+        lambda: jaxdist.nnx_loss(nnx.Linear(2, 2, param_dtype=jnp.int32, kernel_init=ones, rngs=nnx.Rngs(0)), squared),
+        "params.bias is int32; allowed: floating-point parameters",
+    ),
+    "no module to update": (
+        lambda: jaxdist.nnx_update(LinenNet(), jaxdist.TrainState(0, PARAMS, ())),
+        "nnx_update: module is a LinenNet; allowed: the nnx.Module that nnx_loss was given",
+    ),
+    "a class to update": (
+        lambda: jaxdist.nnx_update(nnx.Linear, jaxdist.TrainState(0, PARAMS, ())),
+        "nnx_update: module is the class Linear",
+    ),
+    "a stream that is not given": (
+        lambda: masks({"noise": True}, "noise"),
+        r"a random stream 'noise'; given: dropout; add it: .*streams=\('dropout', 'noise'\)",
+    ),
+    "a stream without keys": (lambda: masks({"dropout": True}, seeded=False), "no keys are given; give keys"),
     "statistics of a layer of one's own": (
         lambda: trace(nnx_of(LocalNorm)),
         r"model_state.layers.1.mean is computed from this device.*jaxdist.batch_mean",

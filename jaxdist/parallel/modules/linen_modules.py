@@ -1,5 +1,8 @@
 """Flax Linen modules in losses."""
 
+import inspect
+import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +12,8 @@ from flax import linen
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.modules.batch_norm import normalise
-from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user
-from jaxdist.specs import PyTree
+from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user, module_kind
+from jaxdist.specs import PyTree, leaves_by_name
 
 
 def linen_loss(
@@ -20,17 +23,19 @@ def linen_loss(
     *,
     per_sample: bool = False,
     sync: bool = True,
+    streams: tuple[str, ...] = ("dropout",),
 ) -> ModuleLoss:
     """The loss of a Flax Linen module, to give to `init_state` and `make_train_step`.
 
-    The collection "params" is trained, the others are the model_state. Random streams of all names are seeded at every
-    step. `linen.BatchNorm` takes the statistics of all devices' rows.
+    The collection "params" is trained, the others are the model_state. Random streams are seeded at every step, each by
+    another key. `linen.BatchNorm` takes the statistics of all devices' rows.
 
     variables: of `module.init`.
     fn: (module, batch) -> (sum of losses, weight), or with metrics (sum, weight, {"accuracy": (sum, weight)}). The
         module is bound: it is called as `module(batch["x"], train=True)`. If fn has an argument `keys`, it is given the
         step's keys, one a row.
     per_sample, sync: as in `nnx_loss`.
+    streams: names of the random streams that the module asks for by `make_rng`.
 
     >>> from flax import linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)])
@@ -43,6 +48,10 @@ def linen_loss(
     >>> jax.tree.map(jnp.shape, state.model_state)
     {'batch_stats': {'layers_1': {'mean': (8,), 'var': (8,)}}}
     """
+    if not isinstance(module, linen.Module):
+        raise UserError(
+            f"linen_loss: module is {module_kind(module)}; allowed: a linen.Module that is made, such as MLP()"
+        )
     if "params" not in variables:
         raise UserError(
             f"linen_loss: variables has {', '.join(sorted(variables)) or 'nothing'}, and no params; allowed: what"
@@ -53,22 +62,53 @@ def linen_loss(
     params = carried.pop("params")
 
     def run(params: PyTree, batch: PyTree, keys: jax.Array | None, model_state: PyTree) -> Any:
-        # Streams of other names fall back to this one, and fold in their module's path and their count.
-        streams = None if keys is None else {"params": keys[0]}
-        bound = module.bind({"params": params, **model_state}, rngs=streams, mutable=list(model_state))
+        # Each by its own name: `nn.scan` and `nn.vmap` split streams by their names.
+        seeds = None if keys is None else {name: _named_key(keys[0], name) for name in streams}
+        bound = module.bind({"params": params, **model_state}, rngs=seeds, mutable=list(model_state))
         with linen.intercept_methods(lambda *given: _intercepted(*given, sync=sync)):
-            result = call_user(fn, bound, batch, keys)
+            try:
+                result = call_user(fn, bound, batch, keys)
+            except flax.errors.InvalidRngError as error:
+                raise UserError(_missing_stream(str(error), streams, seeded=keys is not None)) from error
         found = flax.core.unfreeze(dict(bound.variables))
-        return result, {name: found[name] for name in model_state}
+        new = {name: found[name] for name in model_state}
+        _check_grown(new, model_state)
+        return result, new
 
     return ModuleLoss(run, params, carried, per_sample=per_sample)
+
+
+def _check_grown(found: PyTree, given: PyTree) -> None:
+    """Raise `UserError` for variables that a call has made."""
+    for name in given:
+        if leaves_by_name(found[name]).keys() != leaves_by_name(given[name]).keys():
+            raise UserError(
+                f"linen_loss: a call adds to the collection {name}, as `sow` does, and a step carries what is there"
+                f" before; return it from __call__, and leave {name} out of variables"
+            )
+
+
+def _named_key(key: jax.Array, name: str) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def _missing_stream(message: str, streams: tuple[str, ...], *, seeded: bool) -> str:
+    """What to do about an `InvalidRngError`."""
+    asked = re.search(r'needs PRNG for "(.*?)"', message)
+    name = asked[1] if asked else "params"
+    if not seeded:
+        return f"linen_loss: the module asks for a random stream {name!r}, and no keys are given; give keys, one a row"
+    return (
+        f"linen_loss: the module asks for a random stream {name!r}; given: {', '.join(streams) or 'none'}; add it:"
+        f" linen_loss(module, variables, fn, streams={(*streams, name)})"
+    )
 
 
 def _intercepted(
     method: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], context: Any, *, sync: bool
 ) -> Any:
-    """A method's result; that of BatchNorm by `normalise`."""
-    if isinstance(context.module, linen.BatchNorm) and context.method_name == "__call__":
+    """A method's result; that of BatchNorm's own `__call__`, which a subclass may call too, by `normalise`."""
+    if context.orig_method.func is inspect.unwrap(linen.BatchNorm.__call__):
         return _batch_norm(context.module, *args, **options, sync=sync)
     return method(*args, **options)
 
@@ -83,6 +123,11 @@ def _batch_norm(
 ) -> jax.Array:
     """`linen.BatchNorm.__call__` on variables that are there."""
     use_running = linen.merge_param("use_running_average", layer.use_running_average, use_running_average)
+    if not layer.has_variable("batch_stats", "mean"):
+        raise UserError(
+            f"linen_loss: variables hold no batch_stats of {'.'.join(layer.path) or 'the module'}; allowed: all that"
+            " module.init(key, x) returns, not its params alone"
+        )
     running: list[Any] = [layer.variable("batch_stats", name) for name in ("mean", "var")]
     scale, bias = (
         layer.param(name, init, running[0].value.shape, layer.param_dtype) if used else None

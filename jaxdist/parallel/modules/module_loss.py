@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.batch_mean import SharedRows, shared_rows
@@ -35,6 +36,12 @@ class ModuleLoss:
         evaluation: "ModuleLoss | None" = None,
     ) -> None:
         """run: (params, batch, keys, model_state) -> (results of the user's function, new model_state)"""
+        for name, leaf in leaves_by_name(params).items():
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise UserError(
+                    f"params.{name} is {leaf.dtype}; allowed: floating-point parameters, as they are differentiated;"
+                    " make it a variable that is none (nnx.Variable, self.variable)"
+                )
         self.params, self.model_state, self.evaluation = params, model_state, evaluation
         self._run, self._per_sample = run, per_sample
 
@@ -75,3 +82,8 @@ class ModuleLoss:
 def call_user(fn: Callable[..., Any], module: Any, batch: PyTree, keys: jax.Array | None) -> Any:
     """The user's fn(module, batch), with the keys if it has an argument of that name."""
     return fn(module, batch, **({"keys": keys} if "keys" in inspect.signature(fn).parameters else {}))
+
+
+def module_kind(module: Any) -> str:
+    """What a user gave for a module, in an error."""
+    return f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"

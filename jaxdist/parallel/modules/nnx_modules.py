@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.modules.batch_norm import normalise
-from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user
+from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user, module_kind
 from jaxdist.specs import PyTree, leaves_by_name
 
 _STATE = nnx.All(nnx.Not(nnx.Param), nnx.Not(nnx.RngState), nnx.Not(nnx.Intermediate))  # variables that a step carries
@@ -47,20 +47,25 @@ def nnx_loss(
     """
     if not isinstance(module, nnx.Module):
         raise UserError(
-            f"nnx_loss: module is a {type(module).__name__}; allowed: an nnx.Module that is made, such as"
+            f"nnx_loss: module is {module_kind(module)}; allowed: an nnx.Module that is made, such as"
             " MLP(nnx.Rngs(0)); other models are a loss_fn(params, batch, keys)"
         )
     module = nnx.clone(module)
-    nnx.pop(module, nnx.Intermediate)  # what an earlier call has left
-    graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    params, streams, model_state = map(nnx.to_pure_dict, parts)
+    nnx.pop(module, nnx.Any(nnx.Perturbation, _is_sown))  # what an earlier call has left
+    graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+    params, streams, _, model_state = map(nnx.to_pure_dict, parts)
 
     def loss_of(graph: Any, evaluation: ModuleLoss | None) -> ModuleLoss:
         def run(params: PyTree, batch: PyTree, keys: jax.Array | None, model_state: PyTree) -> Any:
-            model = nnx.merge(graph, params, _reseeded(streams, keys), model_state, copy=True)
+            given = (params, _reseeded(streams, keys), model_state)
+            filled = map(_filled, (parts[0], parts[1], parts[3]), given)
+            model = nnx.merge(graph, *filled, parts[2], copy=True)
             _share_statistics(model, sync=sync)
             result = call_user(fn, model, batch, keys)
-            return result, nnx.to_pure_dict(nnx.state(model, _STATE))
+            new = nnx.to_pure_dict(nnx.state(model, _STATE))
+            _check_same(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params)
+            _check_same(new, model_state)
+            return result, new
 
         return ModuleLoss(run, params, model_state, per_sample=per_sample, evaluation=evaluation)
 
@@ -68,8 +73,33 @@ def nnx_loss(
     return loss_of(graph, loss_of(nnx.graphdef(module), None))
 
 
+def _is_sown(_: Any, leaf: Any) -> bool:
+    """Whether `sow` made a variable, and not the module's `__init__`."""
+    return isinstance(leaf, nnx.Intermediate) and isinstance(leaf.get_value(), tuple)
+
+
+def _filled(part: Any, values: PyTree) -> Any:
+    """The variables of a part of a module, with these values, of which each may be a tree."""
+    pairs = []
+    for path, leaf in nnx.to_flat_state(part):
+        value = functools.reduce(lambda tree, key: tree[key], path, values)
+        pairs.append((path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value))
+    return nnx.from_flat_state(pairs)
+
+
+def _check_same(found: PyTree, given: PyTree) -> None:
+    """Raise `UserError` for variables that a call has made or taken away."""
+    differ = leaves_by_name(found).keys() ^ leaves_by_name(given).keys()
+    if differ:
+        raise UserError(
+            f"nnx_loss: variable {min(differ)} is made or removed in a call, and a step carries those that are there"
+            " before; make it in __init__, or sow it (nnx.Intermediate), which is dropped"
+        )
+
+
 def nnx_update(module: nnx.Module, state: Any) -> nnx.Module:
-    """The module with the parameters and the model_state of a `TrainState`, put into it in place.
+    """The module with the parameters and the model_state of a `TrainState`, put into it in place,
+    in the module's dtypes.
 
     Arrays that are spread over devices are gathered; all processes of a job must call it. Random streams stay as they
     are. For evaluation, call `module.eval()` first or afterwards.
@@ -83,6 +113,8 @@ def nnx_update(module: nnx.Module, state: Any) -> nnx.Module:
     >>> bool((model.kernel[...] == state.params["kernel"]).all())
     True
     """
+    if not isinstance(module, nnx.Module):
+        raise UserError(f"nnx_update: module is {module_kind(module)}; allowed: the nnx.Module that nnx_loss was given")
     given: list[Any] = [("params", state.params, nnx.Param), ("model_state", state.model_state, _STATE)]
     for field, tree, kind in given:
         there, found = (leaves_by_name(each) for each in (nnx.to_pure_dict(nnx.state(module, kind)), tree))
@@ -93,7 +125,10 @@ def nnx_update(module: nnx.Module, state: Any) -> nnx.Module:
                 f"nnx_update: {field}.{name} has shape {_shape(found, name)} in the state, and {_shape(there, name)}"
                 " in the module; give the module that nnx_loss was given"
             )
-    nnx.update(module, *[jax.tree.map(_whole, tree) for _, tree, _ in given])
+    for _, tree, kind in given:
+        old = nnx.state(module, kind)
+        whole = jax.tree.map(lambda old, new: _whole(new).astype(old.dtype), nnx.to_pure_dict(old), tree)
+        nnx.update(module, _filled(old, whole))
     return module
 
 
@@ -125,7 +160,7 @@ def _reseeded(streams: PyTree, keys: jax.Array | None) -> PyTree:
 class _SharedBatchNorm(nnx.BatchNorm):
     """An `nnx.BatchNorm` by `normalise`."""
 
-    sync: bool  # set on the object
+    _jaxdist_sync: bool  # set on the object
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None) -> Any:
         use_running = self.use_running_average if use_running_average is None else use_running_average
@@ -139,7 +174,7 @@ class _SharedBatchNorm(nnx.BatchNorm):
             (affine[0], affine[1]),
             use_running=use_running,
             mask=mask,
-            sync=self.sync,
+            sync=self._jaxdist_sync,
         )
         self.mean[...], self.var[...] = mean, variance
         return y
@@ -156,4 +191,4 @@ def _share_statistics(model: nnx.Module, *, sync: bool) -> None:
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.BatchNorm):
             shared: Any = node
-            shared.__class__, shared.sync = _shared_kind(type(node)), sync
+            shared.__class__, shared._jaxdist_sync = _shared_kind(type(node)), sync
