@@ -1,6 +1,7 @@
 """Training in Python: `fit` makes a run of a user's objects, whose steps the loop of `jaxdist.trainer.train` takes."""
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,38 +14,35 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxdist.build import Parts, skips_steps
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
-from jaxdist.data.own_batches import OwnBatches, Placing, indexed, one_pass
+from jaxdist.data.own_batches import OwnBatches, Placing
 from jaxdist.errors import UserError, nearest
 from jaxdist.init import ParameterSource, Rules, init_state, state_target
-from jaxdist.mesh import BATCH_AXES, make_mesh, on_cpu
+from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.observe.environment import versions
 from jaxdist.optim.ema import ema_of, with_ema
-from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.loss_results import read_results
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.parallel.program import in_precision
 from jaxdist.parallel.schedule import UserLoss
-from jaxdist.processes import anywhere, from_first
+from jaxdist.processes import anywhere, done_by_first
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.exit_status import DONE, STOPPED
 from jaxdist.runtime.run_folder import leave_stop_note
+from jaxdist.runtime.start import fail_alone
 from jaxdist.runtime.watch.replica_check import ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
-from jaxdist.state import TrainState, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, shardings_of
 from jaxdist.step import make_train_step
-from jaxdist.trainer.evaluation import add_up, make_eval_step, unused_keys
+from jaxdist.trainer.evaluation import own_evaluation
 from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step, settings_by_key
 from jaxdist.trainer.nonfinite import NonFinite
 from jaxdist.trainer.resume import show_changes
@@ -119,7 +117,7 @@ def fit(
         as for `init_state`.
     data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows.
     steps: the number of the last step.
-    mesh: by default all devices, as `data`.
+    mesh: by default all devices, as `data` under ddp, and as `fsdp` under the strategies that shard.
     run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
     eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, such as one without dropout; that
         of `nnx_loss` is in evaluation mode by itself.
@@ -145,13 +143,14 @@ def fit(
         settings, steps, make_options(options, keywords), patience, evaluated=eval_data is not None
     )
     optimizer = optimizer if ema is None else with_ema(optimizer, ema)
-    mesh, layout = mesh or make_mesh(data=-1), {"rules": rules, "model_state": model_state}
+    mesh = mesh or (make_mesh(data=-1) if options.strategy == "ddp" else make_mesh(fsdp=-1))  # where others shard
+    layout = {"rules": rules, "model_state": model_state}
     source = model if params is None else params
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
     eval_loss = eval_loss or getattr(model, "evaluation", None) or model
     given = _Given(data, eval_data, eval_loss, patience, tuple(callbacks), averages=ema is not None)
-    return _fit(plan, given, fresh, run_directory(None if run_dir is None else str(run_dir), "fit"))
+    return _fit(plan, given, fresh, None if run_dir is None else str(run_dir))
 
 
 class _Given(NamedTuple):
@@ -163,6 +162,10 @@ class _Given(NamedTuple):
     patience: int | None
     callbacks: tuple[Callback, ...]
     averages: bool
+
+    def evaluated(self, state: TrainState) -> PyTree:
+        """The parameters to evaluate."""
+        return self.ema(state) if self.averages else state.params
 
     def ema(self, state: TrainState) -> PyTree:
         """The moving average of the parameters, laid out like them; None without one."""
@@ -205,13 +208,18 @@ def _plan(config: Config, mesh: Mesh, model: Any, optimizer: Any, options: StepO
     return RunPlan(config, mesh, nothing, Parts(model, optimizer, options, ("xla", None), target, order, step))
 
 
-def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: Path) -> FitResult:
-    """Train in a run directory, under the watch over the processes of the job."""
+def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir: str | None) -> FitResult:
+    """Train in a run directory, or in a new one, under the watch over the processes of the job."""
     watch = Watch(plan.config.train.watchdog_s)
     with StopSignal(signals=not hasattr(sys, "ps1")) as stop:  # in a notebook they are Python's own
         stop.join()
-        with watch.opened(facts_of_start(plan.config, versions())), ExitStack() as stack, watch.crumbs.failing():
-            folder = Path(from_first(str(folder)))
+        with (
+            fail_alone(),
+            watch.opened(facts_of_start(plan.config, versions())),
+            ExitStack() as stack,
+            watch.crumbs.failing(),
+        ):
+            folder = Path(done_by_first(lambda: str(run_directory(run_dir, "fit", make=True))))
             claimed = claim(folder, stack, watch, stop)
             run, work, ending = _begin(plan, given, fresh, folder, stack, watch)
             run.outputs.claim = claimed
@@ -231,13 +239,15 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: 
                 assert run.outputs.checkpoints.failed is not None
                 raise run.outputs.checkpoints.failed
             watch.crumbs.enter("finish")
+            if why := _why(run, ending, stop, complete=complete):
+                run.outputs.console.line(why)
             run.outputs.console.line(f"run directory: {run.outputs.folder}")
             anywhere(False)  # all stay until the last is done, with watch and signal handlers
             watch.close()
     if not complete:
         leave_stop_note(os.environ)
-    state, why = run.progress.state, "patience" if ending.is_over else ""
-    return FitResult(state, ending.metrics, why if complete else stop.why, given.ema(state), run.outputs.folder)
+    state, stopped = run.progress.state, stop.why if not complete else "patience" if ending.is_over else ""
+    return FitResult(state, ending.metrics, stopped, given.ema(state), run.outputs.folder)
 
 
 def _begin(
@@ -251,23 +261,25 @@ def _begin(
     if jax.process_index() == 0:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
         outputs.open_files(stack, resume_step=resumed, described=run_environment(mesh))
-    saved = progress.meta.get("fit", {})
-    ending = _Ending(given.patience, saved.get("best"), saved.get("since", 0))
+    ending = _Ending(given.patience)
+    ending.restore(progress.meta)
     watch.crumbs.enter("first batch")
     axes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
     microbatches = {"microbatches": parts.options.on(mesh).microbatches}
-    batches, rows = None, 0
+    batches, evaluate, rows = None, None, 0
     if progress.first_step < config.train.steps and not ending.is_over:
         first = progress.first_step + progress.passed
         batches = OwnBatches(
             given.data,
             Placing(plan.sharding, axes | microbatches, "data"),
             first=first,
-            position=saved.get("position"),
+            position=progress.meta.get("fit", {}).get("position"),
             keep=config.data.prefetch + 4,
         )
         batch = batches.batch(first)
         rows = len(jax.tree.leaves(batch)[0])
+        if config.train.eval_every:
+            evaluate = own_evaluation(plan, watch, given.eval_data, given.eval_loss, given.evaluated)
         if jax.process_count() > 1:
             watch.agree(facts_of_step(parts, mesh, batch))
 
@@ -281,11 +293,18 @@ def _begin(
     run = TrainingRun(
         plan=plan, progress=progress, outputs=outputs, record=record, baselines={}, watch=watch, cache=cache
     )
-    evaluate = _evaluation(plan, given, watch) if config.train.eval_every else None
     tell = functools.partial(_tell, ending, given.callbacks)
     nothing = lambda number: ()  # noqa: E731
     batch_of = nothing if batches is None else batches.batch
-    return run, Work(batch=batch_of, per_step=(rows, "samples"), evaluate=evaluate, recorded=tell, ends=ending), ending
+    work = Work(
+        batch=batch_of,
+        per_step=(rows, "samples"),
+        evaluate=evaluate,
+        recorded=tell,
+        ends=ending,
+        restored=ending.restore,
+    )
+    return run, work, ending
 
 
 @dataclass
@@ -296,14 +315,20 @@ class _Ending:
     """
 
     patience: int | None
-    best: float | None
-    since: int
+    best: float | None = None
+    since: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, evaluation: Mapping[str, float]) -> bool:
-        better = self.best is None or evaluation["eval/loss"] < self.best
-        self.best, self.since = (evaluation["eval/loss"], 0) if better else (self.best, self.since + 1)
+        loss = evaluation["eval/loss"]
+        better = math.isfinite(loss) and (self.best is None or loss < self.best)
+        self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
         return self.is_over
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on from the record of a checkpoint."""
+        saved = meta.get("fit", {})
+        self.best, self.since = saved.get("best"), saved.get("since", 0)
 
     @property
     def is_over(self) -> bool:
@@ -319,38 +344,14 @@ def _tell(ending: _Ending, callbacks: Sequence[Callback], step: int, metrics: Ma
             callback(step, dict(metrics))
 
 
-def _evaluation(plan: RunPlan, given: _Given, watch: Watch) -> Callable[[TrainState], dict[str, float]]:
-    """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss of the user's own."""
-    mesh, options, loss = plan.mesh, plan.parts.options, given.eval_loss
-    if indexed(given.eval_data, "eval_data") is None and one_pass(given.eval_data) is given.eval_data:
-        raise UserError(
-            "eval_data: can be read once only; give what can be read again: a list, or the function that makes it"
-        )
-
-    def own(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
-        carried = [model_state] if jax.tree.leaves(model_state) else []
-        keys = unused_keys(len(jax.tree.leaves(batch)[0]))
-        total, results = read_results(loss(params, batch, keys, *carried), model_state)
-        return {"loss": (total, results.weight), **results.metrics}
-
-    if isinstance(loss, ModelDef):
-        specs = specs_of_arrays(plan.parts.target.params)
-        step = make_eval_step(in_precision(loss, options.precision), mesh, specs, get_strategy(options))
-        totals: Callable[..., Any] = lambda params, _, batch: {"loss": step(params, batch)}  # noqa: E731
-    else:
-        totals = jax.jit(own, out_shardings=NamedSharding(mesh, P()))
-    placing = Placing(plan.sharding, {axis: mesh.shape[axis] for axis in BATCH_AXES}, "eval_data")
-
-    def evaluate(state: TrainState) -> dict[str, float]:
-        watch.crumbs.enter("evaluation")
-        params = given.ema(state) if given.averages else state.params
-        batches = (placing.place(placing.host(batch, i)) for i, batch in enumerate(one_pass(given.eval_data)))
-        sums = add_up((totals(params, state.model_state, batch) for batch in batches), on_cpu=on_cpu(mesh))
-        if sums is None:
-            raise UserError("eval_data: gives no batches; give an iterable that does")
-        return {f"eval/{name}": total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
-
-    return evaluate
+def _why(run: TrainingRun, ending: _Ending, stop: StopSignal, *, complete: bool) -> str:
+    """Why a run ends, as a line; empty after its last step."""
+    step = int(jax.device_get(run.progress.state.step))
+    if not complete:
+        return f"stopped after step {step} by {stop.why}; the same call with run_dir={run.outputs.folder} goes on"
+    if ending.is_over:
+        return f"complete after step {step}: {ending.since} evaluations in a row without a lower eval/loss (patience)"
+    return ""
 
 
 def _header(run: TrainingRun) -> dict[str, str]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from jax.sharding import NamedSharding
 from jobs import Processes, free_port
 
 import jaxdist
+from jaxdist.data import own_batches
 from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim.ema import ema_of, with_ema
+from jaxdist.runtime.run_folder import new_run_directory
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.train_step import TrainStep
+from jaxdist.trainer.fit import _Ending
 
 pytestmark = pytest.mark.xdist_group("fit")  # compiled steps are shared
 
@@ -439,6 +443,136 @@ def test_states_of_data_are_json() -> None:
     assert found == state
     with pytest.raises(UserError, match="data: its state holds a set; allowed: numbers, texts, bytes, arrays"):
         _encoded({"a": {1}})
+
+
+def test_new_folders_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the same second."""
+    monkeypatch.chdir(tmp_path)
+    folders = [new_run_directory("fit", make=True) for _ in range(4)]
+    assert len(set(folders)) == 4 and all(folder.is_dir() for folder in folders)
+    assert not new_run_directory("other").exists()
+
+
+@pytest.mark.parametrize(("counts", "line"), [((3, 3), ""), ((3, 2), "eval_data: gives 3, 2 batches in the processes")])
+def test_as_many_batches_in_all_processes(counts: tuple[int, int], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, of which one is in a thread: each asks the other before each batch."""
+    meeting, told = threading.Barrier(2, timeout=10), dict[int, Any]()
+
+    def from_all(value: Any) -> list[Any]:
+        told[int(threading.current_thread().name)] = value
+        meeting.wait()
+        found = [told[0], told[1]]
+        meeting.wait()
+        return found
+
+    def read(rank: int) -> None:
+        try:
+            found[rank] = list(own_batches.as_many(iter(range(counts[rank])), "eval_data"))
+        except UserError as error:
+            found[rank] = str(error)
+
+    monkeypatch.setattr(own_batches, "from_all", from_all)
+    found = dict[int, Any]()
+    threads = [threading.Thread(target=read, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(2):
+        assert found[rank].startswith(line) if line else found[rank] == [0, 1, 2]
+
+
+class Persistent:
+    """As a DataLoader with persistent_workers: the same iterator each time, which begins anew."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.at = data, 0
+
+    def __iter__(self) -> Any:
+        outer = self
+        outer.at = 0
+
+        class Again:
+            def __next__(self) -> Any:
+                if outer.at == len(outer.data):
+                    raise StopIteration
+                outer.at += 1
+                return outer.data[outer.at - 1]
+
+        self.iterator = getattr(self, "iterator", None) or Again()
+        return self.iterator
+
+
+def test_the_same_iterator_again() -> None:
+    made = own(Persistent([np.full(8, i, np.float32) for i in range(3)]))
+    assert [int(made.batch(i)[0]) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_generator_that_was_read_already() -> None:
+    """Its batches would be passed over again."""
+    generator = reused(batches(4))()
+    own(generator).batch(0)
+    with pytest.raises(UserError, match="data: a generator that was read already, .* after 2 batches"):
+        own(generator, first=2)
+
+
+def test_what_patience_counts() -> None:
+    """What is not finite is never the best; a rollback goes back to what was counted then."""
+    ending = _Ending(patience=3)
+    assert [ending({"eval/loss": value}) for value in (np.nan, 2.0, 3.0)] == [False] * 3
+    assert (ending.best, ending.since) == (2.0, 1)
+    ending.restore({"fit": {"best": 5.0, "since": 0}})
+    assert (ending.best, ending.since) == (5.0, 0)
+    ending.restore({})
+    assert (ending.best, ending.since) == (None, 0)
+
+
+def test_an_evaluation_in_the_precision_of_training(tmp_path: Path) -> None:
+    """Under bf16, in parameters of bf16; NaN where nothing has a weight."""
+
+    def typed(params: Any, batch: Any, keys: Any) -> tuple[Any, Any, Any]:
+        total, weight = (batch["x"].astype(params["w"].dtype) @ params["w"].T).sum(), ROWS
+        return total, weight, {"bytes": (params["w"].dtype.itemsize, 1), "nothing": (0, 0)}
+
+    given = {"settings": {"train.eval_every": 1}, "precision": "bf16", "steps": 1}
+    done = fit(batches(1), tmp_path, typed, eval_data=batches(1), **given)
+    assert done.metrics["eval/bytes"] == done.metrics["bytes"] == 2
+    assert np.isnan(done.metrics["eval/nothing"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_mesh_by_default(strategy: str, tmp_path: Path) -> None:
+    """Strategies that shard have something to shard over."""
+    done = jaxdist.fit(
+        loss, TX, batches(1), steps=1, params=params(), run_dir=tmp_path, strategy=strategy, min_shard_bytes=0
+    )
+    assert done.state.params["w"].sharding.shard_shape((8, 4)) == {"ddp": (8, 4), "zero3": (1, 4)}[strategy]
+
+
+def test_data_that_end_too_early(tmp_path: Path) -> None:
+    """The steps that were taken are recorded, told and saved, and the run goes on with better data."""
+    told: Metrics = []
+    for data, line in ((iter(batches(3)), "ended after 3"), ([*batches(5)[:4], np.zeros((8, 3))], "batch 4")):
+        with pytest.raises(UserError, match=line):
+            fit(data, tmp_path, callbacks=[lambda *given: told.append(given)])
+    assert [step for step, _ in told] == [1, 2, 3, 4]
+    done = fit(batches(6), tmp_path, callbacks=[lambda *given: told.append(given)])
+    assert [step for step, _ in told] == [1, 2, 3, 4, 5, 6] and done.stopped == ""
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ([{"x": np.zeros((12, 4))}], "12 does not divide by 8"),
+        ([{"x": np.zeros((8, 4))}], "'y'"),
+        (lambda: iter(()), "eval_data: gives no batches"),
+    ],
+)
+def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> None:
+    """Before the first step."""
+    with pytest.raises((UserError, KeyError), match=line):
+        fit(batches(4), tmp_path, eval_data=data, callbacks=[lambda *_: pytest.fail("a step was taken")])
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
