@@ -184,8 +184,10 @@ class _Iterated:
         self._begin(None if position is None else _decoded(position["state"]))
 
     def _begin(self, state: Any = None) -> None:
-        if hasattr(self._data, "set_epoch"):
-            self._data.set_epoch(self._epoch)
+        told: list[Any] = [self._data, getattr(self._data, "sampler", None)]
+        for each in told:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self._epoch)
         own = _methods(self._data)
         if own and state is not None:
             own[1](state)

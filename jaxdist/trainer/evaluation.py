@@ -1,7 +1,8 @@
 """Evaluation and sampling: forward-only programs in the layout of training."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -196,6 +197,35 @@ def as_received(params: PyTree, precision: Precision) -> PyTree:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, kept, params)
+
+
+@dataclass
+class Ending:
+    """Whether evaluations get better, and the metrics of the last step.
+
+    best: the lowest "eval/loss". since: the evaluations since then.
+    """
+
+    patience: int | None
+    best: float | None = None
+    since: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, evaluation: Mapping[str, float]) -> bool:
+        loss = evaluation["eval/loss"]
+        better = math.isfinite(loss) and (self.best is None or loss < self.best)
+        self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
+        return self.is_over
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on from the record of a checkpoint."""
+        saved = meta.get("fit", {})
+        self.best, self.since = saved.get("best"), saved.get("since", 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there was no better one for too long."""
+        return self.patience is not None and self.since >= self.patience
 
 
 def text_sampler(plan: RunPlan) -> Sampler | None:

@@ -1,12 +1,12 @@
 """Training in Python: `fit` makes a run of a user's objects, whose steps the loop of `jaxdist.trainer.train` takes."""
 
 import functools
-import math
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
 from jaxdist.state import TrainState, shardings_of
 from jaxdist.step import make_train_step
-from jaxdist.trainer.evaluation import own_evaluation
+from jaxdist.trainer.evaluation import Ending, own_evaluation
 from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step, settings_by_key
 from jaxdist.trainer.nonfinite import NonFinite
 from jaxdist.trainer.resume import show_changes
@@ -58,6 +58,22 @@ SETTINGS = (
     "train.check_replicas_every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
     "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "data.prefetch",
 )  # fmt: skip
+
+
+# Keywords that others have for what `fit` takes in another way.
+ELSEWHERE = {"epochs": "steps=, the number of the last step", "batch_size": "data, which gives whole batches"}
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """A context in which a `UserError` names what `fit` takes, not keys and options of `scripts/train.py`."""
+    try:
+        yield
+    except UserError as error:
+        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed)\b)", "", str(error)).replace("run-dir", "run_dir")
+        if own == str(error):
+            raise
+        raise UserError(own) from error
 
 
 class FitResult(NamedTuple):
@@ -90,6 +106,7 @@ class FitResult(NamedTuple):
         return DONE if self.stopped in ("", "patience") else STOPPED
 
 
+@_own_names()
 def fit(
     model: ModelDef | UserLoss,
     optimizer: optax.GradientTransformation,
@@ -105,7 +122,7 @@ def fit(
     eval_loss: ModelDef | UserLoss | None = None,
     patience: int | None = None,
     ema: float | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] | Callback = (),
     settings: Mapping[str, Any] = MappingProxyType({}),
     options: StepOptions | None = None,
     **keywords: Any,
@@ -115,16 +132,17 @@ def fit(
 
     model: a `ModelDef`; what `nnx_loss` or `linen_loss` gives; or your own loss_fn, with params, model_state and rules
         as for `init_state`.
-    data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows.
+    data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows. A run that is
+        resumed needs a new generator, or a function that makes it.
     steps: the number of the last step.
     mesh: by default all devices, as `data` under ddp, and as `fsdp` under the strategies that shard.
     run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
-    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, such as one without dropout; that
+    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, which would keep its dropout; that
         of `nnx_loss` is in evaluation mode by itself.
     patience: ends the run after so many evaluations in a row without a lower loss.
     ema: the decay of a moving average of the parameters, which is what is evaluated then.
     callbacks: functions (step, metrics), called for each step in order, one step late: no device waits for them.
-    settings: keys of a configuration, such as {"train.eval_every": 10, "checkpoint.every": 50}.
+    settings: keys of a configuration, such as {"train.eval_every": 10, "checkpoint.every": 20}; 50 and 100 otherwise.
     options, keywords: a `StepOptions`, or its fields: strategy="zero3", microbatches=4, seed=1.
 
     >>> import tempfile
@@ -136,20 +154,17 @@ def fit(
     >>> int(done.state.step), done.metrics["loss"] < 0.51, done.stopped
     (9, True, '')
     """
-    if isinstance(model, ModelDef | ModuleLoss) != (params is None):
-        said = "None; a loss_fn of your own needs them" if params is None else "the model has its own; leave them out"
-        raise UserError(f"params: {said}")
-    config, options = _settled(
-        settings, steps, make_options(options, keywords), patience, evaluated=eval_data is not None
-    )
+    _check(model, optimizer, keywords, params=params, run_dir=run_dir, evaluated=(eval_data, eval_loss))
+    options, evaluated = make_options(options, keywords), eval_data is not None
+    config, options = _settled(settings, steps, options, patience, evaluated=evaluated)
     optimizer = optimizer if ema is None else with_ema(optimizer, ema)
     mesh = mesh or (make_mesh(data=-1) if options.strategy == "ddp" else make_mesh(fsdp=-1))  # where others shard
-    layout = {"rules": rules, "model_state": model_state}
-    source = model if params is None else params
+    source, layout = model if params is None else params, {"rules": rules, "model_state": model_state}
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
     eval_loss = eval_loss or getattr(model, "evaluation", None) or model
-    given = _Given(data, eval_data, eval_loss, patience, tuple(callbacks), averages=ema is not None)
+    told = (callbacks,) if callable(callbacks) else tuple(callbacks)
+    given = _Given(data, eval_data, eval_loss, patience, told, averages=ema is not None)
     return _fit(plan, given, fresh, None if run_dir is None else str(run_dir))
 
 
@@ -174,11 +189,40 @@ class _Given(NamedTuple):
         return jax.device_put(ema_of(state.opt_state, state.params), shardings_of(state.params))
 
 
+def _check(
+    model: Any, optimizer: Any, keywords: Mapping[str, Any], *, params: Any, run_dir: Any, evaluated: tuple[Any, Any]
+) -> None:
+    """Raise `UserError` for likely mistakes. evaluated: (eval_data, eval_loss)."""
+    known = [each.name for each in fields(StepOptions)]
+    for name in keywords:
+        if name not in known:
+            setting = next((key for key in SETTINGS if key.partition(".")[2] == name), None)
+            near = nearest(name, known)
+            hint = f"settings={{{setting!r}: ...}}" if setting else ELSEWHERE.get(name) or (near and f"{near}=")
+            raise UserError(f"{name}: is no keyword of fit{f'; give {hint}' if hint else ''}")
+    if not isinstance(model, ModelDef) and not callable(model):
+        raise UserError(f"model: is a {type(model).__name__}; allowed: a ModelDef, or a loss_fn(params, batch, keys)")
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise UserError(f"optimizer: {optimizer!r} is none; give what a call of optax makes, such as optax.adam(1e-3)")
+    if isinstance(model, ModelDef | ModuleLoss) != (params is None):
+        said = "None; a loss_fn of your own needs them" if params is None else "the model has its own; leave them out"
+        raise UserError(f"params: {said}")
+    if evaluated[0] is None and evaluated[1] is not None:
+        raise UserError("eval_loss: needs eval_data, the batches to evaluate; give both, or none")
+    if run_dir is not None and not str(run_dir):
+        raise UserError("run_dir: is empty; give a folder, or None for a new one")
+
+
+def _of_python(number: Any) -> Any:
+    return int(number) if isinstance(number, np.integer) else number
+
+
 def _settled(
     settings: Mapping[str, Any], steps: int, options: StepOptions, patience: int | None, *, evaluated: bool
 ) -> tuple[Config, StepOptions]:
     """The configuration that the loop goes by, and the options of the step as it wants them."""
     config = Config()
+    steps, patience = _of_python(steps), _of_python(patience)
     given = {**settings, "train.steps": steps, "train.seed": options.seed}
     for dotted in settings:
         if dotted not in SETTINGS:
@@ -192,8 +236,10 @@ def _settled(
         config = replace(config, **{name: changed})
     if not evaluated:
         config = replace(config, train=replace(config.train, eval_every=0))
-    if patience is not None and (patience < 1 or not config.train.eval_every):
-        raise UserError(f"patience: {patience!r}; allowed: 1 or more, with eval_data and train.eval_every; or None")
+    if patience is not None and (type(patience) is not int or patience < 1 or not config.train.eval_every):
+        raise UserError(
+            f"patience: {patience!r}; allowed: an int of 1 or more, with eval_data and train.eval_every; or None"
+        )
     return config, options if skips_steps(config, options.precision) else replace(options, max_skips=0)
 
 
@@ -252,7 +298,7 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
 
 def _begin(
     plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: Path, stack: ExitStack, watch: Watch
-) -> tuple[TrainingRun, Work, "_Ending"]:
+) -> tuple[TrainingRun, Work, Ending]:
     """The run, its work, and how it will end."""
     config, mesh, parts, cache = plan.config, plan.mesh, plan.parts, stack.enter_context(CacheHits())
     outputs = make_outputs(config, folder, stack, watch, order=parts.order if len(parts.order) else None)
@@ -261,7 +307,7 @@ def _begin(
     if jax.process_index() == 0:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
         outputs.open_files(stack, resume_step=resumed, described=run_environment(mesh))
-    ending = _Ending(given.patience)
+    ending = Ending(given.patience)
     ending.restore(progress.meta)
     watch.crumbs.enter("first batch")
     axes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
@@ -307,36 +353,7 @@ def _begin(
     return run, work, ending
 
 
-@dataclass
-class _Ending:
-    """Whether evaluations get better, and the metrics of the last step.
-
-    best: the lowest "eval/loss". since: the evaluations since then.
-    """
-
-    patience: int | None
-    best: float | None = None
-    since: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, evaluation: Mapping[str, float]) -> bool:
-        loss = evaluation["eval/loss"]
-        better = math.isfinite(loss) and (self.best is None or loss < self.best)
-        self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
-        return self.is_over
-
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        """Go on from the record of a checkpoint."""
-        saved = meta.get("fit", {})
-        self.best, self.since = saved.get("best"), saved.get("since", 0)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there was no better one for too long."""
-        return self.patience is not None and self.since >= self.patience
-
-
-def _tell(ending: _Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> None:
+def _tell(ending: Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> None:
     """Call the user's functions, which may use devices."""
     ending.metrics = dict(metrics)
     with jax.transfer_guard("allow"):
@@ -344,7 +361,7 @@ def _tell(ending: _Ending, callbacks: Sequence[Callback], step: int, metrics: Ma
             callback(step, dict(metrics))
 
 
-def _why(run: TrainingRun, ending: _Ending, stop: StopSignal, *, complete: bool) -> str:
+def _why(run: TrainingRun, ending: Ending, stop: StopSignal, *, complete: bool) -> str:
     """Why a run ends, as a line; empty after its last step."""
     step = int(jax.device_get(run.progress.state.step))
     if not complete:

@@ -30,7 +30,7 @@ from jaxdist.optim.ema import ema_of, with_ema
 from jaxdist.runtime.run_folder import new_run_directory
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.train_step import TrainStep
-from jaxdist.trainer.fit import _Ending
+from jaxdist.trainer.evaluation import Ending
 
 pytestmark = pytest.mark.xdist_group("fit")  # compiled steps are shared
 
@@ -404,11 +404,22 @@ def test_data_that_are_wrong(name: str) -> None:
     assert str(raised.value).replace("float32", "float64").startswith(line), raised.value
 
 
-def test_data_of_epochs() -> None:
+class Sampled:
+    """As a DataLoader whose sampler is told the epoch."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.sampler = Epochs(data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
+
+
+@pytest.mark.parametrize("kind", [Epochs, Sampled])
+def test_data_of_epochs(kind: Any) -> None:
     """set_epoch is told each; those that are passed over count."""
     data = [np.full(8, i, np.float32) for i in range(3)]
     for first in (0, 4):
-        made = own(Epochs(data), first=first)
+        made = own(kind(data), first=first)
         found = [int(made.batch(i)[0]) for i in range(first, 9)]
         assert found == [0, 1, 2, 2, 1, 0, 0, 1, 2][first:]
         assert int(made.batch(6)[0]) == 0 and made.position(7) is None
@@ -518,7 +529,7 @@ def test_a_generator_that_was_read_already() -> None:
 
 def test_what_patience_counts() -> None:
     """What is not finite is never the best; a rollback goes back to what was counted then."""
-    ending = _Ending(patience=3)
+    ending = Ending(patience=3)
     assert [ending({"eval/loss": value}) for value in (np.nan, 2.0, 3.0)] == [False] * 3
     assert (ending.best, ending.since) == (2.0, 1)
     ending.restore({"fit": {"best": 5.0, "since": 0}})
@@ -542,10 +553,20 @@ def test_an_evaluation_in_the_precision_of_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_mesh_by_default(strategy: str, tmp_path: Path) -> None:
-    """Strategies that shard have something to shard over."""
+    """Strategies that shard have something to shard over. A number of NumPy and one callback are taken too."""
+    told: Metrics = []
     done = jaxdist.fit(
-        loss, TX, batches(1), steps=1, params=params(), run_dir=tmp_path, strategy=strategy, min_shard_bytes=0
+        loss,
+        TX,
+        batches(1),
+        steps=np.int64(1),  # type: ignore[arg-type]
+        params=params(),
+        run_dir=tmp_path,
+        callbacks=lambda *given: told.append(given),
+        strategy=strategy,
+        min_shard_bytes=0,
     )
+    assert [step for step, _ in told] == [1]
     assert done.state.params["w"].sharding.shard_shape((8, 4)) == {"ddp": (8, 4), "zero3": (1, 4)}[strategy]
 
 
@@ -578,8 +599,18 @@ def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> N
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
     "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
-    "patience": ({"patience": 2}, "patience: 2; allowed: 1 or more, with eval_data"),
-    "steps": ({"steps": 0}, "train.steps: 0"),
+    "patience": ({"patience": 2}, "patience: 2; allowed: an int of 1 or more, with eval_data"),
+    "patience of a bool": ({"patience": True, "eval_data": [0]}, "patience: True; allowed: an int of 1 or more"),
+    "patience of a float": ({"patience": 2.5, "eval_data": [0]}, "patience: 2.5; allowed: an int of 1 or more"),
+    "steps": ({"steps": 0}, "steps: 0"),
+    "a setting": ({"eval_every": 2}, "eval_every: is no keyword of fit; give settings={'train.eval_every': ...}"),
+    "epochs": ({"epochs": 3}, "epochs: is no keyword of fit; give steps=, the number of the last step"),
+    "batch_size": ({"batch_size": 3}, "batch_size: is no keyword of fit; give data, which gives whole batches"),
+    "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; give microbatches="),
+    "a model": ({"loss": "gpt"}, "model: is a str; allowed: a ModelDef, or a loss_fn(params, batch, keys)"),
+    "eval_loss": ({"eval_loss": loss}, "eval_loss: needs eval_data"),
+    "run_dir": ({"folder": ""}, "run_dir: is empty; give a folder"),
+    "a file": ({"folder": __file__}, "run_dir: "),
     "settings": (
         {"settings": {"train.evalevery": 1}},
         "settings: 'train.evalevery' is none of fit's; allowed: train.max_hours, ",
@@ -596,8 +627,13 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 def test_calls_that_are_wrong(name: str, tmp_path: Path) -> None:
     given, line = CALLS[name]
     with pytest.raises(UserError) as raised:
-        fit(batches(4), tmp_path / "run", **given)
+        fit(batches(4), **{"folder": tmp_path / "run", **given})
     assert str(raised.value).startswith(line), raised.value
+
+
+def test_an_optimizer_that_is_none() -> None:
+    with pytest.raises(UserError, match=r"^optimizer: .*, such as optax.adam\(1e-3\)$"):
+        jaxdist.fit(loss, optax.adam, batches(1), steps=1, params=params())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("package", ["torch", "grain", "datasets"])
