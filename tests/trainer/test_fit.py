@@ -346,11 +346,15 @@ def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rollback(tmp_path: Path) -> None:
-    """The run goes on past the batch, which an iterator has given already."""
+    """The run goes on past the batch, which an iterator has given already. What patience had counted since the
+    checkpoint is not counted twice: 5 evaluations are worse than the first."""
     told: Metrics = []
     data = iter(poisoned(3))
     rolling = {
-        "settings": {"train.on_nonfinite": "rollback", "checkpoint.every": 2},
+        "settings": {"train.on_nonfinite": "rollback", "checkpoint.every": 2, "train.eval_every": 1},
+        "eval_data": batches(1),
+        "eval_loss": lambda params, batch, keys: ((params["w"] ** 2).sum(), 1),
+        "patience": 6,
         "callbacks": [lambda *given: told.append(given)],
     }
     done = fit(data, tmp_path / "rollback", **rolling)
