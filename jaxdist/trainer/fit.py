@@ -261,6 +261,7 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
         stop.join()
         with (
             fail_alone(),
+            _own_names(),
             watch.opened(facts_of_start(plan.config, versions())),
             ExitStack() as stack,
             watch.crumbs.failing(),

@@ -224,7 +224,9 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
 @pytest.mark.parametrize(
     "kind", [*list(KINDS)[:1], *[pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:]]]
 )
-def test_a_stopped_run_goes_on_to_the_bit(kind: str, bare: Loop, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_bit(
+    kind: str, bare: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By SIGTERM, over the end of an epoch of 4 batches."""
 
     def ask(step: int, metrics: Any) -> None:
@@ -234,6 +236,7 @@ def test_a_stopped_run_goes_on_to_the_bit(kind: str, bare: Loop, tmp_path: Path)
     done = fit(KINDS[kind](batches(4)), tmp_path, callbacks=[ask])
     stopped = int(done.state.step)
     assert (done.stopped, done.exit_status) == ("SIGTERM", 75) and 4 <= stopped < STEPS
+    assert f"stopped after step {stopped} by SIGTERM; the same call with run_dir={tmp_path} " in capsys.readouterr().out
     told: Metrics = []
     data = KINDS[kind](batches(4))
     done = fit(data, tmp_path, callbacks=[lambda *given: told.append(given)])
@@ -278,13 +281,14 @@ def test_an_average_without_frozen_parameters() -> None:
     assert ema["out"] is state.params["out"] and ema["w"] is state.opt_state.ema["w"]
 
 
-def test_an_early_stop(tmp_path: Path) -> None:
+def test_an_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The norm grows from the first evaluation on: with patience=2 the third is the last. So it stays when resumed."""
     norm = lambda params, batch, keys: ((params["w"] ** 2).sum(), 1, {"mean": (batch["x"].sum(), batch["x"].size)})  # noqa: E731
     given = {"eval_data": batches(2), "eval_loss": norm, "patience": 2, "settings": {"train.eval_every": 1}}
     for callbacks in ([], [lambda *_: pytest.fail("the run is over")]):
         done = fit(batches(4), tmp_path, callbacks=callbacks, **given)
         assert (int(done.state.step), done.stopped, done.exit_status) == (3, "patience", 0)
+        assert "complete after step 3: 2 evaluations in a row without a lower eval/loss" in capsys.readouterr().out
     record = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert record["eval/mean"] == pytest.approx(float(np.mean([batch["x"] for batch in batches(2)])), rel=1e-5)
 
@@ -696,11 +700,11 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank, rows = int(sys.argv[2]), int(sys.argv[3])
+rank, rows = int(sys.argv[2]), int(sys.argv[3])  # negative: the callback fails
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank)
 import jax.numpy as jnp, numpy as np, optax
 import jaxdist
-x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)[:, 4 * rank : 4 * rank + rows]
+x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)[:, 4 * rank : 4 * rank + abs(rows)]
 
 class Counting:  # a state of its own, another one in each process
     at = 0
@@ -720,22 +724,26 @@ mesh, losses = jaxdist.make_mesh(fsdp=8), []
 for steps in (3, 6):
     jaxdist.fit(loss, optax.adam(0.1), Counting(), steps=steps, params={"w": jnp.zeros((4, 8))}, mesh=mesh,
                 run_dir="run", strategy="zero3", eval_data=list(x),
-                callbacks=[lambda step, metrics: losses.append(metrics["loss"])])
+                callbacks=[lambda step, metrics: losses.append(metrics["loss"] / (rows > 0 or step < 2))])
 print("losses", *losses, flush=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [(4, 4), (4, 3)])
+@pytest.mark.parametrize("rows", [(4, 4), (4, 3), (4, -4)])
 def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
-    """Each gives its own rows, and goes on from its own state. Where one gives fewer, both say so and end."""
+    """Each gives its own rows, and goes on from its own state. Where one gives fewer, both say so and end. Where a
+    callback fails in one, it ends at once, and the other too."""
     processes, port = Processes(tmp_path), free_port()
     for rank in range(2):
         processes.add(["-c", TWO, str(port), str(rank), str(rows[rank])], {})
     try:
-        status = processes.wait(120)
+        status = processes.wait(60)
     finally:
         processes.kill()
+    if rows == (4, -4):
+        assert 0 not in status and "ZeroDivisionError" in processes.err(1) + processes.out(1), processes.logs()
+        return
     if rows != (4, 4):
         assert 0 not in status
         assert all("data: batch 0 has 4, 3 rows in the processes; give as many" in processes.err(i) for i in range(2))
