@@ -2,6 +2,8 @@
 
 import base64
 import importlib
+import inspect
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -108,6 +110,11 @@ class OwnBatches:
         self._recent = OrderedDict[int, tuple[PyTree, Any]]()
         self._indexed, self._given = indexed(data), None
         if self._indexed is None:
+            if first and inspect.isgenerator(data) and inspect.getgeneratorstate(data) != inspect.GEN_CREATED:
+                raise UserError(
+                    f"data: a generator that was read already, and the run goes on after {first} batches, which are"
+                    " passed over; give a new one, or a function that makes it"
+                )
             self._given = _Iterated(data, _own(position, "data"))
             for _ in range(first if position is None else 0):
                 self._given.take()
@@ -154,6 +161,20 @@ def one_pass(data: Any) -> Iterator[Any]:
     return iter(data()) if callable(data) and not hasattr(data, "__iter__") else iter(data)
 
 
+def as_many(batches: Iterator[Any], key: str) -> Iterator[Any]:
+    """The batches of one epoch. Raises `UserError` on all processes unless each has as many."""
+    for number in itertools.count():
+        batch = next(batches, _END)
+        if len(set(from_all(batch is _END))) > 1:
+            counts = from_all(number + (batch is not _END) + sum(1 for _ in batches))
+            raise UserError(
+                f"{key}: gives {', '.join(map(str, counts))} batches in the processes; give as many in each"
+            )
+        if batch is _END:
+            return
+        yield batch
+
+
 class _Iterated:
     """Endless epochs of an iterable. position: to go on from, of `position`."""
 
@@ -163,8 +184,10 @@ class _Iterated:
         self._begin(None if position is None else _decoded(position["state"]))
 
     def _begin(self, state: Any = None) -> None:
-        if hasattr(self._data, "set_epoch"):
-            self._data.set_epoch(self._epoch)
+        told: list[Any] = [self._data, getattr(self._data, "sampler", None)]
+        for each in told:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self._epoch)
         own = _methods(self._data)
         if own and state is not None:
             own[1](state)
@@ -182,13 +205,13 @@ class _Iterated:
             if (batch := next(self._rest, _END)) is not _END:
                 self._taken += 1
                 return batch
-            before, self._epoch = self._rest, self._epoch + 1
-            self._begin()
-            if self._rest is before:
-                raise UserError(
-                    f"data: ended after {self._taken} batches; give more, or what can be read again: a list, or the"
-                    " function that makes the generator"
-                )
+            self._epoch += 1
+            self._begin()  # a loader may give the same iterator again, which begins anew
+        if self._taken:
+            raise UserError(
+                f"data: ended after {self._taken} batches; give more, or what can be read again: a list, or the"
+                " function that makes the generator"
+            )
         raise UserError("data: gives no batches; give an iterable that does")
 
     def position(self) -> Any:

@@ -1,5 +1,6 @@
 """The folders of a run and of its logs, by names that cannot lead out of them. Imported before JAX is."""
 
+import itertools
 import os
 import re
 import sys
@@ -24,9 +25,19 @@ def safe_name(text: str) -> str:
     return name if re.match("[A-Za-z0-9]", name) else ("run" + name)[:NAME_LENGTH]
 
 
-def new_run_directory(config_path: str) -> Path:
-    """A new folder under runs/, named after the configuration and the time."""
-    return Path("runs") / f"{safe_name(Path(config_path).stem)}-{datetime.now():%Y%m%d-%H%M%S}"
+def new_run_directory(config_path: str, *, make: bool = False) -> Path:
+    """A new folder under runs/, named after the configuration and the time. make: it is made, and so nobody else's."""
+    name = f"{safe_name(Path(config_path).stem)}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not make:
+            break
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    return folder
 
 
 def _option(command: Sequence[str], name: str) -> str | None:

@@ -1,28 +1,35 @@
 """Evaluation and sampling: forward-only programs in the layout of training."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import make_model
 from jaxdist.collectives import psum, to_varying
+from jaxdist.config.rules.precision import NORMS
 from jaxdist.data import BLOCK, Part, make_eval_loader
+from jaxdist.data.own_batches import Placing, as_many, indexed, one_pass
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_LIKE, batch_shards, on_cpu
+from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.loss_results import read_results
 from jaxdist.parallel.program import in_precision, make_logits, make_program
 from jaxdist.parallel.strategy import Strategy
+from jaxdist.precision.autocast import autocast
+from jaxdist.precision.policy import Precision, accumulation_dtype
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.specs import STACKED, PyTree, batch_spec
-from jaxdist.state import specs_of_arrays
+from jaxdist.specs import STACKED, PyTree, batch_spec, fitting
+from jaxdist.state import TrainState, specs_of_arrays
 from jaxdist.trainer.run import RunPlan, Sampler
 
 TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
@@ -133,6 +140,92 @@ class Evaluator:
             named |= {f"eval/loss/{name}": loss / weight} if name else {}
         bits = {"eval/bits_per_byte": mean / math.log(2)} if self._unit == "bytes" else {}
         return {"eval/loss": mean, **bits, **named}
+
+
+def own_evaluation(
+    plan: RunPlan, watch: Watch, data: Any, loss: Any, params_of: Callable[[TrainState], PyTree]
+) -> Callable[[TrainState], dict[str, float]]:
+    """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss of the user's own: NaN where
+    all weights are 0. The first batch is tried here, without computing anything.
+
+    data: batches of one epoch. params_of: what is evaluated of a state.
+    """
+    mesh, precision = plan.mesh, plan.parts.options.precision
+    if indexed(data, "eval_data") is None and one_pass(data) is data:
+        raise UserError(
+            "eval_data: can be read once only; give what can be read again: a list, or the function that makes it"
+        )
+
+    def own(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
+        run = autocast(loss, precision.compute) if precision.per_op else loss
+        carried = [model_state] if jax.tree.leaves(model_state) else []
+        keys = unused_keys(len(jax.tree.leaves(batch)[0]))
+        total, results = read_results(run(as_received(params, precision), batch, keys, *carried), model_state)
+        return {"loss": (total, results.weight), **results.metrics}
+
+    if isinstance(loss, ModelDef):
+        specs = specs_of_arrays(plan.parts.target.params)
+        step = make_eval_step(in_precision(loss, precision), mesh, specs, get_strategy(plan.parts.options))
+        totals: Callable[..., Any] = lambda params, _, batch: {"loss": step(params, batch)}  # noqa: E731
+    else:
+        totals = jax.jit(own, out_shardings=NamedSharding(mesh, P()))
+    placing = Placing(plan.sharding, {axis: mesh.shape[axis] for axis in BATCH_AXES}, "eval_data")
+
+    def batches() -> Iterator[PyTree]:
+        number = -1
+        for number, batch in enumerate(as_many(one_pass(data), "eval_data")):
+            yield placing.place(placing.host(batch, number))
+        if number < 0:
+            raise UserError("eval_data: gives no batches; give an iterable that does")
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        watch.crumbs.enter("evaluation")
+        params = params_of(state)
+        sums = add_up((totals(params, state.model_state, batch) for batch in batches()), on_cpu=on_cpu(mesh))
+        return {f"eval/{name}": total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+
+    jax.eval_shape(totals, plan.parts.target.params, plan.parts.target.model_state, next(batches()))
+    return evaluate
+
+
+def as_received(params: PyTree, precision: Precision) -> PyTree:
+    """Whole parameters in the dtypes that strategies give layers."""
+    kept = fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS)
+
+    def cast(wide: bool, leaf: jax.Array) -> jax.Array:
+        dtype = accumulation_dtype(precision.received) if wide else precision.received
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, kept, params)
+
+
+@dataclass
+class Ending:
+    """Whether evaluations get better, and the metrics of the last step.
+
+    best: the lowest "eval/loss". since: the evaluations since then.
+    """
+
+    patience: int | None
+    best: float | None = None
+    since: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, evaluation: Mapping[str, float]) -> bool:
+        loss = evaluation["eval/loss"]
+        better = math.isfinite(loss) and (self.best is None or loss < self.best)
+        self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
+        return self.is_over
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on from the record of a checkpoint."""
+        saved = meta.get("fit", {})
+        self.best, self.since = saved.get("best"), saved.get("since", 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there was no better one for too long."""
+        return self.patience is not None and self.since >= self.patience
 
 
 def text_sampler(plan: RunPlan) -> Sampler | None:

@@ -2,10 +2,11 @@
 
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,38 +14,35 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxdist.build import Parts, skips_steps
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
-from jaxdist.data.own_batches import OwnBatches, Placing, indexed, one_pass
+from jaxdist.data.own_batches import OwnBatches, Placing
 from jaxdist.errors import UserError, nearest
 from jaxdist.init import ParameterSource, Rules, init_state, state_target
-from jaxdist.mesh import BATCH_AXES, make_mesh, on_cpu
+from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.observe.environment import versions
 from jaxdist.optim.ema import ema_of, with_ema
-from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.loss_results import read_results
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.parallel.program import in_precision
 from jaxdist.parallel.schedule import UserLoss
-from jaxdist.processes import anywhere, from_first
+from jaxdist.processes import anywhere, done_by_first
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.exit_status import DONE, STOPPED
 from jaxdist.runtime.run_folder import leave_stop_note
+from jaxdist.runtime.start import fail_alone
 from jaxdist.runtime.watch.replica_check import ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
-from jaxdist.state import TrainState, shardings_of, specs_of_arrays
+from jaxdist.state import TrainState, shardings_of
 from jaxdist.step import make_train_step
-from jaxdist.trainer.evaluation import add_up, make_eval_step, unused_keys
+from jaxdist.trainer.evaluation import Ending, own_evaluation
 from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step, settings_by_key
 from jaxdist.trainer.nonfinite import NonFinite
 from jaxdist.trainer.resume import show_changes
@@ -60,6 +58,22 @@ SETTINGS = (
     "train.check_replicas_every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
     "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "data.prefetch",
 )  # fmt: skip
+
+
+# Keywords that others have for what `fit` takes in another way.
+ELSEWHERE = {"epochs": "steps=, the number of the last step", "batch_size": "data, which gives whole batches"}
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """A context in which a `UserError` names what `fit` takes, not keys and options of `scripts/train.py`."""
+    try:
+        yield
+    except UserError as error:
+        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed)\b)", "", str(error)).replace("run-dir", "run_dir")
+        if own == str(error):
+            raise
+        raise UserError(own) from error
 
 
 class FitResult(NamedTuple):
@@ -92,6 +106,7 @@ class FitResult(NamedTuple):
         return DONE if self.stopped in ("", "patience") else STOPPED
 
 
+@_own_names()
 def fit(
     model: ModelDef | UserLoss,
     optimizer: optax.GradientTransformation,
@@ -107,7 +122,7 @@ def fit(
     eval_loss: ModelDef | UserLoss | None = None,
     patience: int | None = None,
     ema: float | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] | Callback = (),
     settings: Mapping[str, Any] = MappingProxyType({}),
     options: StepOptions | None = None,
     **keywords: Any,
@@ -117,16 +132,17 @@ def fit(
 
     model: a `ModelDef`; what `nnx_loss` or `linen_loss` gives; or your own loss_fn, with params, model_state and rules
         as for `init_state`.
-    data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows.
+    data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows. A run that is
+        resumed needs a new generator, or a function that makes it.
     steps: the number of the last step.
-    mesh: by default all devices, as `data`.
+    mesh: by default all devices, as `data` under ddp, and as `fsdp` under the strategies that shard.
     run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
-    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, such as one without dropout; that
+    eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, which would keep its dropout; that
         of `nnx_loss` is in evaluation mode by itself.
     patience: ends the run after so many evaluations in a row without a lower loss.
     ema: the decay of a moving average of the parameters, which is what is evaluated then.
     callbacks: functions (step, metrics), called for each step in order, one step late: no device waits for them.
-    settings: keys of a configuration, such as {"train.eval_every": 10, "checkpoint.every": 50}.
+    settings: keys of a configuration, such as {"train.eval_every": 10, "checkpoint.every": 20}; 50 and 100 otherwise.
     options, keywords: a `StepOptions`, or its fields: strategy="zero3", microbatches=4, seed=1.
 
     >>> import tempfile
@@ -138,20 +154,18 @@ def fit(
     >>> int(done.state.step), done.metrics["loss"] < 0.51, done.stopped
     (9, True, '')
     """
-    if isinstance(model, ModelDef | ModuleLoss) != (params is None):
-        said = "None; a loss_fn of your own needs them" if params is None else "the model has its own; leave them out"
-        raise UserError(f"params: {said}")
-    config, options = _settled(
-        settings, steps, make_options(options, keywords), patience, evaluated=eval_data is not None
-    )
+    _check(model, optimizer, keywords, params=params, run_dir=run_dir, evaluated=(eval_data, eval_loss))
+    options, evaluated = make_options(options, keywords), eval_data is not None
+    config, options = _settled(settings, steps, options, patience, evaluated=evaluated)
     optimizer = optimizer if ema is None else with_ema(optimizer, ema)
-    mesh, layout = mesh or make_mesh(data=-1), {"rules": rules, "model_state": model_state}
-    source = model if params is None else params
+    mesh = mesh or (make_mesh(data=-1) if options.strategy == "ddp" else make_mesh(fsdp=-1))  # where others shard
+    source, layout = model if params is None else params, {"rules": rules, "model_state": model_state}
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
     eval_loss = eval_loss or getattr(model, "evaluation", None) or model
-    given = _Given(data, eval_data, eval_loss, patience, tuple(callbacks), averages=ema is not None)
-    return _fit(plan, given, fresh, run_directory(None if run_dir is None else str(run_dir), "fit"))
+    told = (callbacks,) if callable(callbacks) else tuple(callbacks)
+    given = _Given(data, eval_data, eval_loss, patience, told, averages=ema is not None)
+    return _fit(plan, given, fresh, None if run_dir is None else str(run_dir))
 
 
 class _Given(NamedTuple):
@@ -164,6 +178,10 @@ class _Given(NamedTuple):
     callbacks: tuple[Callback, ...]
     averages: bool
 
+    def evaluated(self, state: TrainState) -> PyTree:
+        """The parameters to evaluate."""
+        return self.ema(state) if self.averages else state.params
+
     def ema(self, state: TrainState) -> PyTree:
         """The moving average of the parameters, laid out like them; None without one."""
         if not self.averages:
@@ -171,11 +189,40 @@ class _Given(NamedTuple):
         return jax.device_put(ema_of(state.opt_state, state.params), shardings_of(state.params))
 
 
+def _check(
+    model: Any, optimizer: Any, keywords: Mapping[str, Any], *, params: Any, run_dir: Any, evaluated: tuple[Any, Any]
+) -> None:
+    """Raise `UserError` for likely mistakes. evaluated: (eval_data, eval_loss)."""
+    known = [each.name for each in fields(StepOptions)]
+    for name in keywords:
+        if name not in known:
+            setting = next((key for key in SETTINGS if key.partition(".")[2] == name), None)
+            near = nearest(name, known)
+            hint = f"settings={{{setting!r}: ...}}" if setting else ELSEWHERE.get(name) or (near and f"{near}=")
+            raise UserError(f"{name}: is no keyword of fit{f'; give {hint}' if hint else ''}")
+    if not isinstance(model, ModelDef) and not callable(model):
+        raise UserError(f"model: is a {type(model).__name__}; allowed: a ModelDef, or a loss_fn(params, batch, keys)")
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise UserError(f"optimizer: {optimizer!r} is none; give what a call of optax makes, such as optax.adam(1e-3)")
+    if isinstance(model, ModelDef | ModuleLoss) != (params is None):
+        said = "None; a loss_fn of your own needs them" if params is None else "the model has its own; leave them out"
+        raise UserError(f"params: {said}")
+    if evaluated[0] is None and evaluated[1] is not None:
+        raise UserError("eval_loss: needs eval_data, the batches to evaluate; give both, or none")
+    if run_dir is not None and not str(run_dir):
+        raise UserError("run_dir: is empty; give a folder, or None for a new one")
+
+
+def _of_python(number: Any) -> Any:
+    return int(number) if isinstance(number, np.integer) else number
+
+
 def _settled(
     settings: Mapping[str, Any], steps: int, options: StepOptions, patience: int | None, *, evaluated: bool
 ) -> tuple[Config, StepOptions]:
     """The configuration that the loop goes by, and the options of the step as it wants them."""
     config = Config()
+    steps, patience = _of_python(steps), _of_python(patience)
     given = {**settings, "train.steps": steps, "train.seed": options.seed}
     for dotted in settings:
         if dotted not in SETTINGS:
@@ -189,8 +236,10 @@ def _settled(
         config = replace(config, **{name: changed})
     if not evaluated:
         config = replace(config, train=replace(config.train, eval_every=0))
-    if patience is not None and (patience < 1 or not config.train.eval_every):
-        raise UserError(f"patience: {patience!r}; allowed: 1 or more, with eval_data and train.eval_every; or None")
+    if patience is not None and (type(patience) is not int or patience < 1 or not config.train.eval_every):
+        raise UserError(
+            f"patience: {patience!r}; allowed: an int of 1 or more, with eval_data and train.eval_every; or None"
+        )
     return config, options if skips_steps(config, options.precision) else replace(options, max_skips=0)
 
 
@@ -205,13 +254,19 @@ def _plan(config: Config, mesh: Mesh, model: Any, optimizer: Any, options: StepO
     return RunPlan(config, mesh, nothing, Parts(model, optimizer, options, ("xla", None), target, order, step))
 
 
-def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: Path) -> FitResult:
-    """Train in a run directory, under the watch over the processes of the job."""
+def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir: str | None) -> FitResult:
+    """Train in a run directory, or in a new one, under the watch over the processes of the job."""
     watch = Watch(plan.config.train.watchdog_s)
     with StopSignal(signals=not hasattr(sys, "ps1")) as stop:  # in a notebook they are Python's own
         stop.join()
-        with watch.opened(facts_of_start(plan.config, versions())), ExitStack() as stack, watch.crumbs.failing():
-            folder = Path(from_first(str(folder)))
+        with (
+            fail_alone(),
+            _own_names(),
+            watch.opened(facts_of_start(plan.config, versions())),
+            ExitStack() as stack,
+            watch.crumbs.failing(),
+        ):
+            folder = Path(done_by_first(lambda: str(run_directory(run_dir, "fit", make=True))))
             claimed = claim(folder, stack, watch, stop)
             run, work, ending = _begin(plan, given, fresh, folder, stack, watch)
             run.outputs.claim = claimed
@@ -231,18 +286,20 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: 
                 assert run.outputs.checkpoints.failed is not None
                 raise run.outputs.checkpoints.failed
             watch.crumbs.enter("finish")
+            if why := _why(run, ending, stop, complete=complete):
+                run.outputs.console.line(why)
             run.outputs.console.line(f"run directory: {run.outputs.folder}")
             anywhere(False)  # all stay until the last is done, with watch and signal handlers
             watch.close()
     if not complete:
         leave_stop_note(os.environ)
-    state, why = run.progress.state, "patience" if ending.is_over else ""
-    return FitResult(state, ending.metrics, why if complete else stop.why, given.ema(state), run.outputs.folder)
+    state, stopped = run.progress.state, stop.why if not complete else "patience" if ending.is_over else ""
+    return FitResult(state, ending.metrics, stopped, given.ema(state), run.outputs.folder)
 
 
 def _begin(
     plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], folder: Path, stack: ExitStack, watch: Watch
-) -> tuple[TrainingRun, Work, "_Ending"]:
+) -> tuple[TrainingRun, Work, Ending]:
     """The run, its work, and how it will end."""
     config, mesh, parts, cache = plan.config, plan.mesh, plan.parts, stack.enter_context(CacheHits())
     outputs = make_outputs(config, folder, stack, watch, order=parts.order if len(parts.order) else None)
@@ -251,23 +308,25 @@ def _begin(
     if jax.process_index() == 0:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
         outputs.open_files(stack, resume_step=resumed, described=run_environment(mesh))
-    saved = progress.meta.get("fit", {})
-    ending = _Ending(given.patience, saved.get("best"), saved.get("since", 0))
+    ending = Ending(given.patience)
+    ending.restore(progress.meta)
     watch.crumbs.enter("first batch")
     axes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
     microbatches = {"microbatches": parts.options.on(mesh).microbatches}
-    batches, rows = None, 0
+    batches, evaluate, rows = None, None, 0
     if progress.first_step < config.train.steps and not ending.is_over:
         first = progress.first_step + progress.passed
         batches = OwnBatches(
             given.data,
             Placing(plan.sharding, axes | microbatches, "data"),
             first=first,
-            position=saved.get("position"),
+            position=progress.meta.get("fit", {}).get("position"),
             keep=config.data.prefetch + 4,
         )
         batch = batches.batch(first)
         rows = len(jax.tree.leaves(batch)[0])
+        if config.train.eval_every:
+            evaluate = own_evaluation(plan, watch, given.eval_data, given.eval_loss, given.evaluated)
         if jax.process_count() > 1:
             watch.agree(facts_of_step(parts, mesh, batch))
 
@@ -281,37 +340,21 @@ def _begin(
     run = TrainingRun(
         plan=plan, progress=progress, outputs=outputs, record=record, baselines={}, watch=watch, cache=cache
     )
-    evaluate = _evaluation(plan, given, watch) if config.train.eval_every else None
     tell = functools.partial(_tell, ending, given.callbacks)
     nothing = lambda number: ()  # noqa: E731
     batch_of = nothing if batches is None else batches.batch
-    return run, Work(batch=batch_of, per_step=(rows, "samples"), evaluate=evaluate, recorded=tell, ends=ending), ending
+    work = Work(
+        batch=batch_of,
+        per_step=(rows, "samples"),
+        evaluate=evaluate,
+        recorded=tell,
+        ends=ending,
+        restored=ending.restore,
+    )
+    return run, work, ending
 
 
-@dataclass
-class _Ending:
-    """Whether evaluations get better, and the metrics of the last step.
-
-    best: the lowest "eval/loss". since: the evaluations since then.
-    """
-
-    patience: int | None
-    best: float | None
-    since: int
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, evaluation: Mapping[str, float]) -> bool:
-        better = self.best is None or evaluation["eval/loss"] < self.best
-        self.best, self.since = (evaluation["eval/loss"], 0) if better else (self.best, self.since + 1)
-        return self.is_over
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there was no better one for too long."""
-        return self.patience is not None and self.since >= self.patience
-
-
-def _tell(ending: _Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> None:
+def _tell(ending: Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> None:
     """Call the user's functions, which may use devices."""
     ending.metrics = dict(metrics)
     with jax.transfer_guard("allow"):
@@ -319,38 +362,14 @@ def _tell(ending: _Ending, callbacks: Sequence[Callback], step: int, metrics: Ma
             callback(step, dict(metrics))
 
 
-def _evaluation(plan: RunPlan, given: _Given, watch: Watch) -> Callable[[TrainState], dict[str, float]]:
-    """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss of the user's own."""
-    mesh, options, loss = plan.mesh, plan.parts.options, given.eval_loss
-    if indexed(given.eval_data, "eval_data") is None and one_pass(given.eval_data) is given.eval_data:
-        raise UserError(
-            "eval_data: can be read once only; give what can be read again: a list, or the function that makes it"
-        )
-
-    def own(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
-        carried = [model_state] if jax.tree.leaves(model_state) else []
-        keys = unused_keys(len(jax.tree.leaves(batch)[0]))
-        total, results = read_results(loss(params, batch, keys, *carried), model_state)
-        return {"loss": (total, results.weight), **results.metrics}
-
-    if isinstance(loss, ModelDef):
-        specs = specs_of_arrays(plan.parts.target.params)
-        step = make_eval_step(in_precision(loss, options.precision), mesh, specs, get_strategy(options))
-        totals: Callable[..., Any] = lambda params, _, batch: {"loss": step(params, batch)}  # noqa: E731
-    else:
-        totals = jax.jit(own, out_shardings=NamedSharding(mesh, P()))
-    placing = Placing(plan.sharding, {axis: mesh.shape[axis] for axis in BATCH_AXES}, "eval_data")
-
-    def evaluate(state: TrainState) -> dict[str, float]:
-        watch.crumbs.enter("evaluation")
-        params = given.ema(state) if given.averages else state.params
-        batches = (placing.place(placing.host(batch, i)) for i, batch in enumerate(one_pass(given.eval_data)))
-        sums = add_up((totals(params, state.model_state, batch) for batch in batches), on_cpu=on_cpu(mesh))
-        if sums is None:
-            raise UserError("eval_data: gives no batches; give an iterable that does")
-        return {f"eval/{name}": total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
-
-    return evaluate
+def _why(run: TrainingRun, ending: Ending, stop: StopSignal, *, complete: bool) -> str:
+    """Why a run ends, as a line; empty after its last step."""
+    step = int(jax.device_get(run.progress.state.step))
+    if not complete:
+        return f"stopped after step {step} by {stop.why}; the same call with run_dir={run.outputs.folder} goes on"
+    if ending.is_over:
+        return f"complete after step {step}: {ending.since} evaluations in a row without a lower eval/loss (patience)"
+    return ""
 
 
 def _header(run: TrainingRun) -> dict[str, str]:

@@ -77,6 +77,7 @@ def roll_back(run: TrainingRun, error: NonFinite) -> str:
     progress.state = progress.state._replace(params=(), opt_state=())  # there is no room for two states
     state = outputs.checkpoints.restore(latest, run.plan.parts.target)
     progress.state, progress.first_step = state._replace(guard=released(state.guard)), latest
+    progress.meta = outputs.checkpoints.meta(latest)
     progress.passed += error.step - latest
     for writer in (outputs.metrics, outputs.samples):
         if writer is not None:

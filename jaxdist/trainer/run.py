@@ -168,6 +168,10 @@ def _no_end(evaluation: Mapping[str, float]) -> bool:
     return False
 
 
+def _not_restored(meta: Mapping[str, Any]) -> None:
+    pass
+
+
 def _not_told(step: int, metrics: Mapping[str, float]) -> None:
     pass
 
@@ -182,6 +186,7 @@ class Work:
     - evaluate: state -> metrics, "eval/loss" among them; None: never.
     - recorded: is told the number and the metrics of each step, one step late.
     - ends: evaluation -> whether the run is complete with it.
+    - restored: is told the record of the checkpoint that a rollback went back to.
     """
 
     batch: Callable[[int], PyTree]
@@ -190,6 +195,7 @@ class Work:
     evaluate: Callable[[TrainState], dict[str, float]] | None = None
     recorded: Callable[[int, Mapping[str, float]], None] = _not_told
     ends: Callable[[Mapping[str, float]], bool] = _no_end
+    restored: Callable[[Mapping[str, Any]], None] = _not_restored
 
 
 def build(

@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from jaxdist.runtime.start import fail_alone, start
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.specs import PyTree
 from jaxdist.trainer.evaluation import Evaluator, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
@@ -93,6 +95,7 @@ def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
         run.outputs.note(record | {"batches_passed": run.progress.passed, "found": found})
         if why:
             raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
+        work.restored(run.progress.meta)
 
 
 def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
@@ -114,11 +117,18 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal) -> tup
     plan, progress, crumbs = run.plan, run.progress, run.watch.crumbs
     config, last = plan.config, plan.config.train.steps
     recorder = Recorder(plan, work, run.outputs, run.watch, spikes)
-    step, stopped, ended = progress.first_step, False, False
+    step, saved, stopped, ended = progress.first_step, 0, False, False
     check = ReplicaCheck(plan.parts.target, plan.mesh) if config.train.check_replicas_every else None
     batches = prefetch(lambda i: work.batch(i + progress.passed), step, last, config.data.prefetch)
+
+    def lost() -> None:
+        recorder.catch_up()
+        if progress.first_step < step != saved:
+            save(run, step)
+            settle(run.outputs)
+
     with closing(batches), crumbs.failing():
-        for batch in crumbs.steps(recorder.awaited(batches), step):
+        for batch in crumbs.steps(recorder.awaited(or_lost(batches, lost)), step):
             loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
@@ -150,16 +160,32 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal) -> tup
                 ended = bool(evaluation) and work.ends(evaluation)
             if saving or ended:
                 save(run, step, evaluation.get("eval/loss"))
+                saved = step
             if stopped or ended:
                 break
     return step, ended or not stopped
 
 
-def run_directory(given: str | None, config_path: str) -> Path:
+def or_lost(batches: Iterator[PyTree], lost: Callable[[], None]) -> Iterator[PyTree]:
+    """The batches. Where the next cannot be had, `lost` is called first, which saves what was trained. Not in a job of
+    several processes: the others may have their batch, and would not take part in a save."""
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception:
+            if jax.process_count() == 1:
+                lost()
+            raise
+        if batch is None:
+            return
+        yield batch
+
+
+def run_directory(given: str | None, config_path: str, *, make: bool = False) -> Path:
     """The folder of a run: the given one, else the launcher's, else a new one under runs/ named after the configuration
-    and the time."""
+    and the time. make: a new one is made."""
     given = given if given is not None else os.environ.get(RUN_DIR) or None
-    folder = Path(given) if given is not None else new_run_directory(config_path)
+    folder = Path(given) if given is not None else new_run_directory(config_path, make=make)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--run-dir: {given} is a file; give a folder, new or of a run to resume")
     return folder

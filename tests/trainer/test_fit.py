@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from jax.sharding import NamedSharding
 from jobs import Processes, free_port
 
 import jaxdist
+from jaxdist.data import own_batches
 from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim.ema import ema_of, with_ema
+from jaxdist.runtime.run_folder import new_run_directory
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.train_step import TrainStep
+from jaxdist.trainer.evaluation import Ending
 
 pytestmark = pytest.mark.xdist_group("fit")  # compiled steps are shared
 
@@ -220,7 +224,9 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
 @pytest.mark.parametrize(
     "kind", [*list(KINDS)[:1], *[pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:]]]
 )
-def test_a_stopped_run_goes_on_to_the_bit(kind: str, bare: Loop, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_bit(
+    kind: str, bare: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By SIGTERM, over the end of an epoch of 4 batches."""
 
     def ask(step: int, metrics: Any) -> None:
@@ -230,6 +236,7 @@ def test_a_stopped_run_goes_on_to_the_bit(kind: str, bare: Loop, tmp_path: Path)
     done = fit(KINDS[kind](batches(4)), tmp_path, callbacks=[ask])
     stopped = int(done.state.step)
     assert (done.stopped, done.exit_status) == ("SIGTERM", 75) and 4 <= stopped < STEPS
+    assert f"stopped after step {stopped} by SIGTERM; the same call with run_dir={tmp_path} " in capsys.readouterr().out
     told: Metrics = []
     data = KINDS[kind](batches(4))
     done = fit(data, tmp_path, callbacks=[lambda *given: told.append(given)])
@@ -274,13 +281,14 @@ def test_an_average_without_frozen_parameters() -> None:
     assert ema["out"] is state.params["out"] and ema["w"] is state.opt_state.ema["w"]
 
 
-def test_an_early_stop(tmp_path: Path) -> None:
+def test_an_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The norm grows from the first evaluation on: with patience=2 the third is the last. So it stays when resumed."""
     norm = lambda params, batch, keys: ((params["w"] ** 2).sum(), 1, {"mean": (batch["x"].sum(), batch["x"].size)})  # noqa: E731
     given = {"eval_data": batches(2), "eval_loss": norm, "patience": 2, "settings": {"train.eval_every": 1}}
     for callbacks in ([], [lambda *_: pytest.fail("the run is over")]):
         done = fit(batches(4), tmp_path, callbacks=callbacks, **given)
         assert (int(done.state.step), done.stopped, done.exit_status) == (3, "patience", 0)
+        assert "complete after step 3: 2 evaluations in a row without a lower eval/loss" in capsys.readouterr().out
     record = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert record["eval/mean"] == pytest.approx(float(np.mean([batch["x"] for batch in batches(2)])), rel=1e-5)
 
@@ -342,11 +350,15 @@ def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rollback(tmp_path: Path) -> None:
-    """The run goes on past the batch, which an iterator has given already."""
+    """The run goes on past the batch, which an iterator has given already. What patience had counted since the
+    checkpoint is not counted twice: 5 evaluations are worse than the first."""
     told: Metrics = []
     data = iter(poisoned(3))
     rolling = {
-        "settings": {"train.on_nonfinite": "rollback", "checkpoint.every": 2},
+        "settings": {"train.on_nonfinite": "rollback", "checkpoint.every": 2, "train.eval_every": 1},
+        "eval_data": batches(1),
+        "eval_loss": lambda params, batch, keys: ((params["w"] ** 2).sum(), 1),
+        "patience": 6,
         "callbacks": [lambda *given: told.append(given)],
     }
     done = fit(data, tmp_path / "rollback", **rolling)
@@ -400,11 +412,22 @@ def test_data_that_are_wrong(name: str) -> None:
     assert str(raised.value).replace("float32", "float64").startswith(line), raised.value
 
 
-def test_data_of_epochs() -> None:
+class Sampled:
+    """As a DataLoader whose sampler is told the epoch."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.sampler = Epochs(data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
+
+
+@pytest.mark.parametrize("kind", [Epochs, Sampled])
+def test_data_of_epochs(kind: Any) -> None:
     """set_epoch is told each; those that are passed over count."""
     data = [np.full(8, i, np.float32) for i in range(3)]
     for first in (0, 4):
-        made = own(Epochs(data), first=first)
+        made = own(kind(data), first=first)
         found = [int(made.batch(i)[0]) for i in range(first, 9)]
         assert found == [0, 1, 2, 2, 1, 0, 0, 1, 2][first:]
         assert int(made.batch(6)[0]) == 0 and made.position(7) is None
@@ -441,11 +464,161 @@ def test_states_of_data_are_json() -> None:
         _encoded({"a": {1}})
 
 
+def test_new_folders_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the same second."""
+    monkeypatch.chdir(tmp_path)
+    folders = [new_run_directory("fit", make=True) for _ in range(4)]
+    assert len(set(folders)) == 4 and all(folder.is_dir() for folder in folders)
+    assert not new_run_directory("other").exists()
+
+
+@pytest.mark.parametrize(("counts", "line"), [((3, 3), ""), ((3, 2), "eval_data: gives 3, 2 batches in the processes")])
+def test_as_many_batches_in_all_processes(counts: tuple[int, int], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, of which one is in a thread: each asks the other before each batch."""
+    meeting, told = threading.Barrier(2, timeout=10), dict[int, Any]()
+
+    def from_all(value: Any) -> list[Any]:
+        told[int(threading.current_thread().name)] = value
+        meeting.wait()
+        found = [told[0], told[1]]
+        meeting.wait()
+        return found
+
+    def read(rank: int) -> None:
+        try:
+            found[rank] = list(own_batches.as_many(iter(range(counts[rank])), "eval_data"))
+        except UserError as error:
+            found[rank] = str(error)
+
+    monkeypatch.setattr(own_batches, "from_all", from_all)
+    found = dict[int, Any]()
+    threads = [threading.Thread(target=read, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(2):
+        assert found[rank].startswith(line) if line else found[rank] == [0, 1, 2]
+
+
+class Persistent:
+    """As a DataLoader with persistent_workers: the same iterator each time, which begins anew."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.at = data, 0
+
+    def __iter__(self) -> Any:
+        outer = self
+        outer.at = 0
+
+        class Again:
+            def __next__(self) -> Any:
+                if outer.at == len(outer.data):
+                    raise StopIteration
+                outer.at += 1
+                return outer.data[outer.at - 1]
+
+        self.iterator = getattr(self, "iterator", None) or Again()
+        return self.iterator
+
+
+def test_the_same_iterator_again() -> None:
+    made = own(Persistent([np.full(8, i, np.float32) for i in range(3)]))
+    assert [int(made.batch(i)[0]) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_generator_that_was_read_already() -> None:
+    """Its batches would be passed over again."""
+    generator = reused(batches(4))()
+    own(generator).batch(0)
+    with pytest.raises(UserError, match="data: a generator that was read already, .* after 2 batches"):
+        own(generator, first=2)
+
+
+def test_what_patience_counts() -> None:
+    """What is not finite is never the best; a rollback goes back to what was counted then."""
+    ending = Ending(patience=3)
+    assert [ending({"eval/loss": value}) for value in (np.nan, 2.0, 3.0)] == [False] * 3
+    assert (ending.best, ending.since) == (2.0, 1)
+    ending.restore({"fit": {"best": 5.0, "since": 0}})
+    assert (ending.best, ending.since) == (5.0, 0)
+    ending.restore({})
+    assert (ending.best, ending.since) == (None, 0)
+
+
+def test_an_evaluation_in_the_precision_of_training(tmp_path: Path) -> None:
+    """Under bf16, in parameters of bf16; NaN where nothing has a weight."""
+
+    def typed(params: Any, batch: Any, keys: Any) -> tuple[Any, Any, Any]:
+        total, weight = (batch["x"].astype(params["w"].dtype) @ params["w"].T).sum(), ROWS
+        return total, weight, {"bytes": (params["w"].dtype.itemsize, 1), "nothing": (0, 0)}
+
+    given = {"settings": {"train.eval_every": 1}, "precision": "bf16", "steps": 1}
+    done = fit(batches(1), tmp_path, typed, eval_data=batches(1), **given)
+    assert done.metrics["eval/bytes"] == done.metrics["bytes"] == 2
+    assert np.isnan(done.metrics["eval/nothing"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_mesh_by_default(strategy: str, tmp_path: Path) -> None:
+    """Strategies that shard have something to shard over. A number of NumPy and one callback are taken too."""
+    told: Metrics = []
+    done = jaxdist.fit(
+        loss,
+        TX,
+        batches(1),
+        steps=np.int64(1),  # type: ignore[arg-type]
+        params=params(),
+        run_dir=tmp_path,
+        callbacks=lambda *given: told.append(given),
+        strategy=strategy,
+        min_shard_bytes=0,
+    )
+    assert [step for step, _ in told] == [1]
+    assert done.state.params["w"].sharding.shard_shape((8, 4)) == {"ddp": (8, 4), "zero3": (1, 4)}[strategy]
+
+
+def test_data_that_end_too_early(tmp_path: Path) -> None:
+    """The steps that were taken are recorded, told and saved, and the run goes on with better data."""
+    told: Metrics = []
+    for data, line in ((iter(batches(3)), "ended after 3"), ([*batches(5)[:4], np.zeros((8, 3))], "batch 4")):
+        with pytest.raises(UserError, match=line):
+            fit(data, tmp_path, callbacks=[lambda *given: told.append(given)])
+    assert [step for step, _ in told] == [1, 2, 3, 4]
+    done = fit(batches(6), tmp_path, callbacks=[lambda *given: told.append(given)])
+    assert [step for step, _ in told] == [1, 2, 3, 4, 5, 6] and done.stopped == ""
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ([{"x": np.zeros((12, 4))}], "12 does not divide by 8"),
+        ([{"x": np.zeros((8, 4))}], "'y'"),
+        (lambda: iter(()), "eval_data: gives no batches"),
+    ],
+)
+def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> None:
+    """Before the first step."""
+    with pytest.raises((UserError, KeyError), match=line):
+        fit(batches(4), tmp_path, eval_data=data, callbacks=[lambda *_: pytest.fail("a step was taken")])
+
+
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
     "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
-    "patience": ({"patience": 2}, "patience: 2; allowed: 1 or more, with eval_data"),
-    "steps": ({"steps": 0}, "train.steps: 0"),
+    "patience": ({"patience": 2}, "patience: 2; allowed: an int of 1 or more, with eval_data"),
+    "patience of a bool": ({"patience": True, "eval_data": [0]}, "patience: True; allowed: an int of 1 or more"),
+    "patience of a float": ({"patience": 2.5, "eval_data": [0]}, "patience: 2.5; allowed: an int of 1 or more"),
+    "steps": ({"steps": 0}, "steps: 0"),
+    "a setting": ({"eval_every": 2}, "eval_every: is no keyword of fit; give settings={'train.eval_every': ...}"),
+    "epochs": ({"epochs": 3}, "epochs: is no keyword of fit; give steps=, the number of the last step"),
+    "batch_size": ({"batch_size": 3}, "batch_size: is no keyword of fit; give data, which gives whole batches"),
+    "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; give microbatches="),
+    "a model": ({"loss": "gpt"}, "model: is a str; allowed: a ModelDef, or a loss_fn(params, batch, keys)"),
+    "eval_loss": ({"eval_loss": loss}, "eval_loss: needs eval_data"),
+    "run_dir": ({"folder": ""}, "run_dir: is empty; give a folder"),
+    "a file": ({"folder": __file__}, "run_dir: "),
     "settings": (
         {"settings": {"train.evalevery": 1}},
         "settings: 'train.evalevery' is none of fit's; allowed: train.max_hours, ",
@@ -462,8 +635,13 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 def test_calls_that_are_wrong(name: str, tmp_path: Path) -> None:
     given, line = CALLS[name]
     with pytest.raises(UserError) as raised:
-        fit(batches(4), tmp_path / "run", **given)
+        fit(batches(4), **{"folder": tmp_path / "run", **given})
     assert str(raised.value).startswith(line), raised.value
+
+
+def test_an_optimizer_that_is_none() -> None:
+    with pytest.raises(UserError, match=r"^optimizer: .*, such as optax.adam\(1e-3\)$"):
+        jaxdist.fit(loss, optax.adam, batches(1), steps=1, params=params())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("package", ["torch", "grain", "datasets"])
@@ -517,16 +695,16 @@ def test_a_model(sizes: dict[str, int], tmp_path: Path) -> None:
 
 
 TWO = """
-import sys
+import atexit, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank, rows = int(sys.argv[2]), int(sys.argv[3])
+rank, rows = int(sys.argv[2]), int(sys.argv[3])  # negative: the callback fails
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank)
 import jax.numpy as jnp, numpy as np, optax
 import jaxdist
-x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)[:, 4 * rank : 4 * rank + rows]
+x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)[:, 4 * rank : 4 * rank + abs(rows)]
 
 class Counting:  # a state of its own, another one in each process
     at = 0
@@ -543,25 +721,31 @@ class Counting:  # a state of its own, another one in each process
 
 loss = lambda params, batch, keys: (((batch @ params["w"] - 1) ** 2).sum(), batch.shape[0])
 mesh, losses = jaxdist.make_mesh(fsdp=8), []
+atexit.register(print, "exits as usual, which waits for the other", flush=True)
 for steps in (3, 6):
     jaxdist.fit(loss, optax.adam(0.1), Counting(), steps=steps, params={"w": jnp.zeros((4, 8))}, mesh=mesh,
                 run_dir="run", strategy="zero3", eval_data=list(x),
-                callbacks=[lambda step, metrics: losses.append(metrics["loss"])])
+                callbacks=[lambda step, metrics: losses.append(metrics["loss"] / (rows > 0 or step < 2))])
 print("losses", *losses, flush=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [(4, 4), (4, 3)])
+@pytest.mark.parametrize("rows", [(4, 4), (4, 3), (4, -4)])
 def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
-    """Each gives its own rows, and goes on from its own state. Where one gives fewer, both say so and end."""
+    """Each gives its own rows, and goes on from its own state. Where one gives fewer, both say so and end. Where a
+    callback fails in one, it ends at once, and the other too."""
     processes, port = Processes(tmp_path), free_port()
     for rank in range(2):
         processes.add(["-c", TWO, str(port), str(rank), str(rows[rank])], {})
     try:
-        status = processes.wait(120)
+        status = processes.wait(60)
     finally:
         processes.kill()
+    if rows == (4, -4):
+        assert 0 not in status and "ZeroDivisionError" in processes.err(1), processes.logs()
+        assert "exits as usual" not in processes.out(1)
+        return
     if rows != (4, 4):
         assert 0 not in status
         assert all("data: batch 0 has 4, 3 rows in the processes; give as many" in processes.err(i) for i in range(2))
