@@ -135,7 +135,7 @@ def fit(
     data: gives batches: a list, a generator, a DataLoader, a dataset; of each process its own rows. A run that is
         resumed needs a new generator, or a function that makes it.
     steps: the number of the last step.
-    mesh: by default all devices, as `data` under ddp, and as `fsdp` under the strategies that shard.
+    mesh: by default all devices, as `fsdp`.
     run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
     eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, which would keep its dropout; that
         of `nnx_loss` is in evaluation mode by itself.
@@ -158,7 +158,7 @@ def fit(
     options, evaluated = make_options(options, keywords), eval_data is not None
     config, options = _settled(settings, steps, options, patience, evaluated=evaluated)
     optimizer = optimizer if ema is None else with_ema(optimizer, ema)
-    mesh = mesh or (make_mesh(data=-1) if options.strategy == "ddp" else make_mesh(fsdp=-1))  # where others shard
+    mesh = mesh or make_mesh(fsdp=-1)  # over which every strategy splits the batch, and those that shard, the rest
     source, layout = model if params is None else params, {"rules": rules, "model_state": model_state}
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731

@@ -21,7 +21,7 @@ from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.trainer.evaluation import Evaluator
+from jaxdist.trainer.evaluation import Evaluator, text_sampler
 from jaxdist.trainer.resume import changed_settings, identity
 from jaxdist.trainer.run import build
 from jaxdist.trainer.train import train
@@ -293,7 +293,7 @@ def test_an_evaluation_is_the_same_in_every_layout(finished: Path, configure: Co
     for layout, overrides in EVALUATED.items():
         config = configure(*overrides, "train.eval_every=1", "train.eval_batches=100")
         with ExitStack() as stack:
-            run = build(config, finished, stack, Watch())
+            run = build(config, finished, stack, Watch(), text_sampler)
             assert run.progress.first_step == 4
             found[layout] = Evaluator(run.plan, run.watch)(run.progress.state.params)["eval/loss"]
     for layout, loss in found.items():
