@@ -164,11 +164,14 @@ ALIKE: list[tuple[dict[str, Any], Any]] = [
 def test_a_state_of_the_same_options_is_taken(options: dict[str, Any], params: Any) -> None:
     mesh = jaxdist.make_mesh(fsdp=4)
     step = jaxdist.make_train_step(loss, SGD, mesh, **options)
-    step.lower(jaxdist.state_target(params, SGD, mesh, **options), ROWS)
+    target = jaxdist.state_target(params, SGD, mesh, **options)
+    state, _ = step.lower(target, ROWS).out_info
+    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, target.params)
 
 
 def test_an_axis_of_size_1_shards_nothing() -> None:
-    run({}, ZERO3, data=2)
+    state, metrics = run({}, ZERO3, data=2)
+    assert int(state.step) == 1 and np.isfinite(metrics["loss"])
 
 
 def test_a_state_and_a_step_are_one_line() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
@@ -15,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import make_model
 from jaxdist.collectives import psum, to_varying
-from jaxdist.config.rules.precision import NORMS
 from jaxdist.data import BLOCK, Part, make_eval_loader
 from jaxdist.data.own_batches import Placing, as_many, indexed, one_pass
 from jaxdist.errors import UserError
@@ -25,10 +23,10 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import read_results
 from jaxdist.parallel.program import in_precision, make_logits, make_program
 from jaxdist.parallel.strategy import Strategy
+from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.autocast import autocast
-from jaxdist.precision.policy import Precision, accumulation_dtype
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.specs import STACKED, PyTree, batch_spec, fitting
+from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, specs_of_arrays
 from jaxdist.trainer.run import RunPlan, Sampler
 
@@ -186,17 +184,6 @@ def own_evaluation(
 
     jax.eval_shape(totals, plan.parts.target.params, plan.parts.target.model_state, next(batches()))
     return evaluate
-
-
-def as_received(params: PyTree, precision: Precision) -> PyTree:
-    """Whole parameters in the dtypes that strategies give layers."""
-    kept = fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS)
-
-    def cast(wide: bool, leaf: jax.Array) -> jax.Array:
-        dtype = accumulation_dtype(precision.received) if wide else precision.received
-        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return jax.tree.map(cast, kept, params)
 
 
 @dataclass

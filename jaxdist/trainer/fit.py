@@ -158,7 +158,7 @@ def fit(
     options, evaluated = make_options(options, keywords), eval_data is not None
     config, options = _settled(settings, steps, options, patience, evaluated=evaluated)
     optimizer = optimizer if ema is None else with_ema(optimizer, ema)
-    mesh = mesh or make_mesh(fsdp=-1)  # over which every strategy splits the batch, and those that shard, the rest
+    mesh = mesh or make_mesh(fsdp=-1)  # every strategy splits batches over fsdp, and the sharding ones shard over it
     source, layout = model if params is None else params, {"rules": rules, "model_state": model_state}
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731

@@ -222,7 +222,8 @@ def test_stock_layers_take_every_precision(precision: str, examples: dict[str, M
     state = state_target(model, tx, mesh, strategy="zero3")
     step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
     with jax.numpy_dtype_promotion("standard"):
-        step.jitted(state).trace(state, padded(0))
+        new, _ = step.jitted(state).trace(state, padded(0)).out_info
+    assert [leaf.dtype for leaf in jax.tree.leaves(new)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
 
 
 def test_a_norm_that_widens_h_is_one_line(examples: dict[str, ModuleType]) -> None:

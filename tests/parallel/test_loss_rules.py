@@ -348,7 +348,8 @@ def test_a_check_runs_nothing_that_is_printed(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("case", ALLOWED)
 def test_what_sounds_alike_is_allowed(case: str) -> None:
     loss, model_state = ALLOWED[case]
-    trace(loss, model_state)
+    state, _ = trace(loss, model_state).out_info
+    assert jax.tree.map(jnp.shape, state.model_state) == jax.tree.map(jnp.shape, model_state)
 
 
 @pytest.mark.slow
@@ -441,4 +442,5 @@ def test_a_state_of_an_nnx_module_may_be_the_model_state() -> None:
         new = jax.tree.map(lambda leaf: jaxdist.batch_mean(leaf[None]), nnx.state(merged, nnx.BatchStat))
         return (out**2).sum(), out.shape[0], {}, new
 
-    trace(loss, statistics, params=params)
+    state, _ = trace(loss, statistics, params=params).out_info
+    assert [leaf.shape for leaf in jax.tree.leaves(state.model_state)] == [(4,), (4,)]

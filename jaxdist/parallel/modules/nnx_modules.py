@@ -98,8 +98,7 @@ def _check_same(found: PyTree, given: PyTree) -> None:
 
 
 def nnx_update(module: nnx.Module, state: Any) -> nnx.Module:
-    """The module with the parameters and the model_state of a `TrainState`, put into it in place,
-    in the module's dtypes.
+    """The module, with the parameters and the model_state of a `TrainState` put into it in place, in its own dtypes.
 
     Arrays that are spread over devices are gathered; all processes of a job must call it. Random streams stay as they
     are. For evaluation, call `module.eval()` first or afterwards.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxdist.config.rules.precision import NORMS
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.precision.policy import Precision, accumulation_dtype
 from jaxdist.specs import PyTree, fitting, map_specs, only
 
 
@@ -35,7 +35,7 @@ def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyO
     wide = make(replace(options, precision=precision._replace(compute=accumulation_dtype(precision.compute))))
 
     def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
-        kept = fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS)
+        kept = _kept(params, precision)
 
         def run(strategy: Strategy, chosen: PyTree) -> tuple[PyTree, PyTree]:
             return strategy.begin(only(chosen, params), only(chosen, specs), stacked)
@@ -53,6 +53,20 @@ def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyO
         return _merged(kept, run(wide, kept), run(narrow, _other(kept)))
 
     return narrow._replace(begin=begin, gather=gather)
+
+
+def as_received(params: PyTree, precision: Precision) -> PyTree:
+    """Whole parameters in the dtypes that strategies give layers."""
+
+    def cast(wide: bool, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(accumulation_dtype(precision.received) if wide else precision.received)
+
+    return jax.tree.map(cast, _kept(params, precision), params)
+
+
+def _kept(params: PyTree, precision: Precision) -> PyTree:
+    """Whether each parameter fits a pattern of `Precision.keep_fp32`. Raises `UserError` for one that fits nothing."""
+    return fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS)
 
 
 def _other(chosen: PyTree) -> PyTree:
