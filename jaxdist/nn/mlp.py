@@ -19,14 +19,20 @@ def gelu(x: jax.Array) -> jax.Array:
     return x * (0.5 * (1 + jnp.tanh(x * (linear + cubic * (x * x)))))
 
 
+def gelu_erf(x: jax.Array) -> jax.Array:
+    """GELU by the error function (Hendrycks and Gimpel 2016, section 2), as in BERT and ViT."""
+    return x * (0.5 * (1 + jax.lax.erf(x * math.sqrt(0.5))))
+
+
 class MLP(nnx.Module):
     """Feed-forward layer.
 
     Names for `memory.remat`: mlp.hidden is the result of the first product, mlp.activation the input of `down`, mlp.out
     the result.
 
-    kind: "gelu" is down(gelu(up(x))), with tanh as in GPT-2. "swiglu" is down(silu(gate(x)) * up(x)) (Shazeer 2020):
-        gate and up are one kernel [D, 2, hidden], so that one product computes both.
+    kind: "gelu" is down(gelu(up(x))), with tanh as in GPT-2; "gelu_erf" is the same with the error function. "swiglu"
+        is down(silu(gate(x)) * up(x)) (Shazeer 2020): gate and up are one kernel [D, 2, hidden], so that one product
+        computes both.
     out_scale: see `scale` of `RowParallelLinear`.
     matmul: see `MatmulOptions`.
     """
@@ -46,9 +52,12 @@ class MLP(nnx.Module):
         features = (2, hidden) if gated else (hidden,)
         self.up = ColumnParallelLinear(rngs, width, features, split=1 if gated else 0, bias=bias, **matmul)
         self.down = RowParallelLinear(rngs, hidden, width, bias=bias, scale=out_scale, **matmul)
-        self.gated = gated
+        self.kind = kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = checkpoint_name(self.up(x), "mlp.hidden")
-        active = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :] if self.gated else gelu(hidden)
+        if self.kind == "swiglu":
+            active = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        else:
+            active = (gelu_erf if self.kind == "gelu_erf" else gelu)(hidden)
         return checkpoint_name(self.down(checkpoint_name(active, "mlp.activation")), "mlp.out")
