@@ -9,6 +9,7 @@ from jaxdist.build import Parts
 from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, leaves_of
+from jaxdist.data.samples import batch_leaves
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, on_cpu
 from jaxdist.optim import leave_out
@@ -57,9 +58,14 @@ def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dic
     source: None if no data has been read; `UserError` is raised then as by `check_windows`
     """
     sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
-    if source is None:
+    if source is not None:
+        shapes = leaves_of(source, **sizes)
+    elif hasattr(config.model, "sample"):
+        sample = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in config.model.sample().items()}
+        shapes = batch_leaves(sample, config.data.global_batch)
+    else:
         check_windows(config)
-    shapes = batch_shapes(**sizes) if source is None else leaves_of(source, **sizes)
+        shapes = batch_shapes(**sizes)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
