@@ -36,7 +36,7 @@ Batch = dict[str, jax.Array]
 
 
 class Linear(nnx.Module):
-    """A linear layer [B, S, in] -> [B, S, out], with a copy on every device of `tensor`. Its result is at least fp32."""
+    """A linear layer [B, S, in] -> [B, S, out], with a copy on every device of `tensor`. The result is in fp32."""
 
     def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, std: float) -> None:
         self.kernel = normal(rngs, (inputs, outputs), std, (None, None))
@@ -105,7 +105,8 @@ class Head(nnx.Module):
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
         """accuracy: the share of samples whose likeliest label is theirs."""
-        right_B, weights_B = self.logits(h_BSD, embed).argmax(axis=1) == batch["label"], _weights(batch, h_BSD)
+        likeliest_B, weights_B = self.logits(h_BSD, embed).argmax(axis=1), _weights(batch, h_BSD)
+        right_B = likeliest_B.astype(batch["label"].dtype) == batch["label"]
         return {"accuracy": (jnp.where(right_B, weights_B, 0).sum(), weights_B.sum())}
 
 
