@@ -90,12 +90,16 @@ def loss_of(params: Any, batch: Any) -> jax.Array:
 def one_device() -> tuple[Any, list[Any], Any]:
     """(parameters, (loss, gradients) of three steps of AdamW with clipping, parameters after them)."""
     tx, first = layouts.optimizer(), oracle.drawn(model_of().shapes)
-    params, opt_state, steps = first, tx.init(first), []
-    step = jax.jit(jax.value_and_grad(loss_of))
-    for i in range(3):
-        found = step(params, batch_of(i))
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        found = jax.value_and_grad(loss_of)(params, batch)
         updates, opt_state = tx.update(found[1], opt_state, params)
-        params = optax.apply_updates(params, updates)
+        return found, optax.apply_updates(params, updates), opt_state
+
+    params, opt_state, steps = first, jax.jit(tx.init)(first), []
+    for i in range(3):
+        found, params, opt_state = step(params, opt_state, batch_of(i))
         steps.append(jax.device_get(found))
     return first, steps, jax.device_get(params)
 
