@@ -96,6 +96,7 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
             head_width=model.width // model.heads,
             dropout=model.dropout,
             per_op=precision.per_op,
+            masked=(config.data.seq_len,) if ModelFacts.of(model.name).key_mask else (),
         )
     if model.attention == "cudnn" and why is not None:
         raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")

@@ -54,11 +54,13 @@ class ModelFacts(EntryFacts):
 
     - ids_only: it takes windows of token ids, and no other samples.
     - kernels: `model.attention` chooses among kernels by what the devices can do.
+    - key_mask: its attention may get a key mask.
     """
 
     folder = "jaxdist.models"
     ids_only: bool = False
     kernels: bool = False
+    key_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class SourceFacts(EntryFacts):
     - reads_files: `data.path` and `data.val_path` are files or folders, but for these `words`.
     - path, val_path: what they may be, in words for a message; val_path "": it is not read.
     - ids: whether it gives windows of token ids; None: that is seen when it is read.
+    - next_token: with ids, whether the target of a position is the token after it.
     """
 
     folder = "jaxdist.data.sources"
@@ -76,6 +79,7 @@ class SourceFacts(EntryFacts):
     path: str = "an existing file or folder"
     val_path: str = "an existing file or folder, or null"
     ids: bool | None = True
+    next_token: bool = True
 
 
 @dataclass(frozen=True)

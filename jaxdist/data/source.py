@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,17 @@ from jaxdist.data.samples import Samples, Stream
 from jaxdist.errors import UserError
 
 CHUNK_BYTES = 1 << 24  # what is read of a large file at a time
+
+
+class Yardstick(NamedTuple):
+    """Results that a model should beat, of simple methods on the held-out data.
+
+    - measure: what is measured, in words: "of held-out lines right".
+    - compute: gives them, by the name of the method. Called once, on one process.
+    """
+
+    measure: str
+    compute: Callable[[], dict[str, float]]
 
 
 class Source(NamedTuple):
@@ -31,6 +42,7 @@ class Source(NamedTuple):
     # Of both sides, where documents start: int64, increasing from 0. None: not known, or not asked for.
     documents: tuple[np.ndarray, np.ndarray] | None = None
     parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
+    yardstick: Yardstick | None = None
 
     @property
     def first(self) -> Ids | Samples | Stream:

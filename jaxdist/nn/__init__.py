@@ -7,19 +7,30 @@ from jaxdist.model import ModelDef
 from jaxdist.nn.attention import Attention, CrossAttention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
 from jaxdist.nn.dropout import dropout, dropout_heads
-from jaxdist.nn.embedding import PositionEmbed, VocabEmbed, VocabHead, vocab_cross_entropy, vocab_logits, whole_vocab
-from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear, add_bias
+from jaxdist.nn.embedding import (
+    PositionEmbed,
+    TypeEmbed,
+    VocabBias,
+    VocabEmbed,
+    VocabHead,
+    vocab_argmax,
+    vocab_cross_entropy,
+    vocab_logits,
+    whole_vocab,
+)
+from jaxdist.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, add_bias
 from jaxdist.nn.loss import chunked_cross_entropy, loss_chunk
 from jaxdist.nn.matmul.float8 import product
-from jaxdist.nn.mlp import MLP
+from jaxdist.nn.mlp import MLP, gelu_erf
 from jaxdist.nn.model import model_def
 from jaxdist.nn.norm import LayerNorm, RMSNorm, make_norm
 from jaxdist.nn.param import normal, param, zeros
-from jaxdist.nn.sequence_parallel import whole_sequence
+from jaxdist.nn.sequence_parallel import first_position, whole_sequence
 
 __all__ = [
-    "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "ModelDef", "PositionEmbed",
-    "QKVProjection", "RMSNorm", "RowParallelLinear", "VocabEmbed", "VocabHead", "add_bias", "chunked_cross_entropy",
-    "dropout", "dropout_heads", "loss_chunk", "make_norm", "model_def", "normal", "param", "product",
-    "vocab_cross_entropy", "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn", "zeros",
+    "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "Linear", "ModelDef",
+    "PositionEmbed", "QKVProjection", "RMSNorm", "RowParallelLinear", "TypeEmbed", "VocabBias", "VocabEmbed",
+    "VocabHead", "add_bias", "chunked_cross_entropy", "dropout", "dropout_heads", "first_position", "gelu_erf",
+    "loss_chunk", "make_norm", "model_def", "normal", "param", "product", "vocab_argmax", "vocab_cross_entropy",
+    "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn", "zeros",
 ]  # fmt: skip

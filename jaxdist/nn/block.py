@@ -1,4 +1,4 @@
-"""The pre-norm transformer block. Legend: B batch, S sequence, D model width."""
+"""The transformer block, with norms before its layers or after them. Legend: B batch, S sequence, D model width."""
 
 import jax
 from flax import nnx
@@ -14,6 +14,7 @@ SITE_ATTENTION, SITE_MLP = 2, 3  # dropout sites of a block; 1 is inside Attenti
 class Block(nnx.Module):
     """A transformer block: h + attention(norm(h)), then h + mlp(norm(h)), with dropout on both branches.
 
+    post_norm: norm(h + attention(h)), then norm(h + mlp(h)) instead, as in Vaswani et al. 2017 and BERT.
     sequence: h is this device's positions; attention and mlp need the same value (`jaxdist.nn.sequence_parallel`).
     """
 
@@ -25,15 +26,19 @@ class Block(nnx.Module):
         mlp: MLP,
         *,
         dropout: float,
+        post_norm: bool = False,
         sequence: bool = False,
     ) -> None:
         self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
-        self.dropout, self.sequence = dropout, sequence
+        self.dropout, self.post_norm, self.sequence = dropout, post_norm, sequence
 
-    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array) -> jax.Array:
+    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None) -> jax.Array:
+        """seen_BS: a key mask, as in `Attention`."""
         with jax.named_scope("attention"):
-            branch = self.attention(self.norm1(h_BSD), keys_B)
+            branch = self.attention(h_BSD if self.post_norm else self.norm1(h_BSD), keys_B, seen_BS)
         h_BSD = h_BSD + dropout(branch, keys_B, site=SITE_ATTENTION, rate=self.dropout, sequence=self.sequence)
+        h_BSD = self.norm1(h_BSD) if self.post_norm else h_BSD
         with jax.named_scope("mlp"):
-            branch = self.mlp(self.norm2(h_BSD))
-        return h_BSD + dropout(branch, keys_B, site=SITE_MLP, rate=self.dropout, sequence=self.sequence)
+            branch = self.mlp(h_BSD if self.post_norm else self.norm2(h_BSD))
+        h_BSD = h_BSD + dropout(branch, keys_B, site=SITE_MLP, rate=self.dropout, sequence=self.sequence)
+        return self.norm2(h_BSD) if self.post_norm else h_BSD

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
-from jaxdist.nn.param import normal
+from jaxdist.nn.param import normal, zeros
 from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
 from jaxdist.precision.policy import accumulation_dtype
 
@@ -70,6 +70,27 @@ class PositionEmbed(nnx.Module):
         return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=0) if self.sequence else rows
 
 
+class TypeEmbed(nnx.Module):
+    """Embedding of segments (Devlin et al. 2019), a table [types, D] with a copy on every device of `tensor`.
+
+    An id outside the table gets nan. sequence: the result is this device's positions.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, types: int, width: int, *, sequence: bool = False) -> None:
+        self.table = normal(rngs, (types, width), 0.02, (None, None))
+        self.sequence = sequence
+
+    def __call__(self, ids_BS: jax.Array | None) -> jax.Array:
+        """Vectors of these segments, in at least fp32: [B, S, D]; None: that of segment 0, [D]."""
+        table = self.table[...]
+        wide = table.astype(accumulation_dtype(table.dtype))
+        if ids_BS is None:
+            return wide[0]
+        known = (ids_BS >= 0) & (ids_BS < table.shape[0])
+        rows = jnp.where(known[..., None], wide[jnp.where(known, ids_BS, 0)], jnp.nan)
+        return own_positions(rows, dim=1) if self.sequence else rows
+
+
 class VocabHead(nnx.Module):
     """The untied head: a table [V, D] for the logits, split by rows over `tensor` like the embedding."""
 
@@ -77,9 +98,24 @@ class VocabHead(nnx.Module):
         self.table = normal(rngs, (vocab, width), width**-0.5, ("tensor", None))
 
 
-def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
+class VocabBias(nnx.Module):
+    """A bias of the logits, [V], split over `tensor` like the table."""
+
+    def __init__(self, vocab: int) -> None:
+        self.bias = zeros((vocab,), ("tensor",))
+
+
+def vocab_logits(h_BSD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None = None) -> jax.Array:
     """Logits [B, S, V_t] of this device's part of the vocabulary, accumulated and stored in at least fp32."""
-    return einsum_fp32("BSD,VD->BSV", h_BSD, table_VD)
+    logits_BSV = einsum_fp32("BSD,VD->BSV", h_BSD, table_VD)
+    return logits_BSV if bias_V is None else logits_BSV + bias_V.astype(logits_BSV.dtype)
+
+
+def vocab_argmax(logits_BSV: jax.Array) -> jax.Array:
+    """The id of the largest logit, int32 [B, S], from logits [B, S, V_t]; of equal ones the smallest."""
+    best_BS, first = logits_BSV.max(axis=-1), rank("tensor") * logits_BSV.shape[-1]
+    ids_BS = logits_BSV.argmax(axis=-1).astype(jnp.int32) + first
+    return -pmax(jnp.where(best_BS == pmax(best_BS, "tensor"), -ids_BS, jnp.iinfo(jnp.int32).min), "tensor")
 
 
 def whole_vocab(logits_BSV: jax.Array) -> jax.Array:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.collectives import psum, to_varying, varying_axes
 from jaxdist.nn.matmul.collective import gather_product, product_scatter
 from jaxdist.nn.matmul.float8 import product
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal, zeros
 from jaxdist.nn.sequence_parallel import sum_to_positions, whole_sequence
 from jaxdist.precision.policy import accumulation_dtype
@@ -41,6 +43,26 @@ class MatmulOptions(TypedDict, total=False):
     fp8: bool
     sequence: bool
     collective_matmul: bool
+
+
+class Linear(nnx.Module):
+    """Linear layer x [..., in] -> [..., out] with a copy on every device of `tensor`. x may be the device's positions.
+
+    std: of the initial weights. fp32: whether the result is in at least fp32, and not in the dtype of x.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, in_features: int, out_features: int, *, std: float, fp32: bool = False) -> None:
+        self.kernel = normal(rngs, (in_features, out_features), std, (None, None))
+        self.bias, self.fp32 = zeros((out_features,), (None,)), fp32
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        # As for a bias: the gradient is summed over `tensor` in fp32, where x is a part of the positions.
+        wide = kernel.astype(accumulation_dtype(kernel.dtype))
+        kernel = to_varying(wide, varying_axes(x)).astype(kernel.dtype)
+        dims = "ABC"[: x.ndim - 1]
+        y = einsum_fp32(f"{dims}i,io->{dims}o", x, kernel) if self.fp32 else jnp.tensordot(x, kernel, 1)
+        return add_bias(y, self.bias[...])
 
 
 class ColumnParallelLinear(nnx.Module):

@@ -26,6 +26,8 @@ from jaxdist.precision.policy import accumulation_dtype
 # With far smaller chunks, adding each one's gradient of the table would take as long as its products.
 WHOLE_BYTES = 256 * 2**20
 
+Projection = tuple[jax.Array, ...]  # (table [V, D],), or with the bias [V] of the logits
+
 
 def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
     """The number of tokens of a chunk; 0: no chunks.
@@ -43,14 +45,21 @@ def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
 
 
 def chunked_cross_entropy(
-    h_BSD: jax.Array, table_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *, chunk: int
+    h_BSD: jax.Array,
+    table_VD: jax.Array,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array,
+    *,
+    chunk: int,
+    bias_V: jax.Array | None = None,
 ) -> jax.Array:
     """The sum of weight times cross-entropy in nats over all tokens, as by `vocab_logits` and `vocab_cross_entropy`.
 
     The last chunk is padded with tokens of weight 0. Gradients of the table are summed over chunks in at least fp32. No
-    gradient flows to the weights. The table may be split over `tensor`.
+    gradient flows to the weights. Table and bias may be split over `tensor`.
 
     chunk: tokens of a chunk.
+    bias_V: of the logits.
     """
     tokens, width = math.prod(targets_BS.shape), h_BSD.shape[-1]
     count = -(-tokens // chunk)
@@ -63,18 +72,19 @@ def chunked_cross_entropy(
 
     # Autodiff sums the gradients over the axes that these casts add. It must do so out here: inside, devices may have
     # different cotangents.
-    h_BSD, table_VD = to_varying(h_BSD, samples), to_varying(table_VD, samples)
-    return _sum_of_chunks(cut(h_BSD, width), table_VD, cut(targets_BS), cut(weights_BS))
+    projection = (table_VD,) if bias_V is None else (table_VD, bias_V)
+    h_BSD, projection = to_varying((h_BSD, projection), samples)
+    return _sum_of_chunks(cut(h_BSD, width), projection, cut(targets_BS), cut(weights_BS))
 
 
-def _of_chunk(h_1CD: jax.Array, table_VD: jax.Array, targets_1C: jax.Array, weights_1C: jax.Array) -> jax.Array:
-    return (vocab_cross_entropy(vocab_logits(h_1CD, table_VD), targets_1C) * weights_1C).sum()
+def _of_chunk(h_1CD: jax.Array, projection: Projection, targets_1C: jax.Array, weights_1C: jax.Array) -> jax.Array:
+    return (vocab_cross_entropy(vocab_logits(h_1CD, *projection), targets_1C) * weights_1C).sum()
 
 
 @jax.custom_vjp
-def _sum_of_chunks(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sum of the loss over chunks. All arguments but the table have a leading dim of chunks."""
-    of_chunk = functools.partial(_of_chunk, table_VD=table_VD)
+def _sum_of_chunks(h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sum of the loss over chunks. All arguments but the projection have a leading dim of chunks."""
+    of_chunk = functools.partial(_of_chunk, projection=projection)
 
     def add(total: jax.Array, own: Any) -> tuple[jax.Array, None]:
         h, targets, weights = own
@@ -85,24 +95,24 @@ def _sum_of_chunks(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weight
 
 
 def _with_gradients(
-    grad: jax.Array, h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(the sum, (gradient of h, gradient of the table)). grad: the cotangent of the sum."""
+    grad: jax.Array, h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, Projection]]:
+    """(the sum, (gradient of h, gradient of the projection)). grad: the cotangent of the sum."""
 
     def add(totals: Any, own: Any) -> tuple[Any, jax.Array]:
-        (total, total_VD), (h, targets, weights) = totals, own
-        loss, pull = jax.vjp(lambda h, table: _of_chunk(h, table, targets, weights), h, table_VD)
-        dh, dtable_VD = pull(grad)
-        return (total + loss, total_VD + dtable_VD.astype(total_VD.dtype)), dh
+        (total, sums), (h, targets, weights) = totals, own
+        loss, pull = jax.vjp(lambda h, projection: _of_chunk(h, projection, targets, weights), h, projection)
+        dh, grads = pull(grad)
+        return (total + loss, jax.tree.map(lambda each, new: each + new.astype(each.dtype), sums, grads)), dh
 
-    zeros = zeros_varying_like(grad), zeros_varying_like(table_VD, accumulation_dtype(table_VD.dtype))
-    (total, dtable_VD), dh = lax.scan(add, zeros, (h, targets, weights))
-    return total, (dh, dtable_VD.astype(table_VD.dtype))
+    wide = tuple(zeros_varying_like(each, accumulation_dtype(each.dtype)) for each in projection)
+    (total, sums), dh = lax.scan(add, (zeros_varying_like(grad), wide), (h, targets, weights))
+    return total, (dh, jax.tree.map(lambda each, like: each.astype(like.dtype), sums, projection))
 
 
-def _forward(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-    given = h, table_VD, targets, weights
-    if jnp.float16 in (h.dtype, table_VD.dtype):
+def _forward(h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    given = h, projection, targets, weights
+    if jnp.float16 in (h.dtype, projection[0].dtype):
         # Gradients for a cotangent of 1 underflow in fp16: they wait for the loss scale, which is in the cotangent.
         return _sum_of_chunks(*given), (given, None)
     one = zeros_varying_like(jax.eval_shape(_sum_of_chunks, *given)) + 1
@@ -110,13 +120,13 @@ def _forward(h: jax.Array, table_VD: jax.Array, targets: jax.Array, weights: jax
     return loss, (None, grads)
 
 
-def _backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+def _backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, Projection, None, None]:
     given, grads = residuals
     if grads is None:
-        dh, dtable_VD = _with_gradients(grad, *given)[1]
+        grads = _with_gradients(grad, *given)[1]
     else:
-        dh, dtable_VD = ((leaf.astype(grad.dtype) * grad).astype(leaf.dtype) for leaf in grads)
-    return dh, dtable_VD, None, None
+        grads = jax.tree.map(lambda leaf: (leaf.astype(grad.dtype) * grad).astype(leaf.dtype), grads)
+    return *grads, None, None
 
 
 _sum_of_chunks.defvjp(_forward, _backward)

@@ -9,9 +9,10 @@ biases) are cast with `to_varying`, so that their gradients are summed over `ten
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import active_axes, all_gather, rank, reduce_scatter, to_varying
+from jaxdist.collectives import active_axes, all_gather, psum, rank, reduce_scatter, to_varying
 from jaxdist.nn.matmul.collective import check_positions
 
 
@@ -39,3 +40,9 @@ def own_positions(x: jax.Array, *, dim: int) -> jax.Array:
     check_positions(x.shape[dim])
     own = x.shape[dim] // lax.axis_size("tensor")
     return lax.dynamic_slice_in_dim(to_varying(x, ("tensor",)), rank("tensor") * own, own, axis=dim)
+
+
+def first_position(x_BSD: jax.Array) -> jax.Array:
+    """The first position of all, [B, D] on every device, from this device's positions [B, S / tensor, D]."""
+    first_BD = x_BSD[:, 0]
+    return psum(jnp.where(rank("tensor") == 0, first_BD, jnp.zeros_like(first_BD)), "tensor")

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -62,6 +62,10 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     )
 
 
+def _marks(results: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {result:.3f}" for name, result in results.items())
+
+
 def describe(run: TrainingRun) -> dict[str, str]:
     """The rows of the header, by name."""
     plan, progress = run.plan, run.progress
@@ -95,8 +99,9 @@ def describe(run: TrainingRun) -> dict[str, str]:
     if jax.process_count() > 1:
         rows["job"] = describe_ranks(mesh, from_all(platform.node()))
     if run.baselines:
-        marks = ", ".join(f"{name} {bits:.3f}" for name, bits in run.baselines.items())
-        rows["to beat"] = f"{marks} bits per {info['unit'].removesuffix('s')} on the held-out text"
+        rows["to beat"] = f"{_marks(run.baselines)} bits per {info['unit'].removesuffix('s')} on the held-out text"
+    elif (yardstick := plan.source.yardstick) is not None and jax.process_index() == 0:
+        rows["to beat"] = f"{_marks(yardstick.compute())} {yardstick.measure}"
     if progress.first_step:
         new = [
             f"\n{key} {json.dumps(redact_settings(now, key))} (was {json.dumps(redact_settings(before, key))})"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxdist.checkpoint.huggingface.bert import BERT, bert_family
 from jaxdist.checkpoint.huggingface.family import Family, Tensor
 from jaxdist.checkpoint.huggingface.gpt import GPT2, LLAMA, gpt_family
 from jaxdist.checkpoint.huggingface.vit import VIT
@@ -11,8 +12,12 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 
 # {model.name: model -> its family, which raises `UserError` for a model that none can hold}
-MODELS: Mapping[str, Callable[[ModelConfig], Family]] = {"gpt": gpt_family, "vit": lambda model: VIT}
-FAMILIES = {each.kind: each for each in (GPT2, LLAMA, VIT)}
+MODELS: Mapping[str, Callable[[ModelConfig], Family]] = {
+    "gpt": gpt_family,
+    "vit": lambda model: VIT,
+    "bert": bert_family,
+}
+FAMILIES = {each.kind: each for each in (GPT2, LLAMA, VIT, BERT)}
 
 
 def check_name(name: Any) -> None:

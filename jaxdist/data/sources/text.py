@@ -31,16 +31,8 @@ def text(config: DataConfig) -> Source:
     without a separator and held in memory. Raises `UserError`: missing, unreadable, empty, or shorter than a window on
     either side.
     """
-    library = config.path == "stdlib"
-    root = Path(sysconfig.get_paths()["stdlib"] if library else config.path).expanduser()
-    with readable("data.path", root):
-        contents = _read(root, library=library)
+    contents = contents_of(config)
     names = list(contents)
-    if not names:
-        raise UserError(
-            f"data.path: no text in {str(root)!r}: every file in it is empty, hidden, binary or a symbolic link, "
-            "or there is none; give a file, a folder of text files, or stdlib"
-        )
     if len(names) == 1:
         sides = split_tail(np.frombuffer(contents[names[0]], np.uint8), config.held_out)
         files = (1, 1)
@@ -51,6 +43,20 @@ def text(config: DataConfig) -> Source:
         sides, files = (train, held_out), (len(names) - sum(held.values()), sum(held.values()))
     digest = fingerprint((name, len(contents[name]), [contents[name]]) for name in names)
     return source_of_ids(config, "text", "bytes", sides, vocab=256, files=files, sha256=digest)
+
+
+def contents_of(config: DataConfig) -> dict[str, bytes]:
+    """The contents of the files of `data.path`, by name and sorted by it. Raises `UserError`, as `text` does."""
+    library = config.path == "stdlib"
+    root = Path(sysconfig.get_paths()["stdlib"] if library else config.path).expanduser()
+    with readable("data.path", root):
+        contents = _read(root, library=library)
+    if not contents:
+        raise UserError(
+            f"data.path: no text in {str(root)!r}: every file in it is empty, hidden, binary or a symbolic link, "
+            "or there is none; give a file, a folder of text files, or stdlib"
+        )
+    return contents
 
 
 def _read(path: Path, *, library: bool) -> dict[str, bytes]:

@@ -82,12 +82,13 @@ class Options(ModelConfig):
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit itself or a mesh of these sizes."""
     model = config.model.resolved()
-    _check_heads(model)
-    _check_tensor(model, mesh["tensor"])
-    _check_sequence(config, mesh["tensor"])
+    check_heads(model)
+    check_tensor(model, mesh["tensor"])
+    check_sequence(config, mesh["tensor"])
 
 
-def _check_heads(model: Any) -> None:
+def check_heads(model: Any) -> None:
+    """Raise `UserError` for heads that do not divide the width."""
     kv_heads = model.kv_heads
     if model.width % model.heads:
         raise UserError(
@@ -108,7 +109,8 @@ def _check_heads(model: Any) -> None:
         )
 
 
-def _check_tensor(model: Any, tensor: int) -> None:
+def check_tensor(model: Any, tensor: int) -> None:
+    """Raise `UserError` for an axis `tensor` that does not divide what is split over it."""
     split = {"heads": model.heads, "kv_heads": model.kv_heads, "vocab": model.vocab, "mlp_width": model.mlp_width}
     sizes = near(divisors(math.gcd(*split.values())), tensor)
     for key, value in split.items():
@@ -123,7 +125,8 @@ def _check_tensor(model: Any, tensor: int) -> None:
             )
 
 
-def _check_sequence(config: Config, tensor: int) -> None:
+def check_sequence(config: Config, tensor: int) -> None:
+    """Raise `UserError` for `parallel.sequence_parallel` where `tensor` does not divide the positions."""
     length = config.data.seq_len
     if config.parallel.sequence_parallel and length % tensor:
         works = multiples_around(length, tensor)

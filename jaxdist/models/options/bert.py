@@ -1,0 +1,81 @@
+"""Options of the model `bert`, and what they must be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from jaxdist.config.entries import SourceFacts, entries_of
+from jaxdist.config.rules.fields import setting
+from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.models.options.gpt import check_heads, check_sequence, check_tensor
+
+UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
+
+
+@dataclass(frozen=True)
+class Options(ModelConfig):
+    """BERT, an encoder. BERT-base: 12 layers, width 768, 12 heads, 30522 ids."""
+
+    head: str = setting(
+        "mlm",
+        "mlm: predicts masked tokens; classification: a label of the whole sequence",
+        choices=("mlm", "classification"),
+    )
+    classes: int = setting(2, "number of labels (head: classification)", at_least=1)
+    layers: int = setting(4, "number of blocks", at_least=1)
+    width: int = setting(128, "size of the residual stream", at_least=1)
+    heads: int = setting(4, "attention heads; divides width", at_least=1)
+    vocab: int = setting(264, "number of token ids; 264: the bytes, [MASK], and up to a multiple of 8", at_least=1)
+    types: int = setting(2, "number of segments, of the batch's token_type_ids; 0 where it has none", at_least=1)
+    mlp_width: int | None = setting(None, "hidden size of the MLP; null: 4 x width", at_least=1)
+    dropout: float = setting(0.1, "probability of dropping an activation in training", at_least=0, below=1)
+    norm_eps: float = setting(1e-12, "added to the variance in normalisation", above=0)
+    attention: str = setting(
+        "auto",
+        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+        how=True,
+    )
+    scan_blocks: int = setting(
+        1,
+        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
+        at_least=0,
+        how=True,
+    )
+    loss_chunk: int | None = setting(
+        None,
+        "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB",
+        at_least=0,
+        how=True,
+    )
+
+    positions = "learned"
+
+    @property
+    def kv_heads(self) -> int:
+        """As many as heads."""
+        return self.heads
+
+    def resolved(self) -> Self:
+        """With the width of the MLP filled in."""
+        return replace(self, mlp_width=4 * self.width if self.mlp_width is None else self.mlp_width)
+
+    def describe(self) -> str:
+        """Such as "bert (mlm): 4 blocks, width 128, 4 heads"."""
+        return f"{self.name} ({self.head}): {self.layers} blocks, width {self.width}, {self.heads} heads"
+
+
+def check_options(config: Config, mesh: Mapping[str, int]) -> None:
+    """Raise `UserError` where the model does not fit itself, the data source, or a mesh of these sizes."""
+    model = config.model.resolved()
+    check_heads(model)
+    check_tensor(model, mesh["tensor"])
+    check_sequence(config, mesh["tensor"])
+    for entry in entries_of(config.data) if model.head == "mlm" else ():
+        if entry.shipped and SourceFacts.of(entry.name).next_token:
+            allowed = SourceFacts.with_fact(ids=True, next_token=False)
+            raise UserError(
+                f"data.source: {entry.name!r} asks for the next token, which an encoder sees; allowed with model.head"
+                f" 'mlm': {', '.join(allowed)}; or a source of your own, by a dotted path"
+            )

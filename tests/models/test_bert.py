@@ -1,0 +1,367 @@
+"""BERT: counts, every kind of layout against the same written plainly on one device in float64, padding, metrics, and
+Hugging Face's logits."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import child
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.init import state_target
+from jaxdist.mesh import make_mesh
+from jaxdist.model import ModelDef
+from jaxdist.models.bert import bert
+from jaxdist.specs import BATCH_SPEC
+from jaxdist.state import place_params
+from jaxdist.step import make_train_step
+
+ROWS, LENGTH, VOCAB, LABELS, HEADS = 16, 8, 48, 3, 4
+HEADS_OF = ("mlm", "classification")
+slow = pytest.mark.slow
+
+
+def config_of(head: str, **options: Any) -> ModelConfig:
+    sizes = {"layers": 2, "width": 16, "heads": HEADS, "vocab": VOCAB, "classes": LABELS, "dropout": 0.0}
+    return ModelConfig(name="bert", head=head, **sizes | options)
+
+
+def model_of(head: str, **options: Any) -> ModelDef:
+    layer = {key: options.pop(key) for key in ("sequence_parallel", "collective_matmul") if key in options}
+    return bert(config_of(head, **options), max_length=LENGTH, param_dtype=jnp.float64, **layer)
+
+
+def batch_of(step: int, head: str) -> dict[str, np.ndarray]:
+    """Ragged: padding grows with the row, and the last row is all padding; a row counts nothing; two segments."""
+    rng = np.random.default_rng(step)
+    length = np.linspace(LENGTH, 0, ROWS).round()
+    batch = {
+        "inputs": rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32),
+        "attention_mask": (np.arange(LENGTH) < length[:, None]).astype(np.int32),
+        "token_type_ids": (np.arange(LENGTH) > length[:, None] // 2).astype(np.int32),
+    }
+    if head == "classification":
+        own = {"label": rng.integers(0, LABELS, ROWS).astype(np.int32), "weights": rng.random(ROWS).astype(np.float32)}
+    else:
+        targets = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+        own = {"targets": targets, "weights": (rng.random((ROWS, LENGTH)) < 0.4).astype(np.float32)}
+    own["weights"][ROWS // 2] = 0
+    return batch | own
+
+
+def norm(x: jax.Array, params: Any) -> jax.Array:
+    return oracle.norm(x, params, eps=1e-12, centre=True)
+
+
+def plain_hidden(params: Any, batch: Any) -> jax.Array:
+    embed, inputs = params["embed"], batch["inputs"]
+    h = embed["tokens"]["table"][inputs] + embed["positions"]["table"][: inputs.shape[1]]
+    h = norm(h + embed["types"]["table"][batch["token_type_ids"]], embed["norm"])
+    seen = batch["attention_mask"][:, None, None, :] == 1
+    for i in range(2):
+        own = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
+        qkv = jnp.tensordot(h, own["attention"]["qkv"]["linear"]["kernel"], 1)
+        qkv = qkv + own["attention"]["qkv"]["linear"]["bias"]
+        q, k, v = (qkv[..., part, :] for part in range(3))
+        scores = jnp.where(seen, jnp.exp(jnp.einsum("bshk,bthk->bhst", q, k) / np.sqrt(q.shape[-1])), 0)
+        total = scores.sum(-1, keepdims=True)
+        context = jnp.einsum("bhst,bthk->bshk", scores / jnp.where(total == 0, 1, total), v)
+        h = norm(h + oracle.linear(context.reshape(h.shape), own["attention"]["out"]), own["norm1"])
+        hidden = jax.nn.gelu(oracle.linear(h, own["mlp"]["up"]), approximate=False)
+        h = norm(h + oracle.linear(hidden, own["mlp"]["down"]), own["norm2"])
+    return h
+
+
+def plain_logits(params: Any, batch: Any) -> jax.Array:
+    h, head = plain_hidden(params, batch), params["head"]
+    if "pooler" in head:
+        return oracle.linear(jnp.tanh(oracle.linear(h[:, 0], head["pooler"])), head["classifier"])
+    h = norm(jax.nn.gelu(oracle.linear(h, head["dense"]), approximate=False), head["norm"])
+    return h @ params["embed"]["tokens"]["table"].T + head["decoder"]["bias"]
+
+
+def plain_loss(params: Any, batch: Any) -> jax.Array:
+    targets = batch["label"] if "label" in batch else batch["targets"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(plain_logits(params, batch), targets)
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+@functools.cache
+def one_device(head: str) -> tuple[Any, list[tuple[Any, Any]], Any]:
+    """(parameters before three steps, (loss, gradients) of each, parameters after them)."""
+    tx, first = layouts.optimizer(), oracle.drawn(model_of(head).shapes)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            found = jax.value_and_grad(plain_loss)(params, batch)
+            updates, opt_state = tx.update(found[1], opt_state, params)
+        return found, optax.apply_updates(params, updates), opt_state
+
+    params, opt_state, steps = first, jax.jit(tx.init)(first), []
+    for i in range(3):
+        found, params, opt_state = step(params, opt_state, batch_of(i, head))
+        steps.append(jax.device_get(found))
+    return first, steps, jax.device_get(params)
+
+
+def check(head: str, mesh: dict[str, int], *, strategy: str = "zero3", model: Any = None, **options: Any) -> None:
+    """Losses, all gradients, and the parameters after three steps are those of one device."""
+    made, (first, steps, last) = model_of(head, **model or {}), one_device(head)
+    tx, placed = layouts.optimizer(), make_mesh(**mesh)
+    target = state_target(made, tx, placed, strategy=strategy)
+    step = make_train_step(made, tx, placed, strategy=strategy, precision="fp64", return_grads=True, **options)
+    state = place_params(first, tx, target)
+    for i, (want, grads) in enumerate(steps):
+        state, metrics = step(state, jax.device_put(batch_of(i, head), NamedSharding(placed, BATCH_SPEC)))
+        assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-10)
+        assert oracle.error(metrics["grads"], grads) < 1e-10
+    assert oracle.error(state.params, last) < 1e-10
+
+
+PIPE = {"schedule": "one_f_one_b", "microbatches": 2}
+SEQUENCE = {"sequence_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "mlm-zero3-tensor-sequence": ("mlm", {"fsdp": 2, "tensor": 2}, {"model": SEQUENCE}),
+    "classification-1f1b-tensor": ("classification", {"pipe": 2, "tensor": 2}, PIPE),
+}
+SLOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "mlm-one-device": ("mlm", {}, {"strategy": "ddp"}),
+    "mlm-ddp-accumulate": ("mlm", {"data": 4}, {"strategy": "ddp", "microbatches": 2}),
+    "mlm-zero1": ("mlm", {"data": 2, "fsdp": 2}, {"strategy": "zero1", "remat": "full"}),
+    "mlm-zero2-chunked": ("mlm", {"fsdp": 2, "tensor": 2}, {"strategy": "zero2", "model": {"loss_chunk": 5}}),
+    "mlm-tensor-4": ("mlm", {"tensor": 4}, {"strategy": "ddp", "remat": "selective"}),
+    "mlm-1f1b-tensor": ("mlm", {"pipe": 2, "tensor": 2}, PIPE),
+    "mlm-gpipe": ("mlm", {"pipe": 2, "fsdp": 2}, {"schedule": "gpipe", "microbatches": 4}),
+    "mlm-zero-bubble": ("mlm", {"pipe": 2}, {"schedule": "zero_bubble", "microbatches": 4}),
+    "mlm-prefetch": ("mlm", {"fsdp": 4}, {"prefetch": 1}),
+    "mlm-collective-matmul": ("mlm", {"tensor": 2}, {"model": SEQUENCE | {"collective_matmul": True}}),
+    "mlm-unrolled": ("mlm", {"fsdp": 2}, {"model": {"scan_blocks": 0}}),
+    "classification-one-device": ("classification", {}, {"strategy": "ddp"}),
+    "classification-zero3": ("classification", {"fsdp": 8}, {"remat": "full"}),
+    "classification-sequence": ("classification", {"fsdp": 2, "tensor": 4}, {"model": SEQUENCE}),
+    "classification-zero2": ("classification", {"data": 2, "fsdp": 2}, {"strategy": "zero2", "microbatches": 2}),
+    "classification-prefetch": ("classification", {"fsdp": 2, "tensor": 2}, {"prefetch": 1}),
+}
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(name, marks=slow) for name in SLOW)])
+def test_a_layout_trains_as_one_device(case: str) -> None:
+    head, mesh, options = (LAYOUTS | SLOW)[case]
+    with jax.enable_x64(True):
+        check(head, mesh, **options)
+
+
+@pytest.mark.parametrize("head", HEADS_OF)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near(head: str, precision: str) -> None:
+    """In two layouts, which also agree better with each other than with fp32."""
+    model, tx = bert(config_of(head), max_length=LENGTH), optax.sgd(0.1)
+    params, losses = oracle.drawn(model.shapes), []
+    for sizes in ({"fsdp": 2}, {"tensor": 2}):
+        mesh = make_mesh(**sizes)
+        target = state_target(model, tx, mesh, strategy="zero3")
+        step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
+        batch = jax.device_put(batch_of(0, head), NamedSharding(mesh, BATCH_SPEC))
+        losses.append(float(step(place_params(params, tx, target), batch)[1]["loss"]))
+    want = float(plain_loss(params, batch_of(0, head)))
+    assert losses == pytest.approx([want, want], rel=1e-2) and losses[0] != want
+
+
+@pytest.mark.parametrize(("head", "count"), [("mlm", 109_514_298), ("classification", 109_483_778)])
+def test_the_parameters_of_bert_base_are_counted(head: str, count: int) -> None:
+    """As `transformers` counts those of bert-base-uncased, BertForMaskedLM and BertForSequenceClassification."""
+    sizes = {"layers": 12, "width": 768, "heads": 12, "vocab": 30522}
+    assert bert(ModelConfig(name="bert", head=head, **sizes), max_length=512).parameters == count
+
+
+def sums(head: str, params: Any, batch: Any) -> tuple[Any, Any]:
+    """(what the head returns, its metrics), in fp32 on one device."""
+    model = bert(config_of(head), max_length=64)
+    keys = jax.random.split(jax.random.key(0), len(batch["inputs"]))
+    mesh, batch = make_mesh(data=1), {**jax.tree.map(jnp.asarray, batch), "keys": keys}
+
+    def run(params: Any, batch: Any) -> Any:
+        h = model.embed(params["embed"], batch, keys)
+        for i in range(model.layers):
+            own = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
+            h = model.block(own, h, *model.read_by_blocks(batch))
+        given = params["head"], params["embed"] if model.tied else None, h, batch
+        assert model.metrics is not None
+        return model.head(*given), model.metrics(*given), model.logits(*given[:3])
+
+    spec = jax.sharding.PartitionSpec()
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(params, batch)
+
+
+@pytest.mark.parametrize("head", HEADS_OF)
+def test_padding_changes_nothing(head: str) -> None:
+    """Other ids in it, and more of it; and a batch without padding needs no mask and no segments."""
+    params = oracle.drawn(bert(config_of(head), max_length=64).shapes)
+    batch = batch_of(0, head)
+    seen = batch["attention_mask"] == 1
+    if head == "mlm":
+        batch["weights"] *= seen
+    else:
+        batch["weights"] *= seen[:, 0]
+    first, metrics, _ = sums(head, params, batch)
+    other = batch | {"inputs": np.where(seen, batch["inputs"], 5)}
+    wide = {name: np.pad(leaf, ((0, 0), (0, 9))) if leaf.ndim == 2 else leaf for name, leaf in other.items()}
+    for changed in (other, wide):
+        np.testing.assert_allclose(sums(head, params, changed)[0], first, rtol=1e-6)
+        np.testing.assert_allclose(sums(head, params, changed)[1]["accuracy"], metrics["accuracy"])
+    unmasked = {name: leaf for name, leaf in batch.items() if name != "attention_mask"}
+    assert abs(sums(head, params, unmasked)[0][0] - first[0]) > 1e-3  # it sees the padding
+    full = batch | {"attention_mask": np.ones_like(batch["inputs"]), "token_type_ids": np.zeros_like(batch["inputs"])}
+    bare = {name: leaf for name, leaf in full.items() if name not in ("attention_mask", "token_type_ids")}
+    np.testing.assert_allclose(sums(head, params, bare)[0], sums(head, params, full)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("head", HEADS_OF)
+def test_the_accuracy(head: str) -> None:
+    params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)
+    right = plain_logits(params, batch).argmax(-1) == (batch["label"] if head != "mlm" else batch["targets"])
+    weights = batch["weights"]
+    assert 0 < (right * weights).sum() < weights.sum()
+    found = sums(head, params, batch)[1]["accuracy"]
+    np.testing.assert_allclose(found, [(right * weights).sum(), weights.sum()], rtol=1e-6)
+
+
+def test_negative_targets_count_nothing_and_others_are_refused() -> None:
+    for head, key in (("mlm", "targets"), ("classification", "label")):
+        params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)
+        batch["weights"][:] = 1
+        batch[key].reshape(-1)[::3] = -100
+        loss, weight = sums(head, params, batch)[0]
+        assert np.isfinite(loss) and weight == (batch[key] >= 0).sum()
+        batch[key].reshape(-1)[1] = 99
+        assert np.isnan(sums(head, params, batch)[0][0])
+
+
+def test_dropout_is_the_same_in_every_layout() -> None:
+    losses = []
+    for head in HEADS_OF:
+        model, tx, found = bert(config_of(head, dropout=0.3), max_length=LENGTH), optax.sgd(0.1), []
+        for sizes in ({"data": 2}, {"tensor": 2}):
+            mesh = make_mesh(**sizes)
+            state = place_params(oracle.drawn(model.shapes), tx, state_target(model, tx, mesh))
+            batch = jax.device_put(batch_of(0, head), NamedSharding(mesh, BATCH_SPEC))
+            found.append(float(make_train_step(model, tx, mesh)(state, batch)[1]["loss"]))
+        assert found[0] == pytest.approx(found[1], rel=1e-6)
+        losses += [found[0], float(plain_loss(oracle.drawn(model.shapes), batch_of(0, head)))]
+    assert abs(losses[0] - losses[1]) > 1e-3 and abs(losses[2] - losses[3]) > 1e-3
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {name: bert, layers: 1, width: 8, heads: 2}\ndata: {source: masked}\n")
+    for override, said in {
+        "data.source=text": r"data\.source: 'text' asks for the next token.*allowed with model\.head 'mlm': masked",
+        "model.heads=3": r"model\.heads: 3 does not divide",
+        "model.vocab=257 mesh.tensor=2": r"mesh\.tensor: 2 does not divide model\.vocab 257",
+        "data.mask_token_rate=0.95": r"data\.random_token_rate: 0\.1 and data\.mask_token_rate 0\.95 are more than 1",
+    }.items():
+        with pytest.raises(UserError, match=said) as error:
+            load_config(file, override.split())
+        assert "\n" not in str(error.value)
+    load_config(file, ["data.source=text", "model.head=classification"])  # which says itself what its batches lack
+
+
+def in_hugging_face(config: ModelConfig, transformers: Any) -> Any:
+    """A model of `transformers` with weights at random, and no dropout."""
+    own = transformers.BertConfig(
+        vocab_size=config.vocab,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.width,
+        max_position_embeddings=64,
+        num_labels=config.classes,
+        initializer_range=0.2,
+    )
+    kind = transformers.BertForMaskedLM if config.head == "mlm" else transformers.BertForSequenceClassification
+    model = kind(own).eval()
+    for parameter in model.parameters():  # so that no bias is 0 and no scale 1
+        parameter.data += 0.1 * parameter.data.new_empty(parameter.shape).normal_()
+    return model
+
+
+@pytest.mark.parametrize("head", HEADS_OF)
+def test_logits_are_those_of_transformers(head: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch and transformers, for Hugging Face's logits")
+    transformers = pytest.importorskip("transformers", reason="transformers, for Hugging Face's logits")
+    torch.manual_seed(0)
+    config, batch = config_of(head), batch_of(0, head)
+    theirs = in_hugging_face(config, transformers)
+    given = {"input_ids": batch["inputs"], **{key: batch[key] for key in ("attention_mask", "token_type_ids")}}
+    with torch.no_grad():
+        want = theirs(**{key: torch.tensor(each).long() for key, each in given.items()}).logits.numpy()
+    params = imported({name: each.numpy() for name, each in theirs.state_dict().items()}, config)
+    found = np.asarray(sums(head, params, batch)[2])
+    some = batch["attention_mask"][:, 0] == 1  # theirs sees all where all is padding, ours nothing
+    seen = batch["attention_mask"][some] == 1 if head == "mlm" else np.ones(some.sum(), bool)
+    np.testing.assert_allclose(found[some][seen], want[some][seen], rtol=1e-5, atol=1e-5)
+
+
+def imported(theirs: dict[str, np.ndarray], config: ModelConfig) -> Any:
+    """Hugging Face's tensors as our parameters."""
+
+    def linear(name: str) -> dict[str, np.ndarray]:
+        return {"kernel": theirs[f"{name}.weight"].T, "bias": theirs[f"{name}.bias"]}
+
+    def norm(name: str) -> dict[str, np.ndarray]:
+        return {"scale": theirs[f"{name}.weight"], "bias": theirs[f"{name}.bias"]}
+
+    def block(i: int) -> Any:
+        at, split = f"bert.encoder.layer.{i}", (config.heads, config.width // config.heads)
+        parts = [linear(f"{at}.attention.self.{name}") for name in ("query", "key", "value")]
+        kernel = np.stack([part["kernel"].reshape(-1, *split) for part in parts], axis=2)
+        return {
+            "attention": {
+                "qkv": {"linear": {"kernel": kernel, "bias": np.stack([p["bias"].reshape(split) for p in parts], 1)}},
+                "out": linear(f"{at}.attention.output.dense"),
+            },
+            "norm1": norm(f"{at}.attention.output.LayerNorm"),
+            "mlp": {"up": linear(f"{at}.intermediate.dense"), "down": linear(f"{at}.output.dense")},
+            "norm2": norm(f"{at}.output.LayerNorm"),
+        }
+
+    table = {name: {"table": theirs[f"bert.embeddings.{of}_embeddings.weight"]} for name, of in TABLES.items()}
+    if config.head == "mlm":
+        at = "cls.predictions"
+        head = {"dense": linear(f"{at}.transform.dense"), "norm": norm(f"{at}.transform.LayerNorm")}
+        head |= {"decoder": {"bias": theirs[f"{at}.bias"]}}
+    else:
+        head = {"pooler": linear("bert.pooler.dense"), "classifier": linear("classifier")}
+    blocks = jax.tree.map(lambda *leaves: np.stack(leaves), *[block(i) for i in range(config.layers)])
+    return {"embed": table | {"norm": norm("bert.embeddings.LayerNorm")}, "blocks": blocks, "head": head}
+
+
+TABLES = {"tokens": "word", "positions": "position", "types": "token_type"}
+
+
+@slow
+def test_a_small_bert_learns(tmp_path: Path) -> None:
+    """By the command, on the standard library: better than the most frequent byte, which is what the header says."""
+    command = [sys.executable, "scripts/train.py", "--config", "configs/bert_stdlib.yaml", "--run-dir", str(tmp_path)]
+    environment = {**os.environ, **child.environment()}
+    done = subprocess.run(command, cwd=child.ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    beat = float(done.stdout.partition("unigram ")[2].split()[0])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert found[-1] > beat + 0.05, (found, beat)
