@@ -1,4 +1,4 @@
-"""Layouts of arrays that a loss or a layer asks for, inside the manual region, where a device sees its own part only."""
+"""Layouts that a loss or a layer asks for inside the manual region, where a device sees its own part of arrays only."""
 
 import linecache
 import re
