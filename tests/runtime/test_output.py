@@ -149,9 +149,11 @@ def test_a_reader_that_goes_with_ctrl_c_is_no_second_signal(stop: Any, first: st
 def test_signals_of_a_forked_process_are_its_own(stop: Any) -> None:
     """A DataLoader ends its workers by SIGTERM, and Ctrl-C is sent to them too."""
     assert not stop.signals.requested(1)
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    forking = multiprocessing.get_context("fork")
+    begun = forking.Event()
+    worker = forking.Process(target=lambda: (begun.set(), time.sleep(30)))
     worker.start()
-    assert worker.pid is not None
+    assert begun.wait(5) and worker.pid is not None
     os.kill(worker.pid, signal.SIGINT)
     worker.join(0.2)
     assert worker.is_alive()
