@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.mesh import AnyMesh, has_host_memory
+from jaxdist.mesh import AnyMesh, check_mesh, has_host_memory
 from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
@@ -114,6 +114,7 @@ def state_target(
     >>> jaxdist.state_target(lambda key: {"w": jnp.zeros((1024, 256))}, optax.sgd(0.1), mesh, strategy="zero3")
     TrainState(abstract, 262,144 parameters, 128.02 KiB a device, mesh: fsdp=8)
     """
+    check_mesh(mesh)
     source, model_state = _taken_apart(source, model_state)
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)

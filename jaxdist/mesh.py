@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,6 +94,17 @@ def _tell_idle(used: int, there: int) -> None:
         there,
         used,
     )
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise `UserError` unless it is a mesh with the six axes."""
+    if isinstance(mesh, AnyMesh) and set(mesh.axis_names) == set(AXES):
+        return
+    told = f"axes {', '.join(map(str, mesh.axis_names))}" if isinstance(mesh, AnyMesh) else repr(mesh)
+    sizes = dict(mesh.shape) if isinstance(mesh, AnyMesh) else mesh if isinstance(mesh, dict) else {str(mesh): -1}
+    own = {axis: size for axis, size in sizes.items() if axis in AXES} or {"fsdp": -1}
+    given = ", ".join(f"{axis}={size}" for axis, size in own.items())
+    raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes; give jaxdist.make_mesh({given})")
 
 
 def abstract_mesh(**sizes: int) -> AbstractMesh:

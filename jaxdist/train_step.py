@@ -94,15 +94,25 @@ class TrainStep:
         """The `jax.stages.Lowered` of the step, to compile ahead of time. Takes arrays or ShapeDtypeStructs."""
         return self._call(self.jitted(state).lower, state, batch)
 
+    def trace(self, state: TrainState, batch: PyTree) -> Any:
+        """The `jax.stages.Traced` of the step. Takes arrays or ShapeDtypeStructs."""
+        return self._call(self.jitted(state).trace, state, batch)
+
     def _call(self, function: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
-        """function(state, batch). Raises `UserError` if it fails because the state has another layout."""
+        """function(state, batch). Raises `UserError` if it fails because the state has another layout, or because the
+        loss or a layer asks for one."""
         try:
             return function(state, batch)
         except ValueError as error:  # nothing has run; a check of every leaf before each step takes 0.1 to 0.2 ms
-            if not isinstance(error, UserError) and _layout_of(state) != self._layout:
+            if isinstance(error, UserError):
+                raise
+            if _layout_of(state) != self._layout:
                 raise UserError(
                     "state: laid out differently from the one this step was compiled for; make another step"
                 ) from error
+            from jaxdist.jaxpr.layouts import refuse_layouts
+
+            refuse_layouts(error, lambda: self.jitted(state).trace(state, batch).jaxpr)
             raise
 
 

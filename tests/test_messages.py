@@ -94,6 +94,18 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: jaxdist.make_mesh(dp=8),
         ["mesh.dp", "pipe, data, fsdp, expert, context, tensor", "did you mean data=8?"],
     ),
+    "a dict as a mesh, for a state": (
+        lambda: jaxdist.init_state({"w": jnp.ones(4)}, SGD, {"data": 2, "fsdp": 4}),  # type: ignore[arg-type]
+        ["mesh: {'data': 2, 'fsdp': 4}", "give jaxdist.make_mesh(data=2, fsdp=4)"],
+    ),
+    "a name as a mesh, for a step": (
+        lambda: jaxdist.make_train_step(loss, SGD, "data"),  # type: ignore[arg-type]
+        ["mesh: 'data'", "give jaxdist.make_mesh(data=-1)"],
+    ),
+    "a mesh of jax": (
+        lambda: jaxdist.make_train_step(loss, SGD, jax.make_mesh((4, 2), ("data", "x"))),
+        ["mesh: axes data, x", "give jaxdist.make_mesh(data=4)"],
+    ),
     "a state given twice": (
         rerun_a_cell,
         ["state: was given to an earlier step", "state, metrics = step(state, batch)"],

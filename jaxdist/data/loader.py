@@ -8,11 +8,13 @@ id, so every id but the first is a target once.
 """
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
+from queue import SimpleQueue
 from typing import TypeVar
 
 import jax
@@ -243,14 +245,35 @@ def prefetch(make: Callable[[int], _Item], start: int, stop: int, depth: int = 2
     something else than the loop keeps a reference.
     """
     assert depth >= 1, "depth is how many items may be made ahead"
-    todo = iter(range(start, stop))
-    ahead: deque[Future[_Item]] = deque()
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxdist-prefetch")
+    todo, ahead = iter(range(start, stop)), deque[Future[_Item]]()
+    asked = SimpleQueue[tuple[int, Future[_Item]] | None]()
+
+    def ask(count: int) -> None:
+        for number in islice(todo, count):
+            ahead.append(Future())
+            asked.put((number, ahead[-1]))
+
+    def work() -> None:
+        while (each := asked.get()) is not None:
+            number, future = each
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(make(number))
+            except BaseException as error:
+                future.set_exception(error)
+
+    # No executor: a process that `make` forks, as a DataLoader does, could not exit, since it would join this thread.
+    thread = threading.Thread(target=work, name="jaxdist-prefetch", daemon=True)
+    thread.start()
     try:
-        ahead.extend(pool.submit(make, i) for i in islice(todo, depth))
+        ask(depth)
         while ahead:
             item = ahead.popleft().result()
-            ahead.extend(pool.submit(make, i) for i in islice(todo, 1))
+            ask(1)
             yield item
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for future in ahead:
+            future.cancel()
+        asked.put(None)
+        thread.join()

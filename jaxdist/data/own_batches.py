@@ -71,7 +71,7 @@ class Placing:
     def _array(self, leaf: Any, where: str) -> Any:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(self._sharding, leaf.ndim):
             return leaf
-        array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)  # tensors of torch
+        array = np.asarray(_of_tensor(leaf) if hasattr(leaf, "numpy") else leaf)
         if not array.ndim or not (jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
             raise UserError(
                 f"{where} is {f'an array of {array.dtype}' if array.ndim else f'a {type(leaf).__name__}'}; allowed:"
@@ -137,6 +137,16 @@ class OwnBatches:
         if self._given is None or not self._given.has_state:
             return None
         return from_all(self._recent[taken - 1][1])
+
+
+def _of_tensor(tensor: Any) -> Any:
+    """An array of a tensor of torch, or of what else has a method `numpy`."""
+    if hasattr(tensor, "detach"):  # from its gradient; it may be on a GPU
+        tensor = tensor.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:  # bfloat16, which NumPy itself has not
+        return jax.dlpack.from_dlpack(tensor)
 
 
 def indexed(data: Any, key: str = "data") -> Callable[[int], Any] | None:

@@ -24,7 +24,9 @@ def line_of_user(equation: Any) -> str:
     return source_of(equation, ("",))
 
 
-def _is_installed(path: Path) -> bool:
+def is_installed(file: str | Path) -> bool:
+    """Whether a file is Python's own, or of an installed package."""
+    path = Path(file)
     return bool({"site-packages", "dist-packages"} & set(path.parts) or INSTALLED & set(path.parents))
 
 
@@ -36,5 +38,5 @@ def _lines(equation: Any, skipped: tuple[str, ...]) -> Iterator[str]:
             inside = path.relative_to(PACKAGE).as_posix()
             if not inside.startswith(skipped):
                 yield f"{PACKAGE.name}/{inside}:{frame.line_num}"
-        elif not _is_installed(path) and not frame.file_name.startswith("<frozen"):
+        elif not is_installed(path) and not frame.file_name.startswith("<frozen"):
             yield f"{path.name}:{frame.line_num}"

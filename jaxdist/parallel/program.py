@@ -20,7 +20,7 @@ from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, check_mesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.blocks.branch import by_condition, by_mask, typed_like
 from jaxdist.parallel.blocks.layers import (
@@ -78,8 +78,9 @@ def _check(model: ModelDef, options: StepOptions) -> None:
 
 
 def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh) -> None:
-    """Raise `UserError` for an axis all of whose devices would do the same work. A loss of the user's own is asked when
-    it is traced."""
+    """Raise `UserError` for no mesh, and for an axis all of whose devices would do the same work. A loss of the user's
+    own is asked when it is traced."""
+    check_mesh(mesh)
     if not isinstance(model, ModelDef):
         return
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}

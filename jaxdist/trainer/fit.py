@@ -222,14 +222,17 @@ def _settled(
 ) -> tuple[Config, StepOptions]:
     """The configuration that the loop goes by, and the options of the step as it wants them."""
     config = Config()
+    if not isinstance(settings, Mapping):
+        raise UserError(f"settings: {settings!r}; allowed: a dict, such as {{'train.eval_every': 10}}; or leave it out")
     steps, patience = _of_python(steps), _of_python(patience)
-    given = {**settings, "train.steps": steps, "train.seed": options.seed}
-    for dotted in settings:
+    for dotted, value in settings.items():
         if dotted not in SETTINGS:
-            near = nearest(dotted, SETTINGS)
+            near = nearest(str(dotted), SETTINGS)
             hint = f"; did you mean {near!r}?" if near else ""
+            if isinstance(value, Mapping) and value:  # nested as in YAML
+                hint = f"; give settings={{{f'{dotted}.{next(iter(value))}'!r}: ...}}"
             raise UserError(f"settings: {dotted!r} is none of fit's; allowed: {', '.join(SETTINGS)}{hint}")
-    for dotted, value in given.items():
+    for dotted, value in {**settings, "train.steps": steps, "train.seed": options.seed}.items():
         name, _, key = dotted.partition(".")
         section = getattr(config, name)
         changed = replace(section, **{key: keys(type(section))[key].check(value, dotted)})

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import math
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -287,6 +288,19 @@ def test_prefetch_stops_when_left(leave: str) -> None:
     assert not prefetch_threads()
     assert time.perf_counter() - begun < 0.5  # not the 50 items of 20 ms that were ahead
     assert len(made) < 10
+
+
+@pytest.mark.filterwarnings("ignore")  # jax's and Python's, of a fork beside threads
+def test_a_process_that_is_forked_to_make_an_item_exits_as_usual() -> None:
+    """As the workers of a DataLoader."""
+
+    def make(i: int) -> int | None:
+        worker = multiprocessing.get_context("fork").Process(target=int)
+        worker.start()
+        worker.join(30)
+        return worker.exitcode
+
+    assert list(prefetch(make, 0, 2)) == [0, 0]
 
 
 def test_prefetched_batches_are_the_batches() -> None:

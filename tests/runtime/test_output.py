@@ -1,6 +1,7 @@
 """Standard output on a full disk or without a reader: what is lost is said, and nothing ends of it but by a stop."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -142,6 +143,27 @@ def test_a_reader_that_goes_with_ctrl_c_is_no_second_signal(stop: Any, first: st
     signal.raise_signal(signal.SIGINT)
     time.sleep(0.1)
     assert stop.left == ["ended at once by a second signal, SIGINT"]
+
+
+@pytest.mark.filterwarnings("ignore")  # Python's, of a fork beside threads
+def test_signals_of_a_forked_process_are_its_own(stop: Any) -> None:
+    """A DataLoader ends its workers by SIGTERM, and Ctrl-C is sent to them too."""
+    assert not stop.signals.requested(1)
+    forking = multiprocessing.get_context("fork")
+    begun = forking.Event()
+    worker = forking.Process(target=lambda: (begun.set(), time.sleep(30)))
+    worker.start()
+    assert begun.wait(5) and worker.pid is not None
+    os.kill(worker.pid, signal.SIGINT)
+    worker.join(0.2)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(5)
+    assert worker.exitcode == -signal.SIGTERM
+    time.sleep(0.1)
+    assert not stop.signals.requested(2) and stop.signals.why == ""
+    signal.raise_signal(signal.SIGINT)
+    until_asked(stop.signals, 3)
 
 
 def test_without_a_reader_before_the_first_step(stop: Any) -> None:

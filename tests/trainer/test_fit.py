@@ -623,6 +623,12 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"settings": {"train.evalevery": 1}},
         "settings: 'train.evalevery' is none of fit's; allowed: train.max_hours, ",
     ),
+    "nested settings": (
+        {"settings": {"train": {"eval_every": 10}}},
+        "settings: 'train' is none of fit's; allowed: train.max_hours, ",
+    ),
+    "a mesh of a text": ({"mesh": "data"}, "mesh: 'data'; allowed: what jaxdist.make_mesh makes; give jaxdist.make_m"),
+    "a mesh of a dict": ({"mesh": {"data": 2, "fsdp": 4}}, "mesh: {'data': 2, 'fsdp': 4}; allowed: what jaxdist.make"),
     "a value": ({"settings": {"train.on_nonfinite": "no"}}, "train.on_nonfinite: 'no'"),
     "eval_data": (
         {"eval_data": iter(batches(1))},
@@ -637,6 +643,18 @@ def test_calls_that_are_wrong(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         fit(batches(4), **{"folder": tmp_path / "run", **given})
     assert str(raised.value).startswith(line), raised.value
+
+
+def test_settings_that_are_none_or_nested() -> None:
+    def given(settings: Any) -> str:
+        with pytest.raises(UserError) as raised:
+            jaxdist.fit(loss, TX, batches(1), steps=1, params=params(), settings=settings)
+        return str(raised.value)
+
+    assert given(None) == "settings: None; allowed: a dict, such as {'train.eval_every': 10}; or leave it out"
+    assert given("train").startswith("settings: 'train'; allowed: a dict")
+    assert given({"train": {"eval_every": 10}}).endswith("; give settings={'train.eval_every': ...}")
+    assert given({3: 4}).startswith("settings: 3 is none of fit's")
 
 
 def test_an_optimizer_that_is_none() -> None:

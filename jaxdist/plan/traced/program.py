@@ -10,4 +10,4 @@ from jaxdist.train_step import TrainStep
 
 def traced_program(step: TrainStep, state: TrainState, batch: PyTree) -> Any:
     """The closed jaxpr of `step(state, batch)`, `without_dead_code`."""
-    return without_dead_code(step.jitted(state).trace(state, batch).jaxpr)
+    return without_dead_code(step.trace(state, batch).jaxpr)

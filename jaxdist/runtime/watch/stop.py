@@ -92,6 +92,7 @@ class StopSignal:
         self._thread.start()
         if self._on_main:
             self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=self._leave_to_parent)
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, _nothing)
         return self
@@ -107,6 +108,16 @@ class StopSignal:
         self._thread.join()
         os.close(self._in)
         os.close(self._out)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process, as a worker of a DataLoader is: its signals are not the run's.
+
+        Ctrl-C is sent to it too, and it works on until the run, which stops after a step, ends it.
+        """
+        if not self._closed:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def join(self) -> None:
         """Connect the processes of a job, once JAX has started: from now on they hear of each other's signals."""

@@ -1,0 +1,64 @@
+"""Layouts that a loss or a layer asks for inside the manual region, where a device sees its own part of arrays only."""
+
+import linecache
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.errors import UserError
+from jaxdist.jaxpr.source import PACKAGE, is_installed, line_of_user
+from jaxdist.jaxpr.walk import every_equation
+
+ASKING = {"sharding_constraint": "with_sharding_constraint", "device_put": "device_put"}  # primitives
+# What asks for a layout, in a line of source that failed while it was traced.
+_CALL = re.compile(r"\b(with_sharding_constraint|device_put|reshard|shard_map|in_shardings|out_shardings)\b")
+
+
+def refuse_layouts(error: ValueError, trace: Callable[[], Any]) -> None:
+    """Raise `UserError` if a step could not be compiled because code inside the manual region asks for a layout.
+
+    jax says what is wrong with the axes of its mesh, and often not where.
+
+    trace: gives the closed jaxpr of the step, if it can be traced
+    """
+    frames = list(_frames_of_user(error))
+    found = [call[1] for text in (_text(frame) for frame in frames) for call in [_CALL.search(text)] if call]
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if not is_installed(frame.filename)]
+    if not frames:  # it was traced, and failed later
+        asking = [site.equation for site in every_equation(trace()) if _asks(site.equation, site.inside)]
+        found = [ASKING[equation.primitive.name] for equation in asking]
+        places = list(map(line_of_user, asking))
+    if found:
+        raise UserError(
+            f"{found[0]}: in a loss or a layer ({places[0] if places else 'of a package'}), where each device computes"
+            " with its own part of the arrays; leave it out: mesh and strategy say how parameters and batches are laid"
+            " out"
+        ) from error
+
+
+def _asks(equation: Any, inside: tuple[Any, ...]) -> bool:
+    """Whether an equation inside the manual region asks for a layout; one that names a memory does not."""
+    if equation.primitive.name not in ASKING or not any(each.primitive.name == "shard_map" for each in inside):
+        return False
+    targets = equation.params.get("devices", (equation.params.get("sharding"),))
+    return any(hasattr(target, "device_set") for target in targets)
+
+
+def _frames_of_user(error: ValueError) -> Iterator[traceback.FrameSummary]:
+    """The frames inside the innermost one of jaxdist, the innermost first, without those of jax."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(PACKAGE):
+            return
+        if not path.is_relative_to(Path(jax.__file__).parent):
+            yield frame
+
+
+def _text(frame: traceback.FrameSummary) -> str:
+    """The source of the call in which a frame is, which may have several lines."""
+    first = frame.lineno or 0
+    return "".join(linecache.getline(frame.filename, line) for line in range(first, (frame.end_lineno or first) + 1))
