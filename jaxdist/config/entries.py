@@ -54,11 +54,13 @@ class ModelFacts(EntryFacts):
 
     - ids_only: it takes windows of token ids, and no other samples.
     - kernels: `model.attention` chooses among kernels by what the devices can do.
+    - user_loss: it gives a loss, as of `nnx_loss`, and no `ModelDef`: one unit without blocks, split over data and fsdp.
     """
 
     folder = "jaxdist.models"
     ids_only: bool = False
     kernels: bool = False
+    user_loss: bool = False
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,8 @@ def build(
     cache = stack.enter_context(CacheHits())
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts = assemble(config, mesh)
-    outputs = make_outputs(config, folder, stack, watch, order=parts.order)  # which reads, while the data is read
+    order = parts.order if len(parts.order) else None
+    outputs = make_outputs(config, folder, stack, watch, order=order)  # which reads, while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
     sample = sampler_of(plan)
     if jax.process_count() > 1:

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from jaxdist import registry
 from jaxdist.build import Parts
 from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, leaves_of
+from jaxdist.data.samples import batch_leaves
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, on_cpu
 from jaxdist.optim import leave_out
@@ -41,7 +43,10 @@ def check_windows(config: Config) -> None:
     """Raise `UserError` for a source whose batches are not windows of ids: only its data tell their shapes.
 
     A source of somebody else's does not say what it gives. It is taken for one of ids if the model takes nothing else.
+    A model may say itself what a sample is: `sample_of` beside its options.
     """
+    if _sample_of(config) is not None:
+        return
     names = [part.source for part in config.data.parts() or (config.data,)]
     known = (True, None) if ModelFacts.of(config.model.name).ids_only else (True,)
     if found := [name for name in names if SourceFacts.of(name).ids not in known]:
@@ -51,15 +56,24 @@ def check_windows(config: Config) -> None:
         )
 
 
+def _sample_of(config: Config) -> dict[str, Any] | None:
+    """The leaves of a sample, as the model says; None where it does not."""
+    of = getattr(registry.options(ModelFacts.folder, config.model.name), "sample_of", None)
+    return of and {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in of(config.model.resolved()).items()}
+
+
 def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of the global batch of one step, with their shardings.
 
-    source: None if no data has been read; `UserError` is raised then as by `check_windows`
+    source: None if no data has been read: the model's `sample_of` says them, or else they are windows of ids.
+        `UserError` is raised then as by `check_windows`
     """
     sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
     if source is None:
         check_windows(config)
+    sample = None if source is not None else _sample_of(config)
     shapes = batch_shapes(**sizes) if source is None else leaves_of(source, **sizes)
+    shapes = shapes if sample is None else batch_leaves(sample, config.data.global_batch)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
