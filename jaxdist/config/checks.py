@@ -27,7 +27,7 @@ from jaxdist.config.rules.remat import (
     refuse_split_sequence,
     with_offload,
 )
-from jaxdist.config.rules.user_loss import LOSS_AXES, check_loss
+from jaxdist.config.rules.user_loss import LOSS_AXES, check_one_unit
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
@@ -117,7 +117,7 @@ def check_layout(config: Config) -> None:
     if config.parallel.grad_sync.deterministic:
         _check_deterministic(config, mesh)
     if ModelFacts.of(config.model.name).user_loss:
-        check_loss(config, several=ScheduleFacts.of(config.parallel.schedule).one_stage is False)
+        _check_loss(config)
     _check_blocks(config)
 
 
@@ -151,6 +151,20 @@ def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
     if config.optimizer.name in set(shipped) - set(ORDERED_OPTIMIZERS):
         refuse_optimizer(f"{config.optimizer.name!r} sums")
     check_deterministic(config.memory.remat)
+
+
+def _check_loss(config: Config) -> None:
+    """Refuse keys that need blocks, where `model.name` gives a loss."""
+    parallel, unset = config.parallel, type(config.parallel)()
+    if ScheduleFacts.of(parallel.schedule).one_stage is False:
+        refuse_stages(f"model.name: {config.model.name!r}", parallel.schedule, allowed="parallel.schedule=accumulate")
+    for key in ("prefetch", "stages", "sequence_parallel", "collective_matmul"):
+        if given := getattr(parallel, key):
+            raise UserError(
+                f"parallel.{key}: {show(given)} is for models with blocks, and model.name {config.model.name!r} is a"
+                f" loss, which is one unit; allowed: {show(getattr(unset, key))}"
+            )
+    check_one_unit(prefetch=0, remat=config.memory.remat, fp8=config.precision.resolved()[0].fp8)
 
 
 def _check_blocks(config: Config) -> None:

@@ -54,7 +54,7 @@ class ModelFacts(EntryFacts):
 
     - ids_only: it takes windows of token ids, and no other samples.
     - kernels: `model.attention` chooses among kernels by what the devices can do.
-    - user_loss: it gives a loss, as of `nnx_loss`, and no `ModelDef`: one unit without blocks, split over data and fsdp.
+    - user_loss: it gives a loss, as of `nnx_loss`, and no `ModelDef`: one unit, split over data and fsdp only.
     """
 
     folder = "jaxdist.models"

@@ -22,7 +22,6 @@ from jaxdist.errors import UserError
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.modules.nnx_modules import nnx_loss
 from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import PyTree
 
 FACTS = ModelFacts(user_loss=True)
 
@@ -107,7 +106,7 @@ class ResNet(nnx.Module):
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     """(cross-entropy sum, weight, {"accuracy": (sum, weight)}) of a classifier of images, over these rows.
 
-    batch: image [B, H, W, C], integers from 0 to 255 or floats as they are; label [B]; weights [B], 1 if there are none.
+    batch: image [B, H, W, C], floats as they are, or integers, of which 255 becomes 1; label [B]; weights [B], or none.
     """
     if lacking := {"image", "label"} - batch.keys():
         raise UserError(
@@ -144,7 +143,7 @@ def resnet(config: Any, *, max_length: int = 0, param_dtype: Any = jnp.float32) 
     return nnx_loss(lambda rngs: ResNet(config, rngs, param_dtype), classify)
 
 
-def from_torchvision(weights: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
+def from_torchvision(weights: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """(params, model_state) of the same ResNet, from the state dict of one of torchvision's.
 
     weights: arrays by torchvision's names: {name: tensor.numpy() for name, tensor in model.state_dict().items()}
@@ -154,8 +153,8 @@ def from_torchvision(weights: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
     >>> params["head"]["kernel"].shape, model_state["stem_norm"]["mean"].shape
     ((4, 10), (4,))
     """
-    params: PyTree = {}
-    model_state: PyTree = {}
+    params: dict[Any, Any] = {}
+    model_state: dict[Any, Any] = {}
     for name, value in weights.items():
         *path, kind = name.split(".")
         if kind == "num_batches_tracked":

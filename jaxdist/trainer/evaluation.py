@@ -113,11 +113,11 @@ def forward_parts(plan: RunPlan) -> tuple[Any, Mesh, PyTree, Strategy]:
 
 
 def eval_totals(plan: RunPlan) -> Callable[..., dict[str, Any]]:
-    """Compiled (params, model_state, batch) -> {"loss": (sum, weight), ...}, of the model or loss of a configuration."""
-    model, *rest = forward_parts(plan)
+    """Compiled (params, model_state, batch) -> {"loss": (sum, weight), ...}, of what `model.name` gives."""
+    model, mesh, specs, strategy = forward_parts(plan)
     if not isinstance(model, ModelDef):
-        return make_loss_eval_step(model, *rest, plan.parts.options)
-    step = make_eval_step(model, *rest)
+        return make_loss_eval_step(model, mesh, specs, strategy, plan.parts.options)
+    step = make_eval_step(model, mesh, specs, strategy)
     return lambda params, _, batch: {"loss": step(params, batch)}
 
 

@@ -87,8 +87,8 @@ def _made(module: Any) -> tuple[nnx.Module, Callable[[jax.Array], tuple[PyTree, 
         )
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree]:
-        _, params, _, _, model_state = nnx.split(build(nnx.Rngs(key)), *_PARTS)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+        _, *parts = nnx.split(build(nnx.Rngs(key)), *_PARTS)
+        return nnx.to_pure_dict(parts[0]), nnx.to_pure_dict(parts[3])
 
     made = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     if not isinstance(made, nnx.Module):

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jaxdist import registry
 from jaxdist.build import Parts
 from jaxdist.config.entries import ModelFacts, SourceFacts
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.data import Source, batch_shapes, leaves_of
 from jaxdist.data.samples import batch_leaves
 from jaxdist.errors import UserError
@@ -45,7 +45,7 @@ def check_windows(config: Config) -> None:
     A source of somebody else's does not say what it gives. It is taken for one of ids if the model takes nothing else.
     A model may say itself what a sample is: `sample_of` beside its options.
     """
-    if _sample_of(config) is not None:
+    if sample_of(config.model) is not None:
         return
     names = [part.source for part in config.data.parts() or (config.data,)]
     known = (True, None) if ModelFacts.of(config.model.name).ids_only else (True,)
@@ -56,10 +56,10 @@ def check_windows(config: Config) -> None:
         )
 
 
-def _sample_of(config: Config) -> dict[str, Any] | None:
-    """The leaves of a sample, as the model says; None where it does not."""
-    of = getattr(registry.options(ModelFacts.folder, config.model.name), "sample_of", None)
-    return of and {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in of(config.model.resolved()).items()}
+def sample_of(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct] | None:
+    """The leaves of a sample, by the function `sample_of` beside the model's options; None where it has none."""
+    of = getattr(registry.options(ModelFacts.folder, model.name), "sample_of", None)
+    return of and {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in of(model.resolved()).items()}
 
 
 def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -71,9 +71,9 @@ def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dic
     sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
     if source is None:
         check_windows(config)
-    sample = None if source is not None else _sample_of(config)
     shapes = batch_shapes(**sizes) if source is None else leaves_of(source, **sizes)
-    shapes = shapes if sample is None else batch_leaves(sample, config.data.global_batch)
+    if source is None and (sample := sample_of(config.model)) is not None:
+        shapes = batch_leaves(sample, config.data.global_batch)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
