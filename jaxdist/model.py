@@ -41,6 +41,7 @@ class ModelDef(NamedTuple):
     collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
     rows: batch -> what blocks read of it besides h, a pytree of arrays [B, ...] such as a key mask; or None. No
         gradient flows to it.
+    metrics: of evaluations, (as for head) -> {name: (sum, weight)}; or None.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -59,6 +60,7 @@ class ModelDef(NamedTuple):
     columns: bool = False
     collective_matmul: bool = False
     rows: Callable[[PyTree], PyTree] | None = None
+    metrics: Callable[..., Any] | None = None
 
     def read_by_blocks(self, batch: PyTree) -> PyTree:
         """What every block is given beside h: (dropout keys [B], rows if the model has any)."""

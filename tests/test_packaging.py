@@ -17,7 +17,11 @@ import jaxdist
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-DISTRIBUTION_OF = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}  # where the name one imports is another
+DISTRIBUTION_OF = {
+    "yaml": "pyyaml",
+    "orbax": "orbax-checkpoint",
+    "sklearn": "scikit-learn",
+}  # where the name one imports is another
 COMMANDS = (
     "python3 -m venv .venv && .venv/bin/pip install -q -e . "
     "&& .venv/bin/python scripts/train.py --config configs/quickstart.yaml",
@@ -48,7 +52,7 @@ def extra(name: str) -> set[str]:
 
 
 def test_dependencies_are_what_the_package_imports() -> None:
-    extras = set().union(*map(extra, ("hf", "bench", "arrayrecord", "parquet")))
+    extras = set().union(*map(extra, ("hf", "bench", "arrayrecord", "parquet", "examples")))
     imports = {name.lower() for name in third_party("jaxdist")}
     assert imports - extras == required(PROJECT["project"]["dependencies"])
     assert {name.lower() for name in third_party("scripts")} <= imports | extra("bench")

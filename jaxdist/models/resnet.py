@@ -106,12 +106,13 @@ class ResNet(nnx.Module):
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     """(cross-entropy sum, weight, {"accuracy": (sum, weight)}) of a classifier of images, over these rows.
 
-    batch: image [B, H, W, C], floats as they are, or integers, of which 255 becomes 1; label [B]; weights [B], or none.
+    batch: image [B, H, W, C], label [B], and weights [B] or none. Pixels that are integers go from 0 to 255, and become
+        numbers from -1 to 1; floats are taken as they are.
     """
     if lacking := {"image", "label"} - batch.keys():
         raise UserError(
             f"model: a batch needs image and label, and has no {min(lacking)}, but {', '.join(sorted(batch))}; allowed:"
-            " a data.source of images, such as images"
+            " a data.source of images, such as digits or images"
         )
     image, label = batch["image"], batch["label"]
     if image.ndim != 4 or image.shape[3] != model.stem.in_features:
@@ -120,7 +121,7 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
             " allowed: [rows, columns, channels]"
         )
     if jnp.issubdtype(image.dtype, jnp.integer):
-        image = image.astype(jnp.float32) / 255
+        image = image.astype(jnp.float32) / 127.5 - 1
     logits = model(image)
     logits = logits.astype(accumulation_dtype(logits.dtype))
     weights = batch.get("weights", jnp.ones(label.shape)).astype(logits.dtype)

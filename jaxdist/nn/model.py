@@ -191,9 +191,28 @@ def _head_sums(head: Any, *given: Any) -> Any:
         shown = jax.tree.map(lambda each: jax.typeof(each).str_short(), found)
         raise UserError(
             f"{type(head).__name__}: a head must return two scalars, (loss sum, weight sum) over these rows, such as"
-            f" (losses.sum(), losses.size); it returned {shown}. For metrics give the model as a loss of your own"
+            f" (losses.sum(), losses.size); it returned {shown}. For metrics of evaluations write a method"
+            " metrics(h, batch, embed)"
         )
     return found
+
+
+def _has_metrics(head: Any) -> bool:
+    """Whether the head has a method for metrics. Raises `UserError` for one that is not called as the head is."""
+    if not callable(getattr(head, "metrics", None)):
+        return False
+    try:
+        inspect.signature(head.metrics).bind("h", "batch", "embed")
+    except TypeError as error:
+        raise UserError(
+            f"model_def: metrics of {type(head).__name__} is called with (h, batch, embed), and does not take that"
+            f" ({error}); write def metrics(self, h, batch, embed)"
+        ) from None
+    return True
+
+
+def _metrics(head: Any, *given: Any) -> Any:
+    return head.metrics(*given)
 
 
 def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
@@ -229,7 +248,8 @@ def model_def(
         embed: a module, embed(batch, keys_B) -> h.
         blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
-            logits over the whole vocabulary, if text is to be sampled.
+            logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
+            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
     param_dtype: the dtype of all parameters.
     tied, scan_blocks, columns, rows: see `ModelDef`.
 
@@ -251,17 +271,14 @@ def model_def(
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
     name = lambda module: type(module).__name__  # noqa: E731
+    of_head = lambda params, embed, *given: (nnx.merge(head_def, params), *given, embedding(embed))  # noqa: E731
     return ModelDef(
         init=init,
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
         shapes=jax.eval_shape(init, jax.random.key(0)),
         embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
         block=lambda params, h, keys_B, *rows: nnx.merge(block_def, params)(h, keys_B, *rows),
-        head=_reads(
-            name(skeleton.head),
-            lambda params, embed, *given: _head_sums(nnx.merge(head_def, params), *given, embedding(embed)),
-            3,
-        ),
+        head=_reads(name(skeleton.head), lambda *given: _head_sums(*of_head(*given)), 3),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
         layers=len(skeleton.blocks),
         tied=tied,
@@ -270,4 +287,7 @@ def model_def(
         collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
+        metrics=_reads(f"metrics of {name(skeleton.head)}", lambda *given: _metrics(*of_head(*given)), 3)
+        if _has_metrics(skeleton.head)
+        else None,
     )

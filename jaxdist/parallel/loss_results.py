@@ -17,7 +17,8 @@ TAKEN = (
     "step", "loss", "weight", "grad_norm", "grads", "skipped", "skipped_in_a_row", "loss_scale", "lr", "tokens_per_s",
     "samples_per_s", "data_wait",
 )  # fmt: skip
-_PAIR = '(sum, weight, {"accuracy": (correct.sum(), correct.size)})'
+_METRICS = '{"accuracy": (correct.sum(), correct.size)}'
+_PAIR = f"(sum, weight, {_METRICS})"
 
 
 class LossResults(NamedTuple):
@@ -60,7 +61,7 @@ def read_results(result: Any, model_state: PyTree) -> tuple[jax.Array, LossResul
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise UserError(f"loss_fn: the sum of losses is {total.dtype}; allowed: a float, such as losses.sum()")
     wide, metrics = accumulation_dtype(total.dtype), result[2] if len(result) > 2 else {}
-    _check_metrics(metrics)
+    check_metrics(metrics, of="loss_fn")
     weight, metrics = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(wide), (result[1], metrics))
     _check_state(new, model_state)
     new = jax.tree.map(jnp.asarray, new)
@@ -95,17 +96,16 @@ def check_form(result: Any, *, stateful: bool) -> None:
         raise UserError("loss_fn: must return two scalars (sum of losses, weight); say losses.sum(), losses.size")
 
 
-def _check_metrics(metrics: Any) -> None:
+def check_metrics(metrics: Any, *, of: str) -> None:
+    """Raise `UserError` unless the metrics are pairs of scalars, by names that are free. of: what returned them."""
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise UserError(
-            f"loss_fn: its third value is of type {type(metrics).__name__}; allowed: metrics, as in {_PAIR}"
-        )
+        raise UserError(f"{of}: gave metrics of type {type(metrics).__name__}; allowed: a dict, as in {_METRICS}")
     for name, pair in metrics.items():
         if name in TAKEN:
-            raise UserError(f"loss_fn: metric {name!r} is jaxdist's own; give it another name than {', '.join(TAKEN)}")
+            raise UserError(f"{of}: metric {name!r} is jaxdist's own; give it another name than {', '.join(TAKEN)}")
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_scalar, pair)):
             raise UserError(
-                f"loss_fn: metric {name!r} must be two scalars, (sum over this shard's rows, weight); as in {_PAIR}"
+                f"{of}: metric {name!r} must be two scalars, (sum over this shard's rows, weight); as in {_METRICS}"
             )
 
 

@@ -1,12 +1,12 @@
 """Evaluation and sampling: forward-only programs in the layout of training."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
@@ -21,13 +21,14 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.loss_results import read_results
+from jaxdist.parallel.loss_results import check_metrics, read_results
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import in_precision, make_logits, make_program, program_and_region
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.autocast import autocast
+from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, specs_of_arrays
@@ -41,17 +42,32 @@ def unused_keys(rows: int) -> jax.Array:
     return jax.random.split(jax.random.key(0), rows)
 
 
-def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., Any]:
-    """Compiled (params, batch) -> (loss sum, weight sum) over the global batch. `model` must have no dropout."""
-    program = make_program(model, strategy, specs)
+def _measured(model: ModelDef) -> ModelDef:
+    """The model whose head returns (loss sum, weight sum, {metric: (sum, weight)}, in at least fp32)."""
+    if (metrics := model.metrics) is None:
+        return model._replace(head=lambda *given: (*model.head(*given), {}))
 
-    def region(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+    def head(*given: Any) -> tuple[Any, ...]:
+        loss, weight = model.head(*given)
+        found, wide = metrics(*given), accumulation_dtype(jnp.asarray(loss).dtype)
+        check_metrics(found, of="metrics of the head")
+        return loss, weight, jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(wide), found)
+
+    return model._replace(head=head)
+
+
+def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., Any]:
+    """Compiled (params, batch) -> {"loss": (sum, weight)} and the head's metrics, {name: (sum, weight)}, over the
+    global batch. `model` must have no dropout."""
+    program = make_program(_measured(model), strategy, specs)
+
+    def region(params: PyTree, batch: PyTree) -> dict[str, tuple[jax.Array, jax.Array]]:
         rows = jax.tree.leaves(batch)[0].shape[0]
         batch = to_varying({**batch, "keys": unused_keys(rows)}, BATCH_LIKE)
-        totals = program.loss(*strategy.begin(params, specs, STACKED), batch)[:2]
-        return psum(to_varying(totals, BATCH_LIKE), BATCH_LIKE)
+        loss, weight, metrics, *_ = program.loss(*strategy.begin(params, specs, STACKED), batch)
+        return psum(to_varying({"loss": (loss, weight), **metrics}, BATCH_LIKE), BATCH_LIKE)
 
-    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=(P(), P())))
+    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=P()))
 
 
 def make_loss_eval_step(
@@ -118,7 +134,7 @@ def eval_totals(plan: RunPlan) -> Callable[..., dict[str, Any]]:
     if not isinstance(model, ModelDef):
         return make_loss_eval_step(model, mesh, specs, strategy, plan.parts.options)
     step = make_eval_step(model, mesh, specs, strategy)
-    return lambda params, _, batch: {"loss": step(params, batch)}
+    return lambda params, _, batch: step(params, batch)
 
 
 def add_up(results: Iterable[PyTree], *, on_cpu: bool) -> PyTree:
@@ -133,8 +149,13 @@ def add_up(results: Iterable[PyTree], *, on_cpu: bool) -> PyTree:
     return jax.tree.map(lambda *each: float(np.sum(np.asarray(each, np.float64))), *jax.device_get(given))
 
 
+def mean_metrics(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The metrics of an evaluation from {name: (sum, weight)}: NaN where all weights are 0."""
+    return {f"eval/{name}": total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+
+
 class Evaluator:
-    """Mean loss over a fixed set of held-out windows or samples; of a mixture, over a set of each part."""
+    """Mean loss and metrics over a fixed set of held-out windows or samples; of a mixture, over a set of each part."""
 
     def __init__(self, plan: RunPlan, watch: Watch) -> None:
         config, whole = plan.config, [Part("", BLOCK, plan.source)]
@@ -161,26 +182,26 @@ class Evaluator:
 
         - "eval/loss": nats a token; of a mixture, the mean of its parts by their shares.
         - "eval/bits_per_byte": where tokens are bytes.
-        - "eval/loss/NAME": of each part of a mixture.
-        - "eval/METRIC", "eval/METRIC/NAME": the same of each metric of a loss.
+        - "eval/accuracy" and others: those of the model's head, or of the loss.
+        - "eval/loss/NAME", "eval/accuracy/NAME": of each part of a mixture.
         """
         self._crumbs.enter("evaluation")
-        means, named = defaultdict[str, float](float), dict[str, float]()
+        means, named = dict[str, float](), dict[str, float]()
         for name, share, loader in self._parts:
             batches = map(loader.batch, range(loader.batches or 0))
             each = (self._totals(state.params, state.model_state, batch) for batch in batches)
-            for metric, (total, weight) in add_up(each, on_cpu=self._on_cpu).items():
-                mean = total / weight if weight else math.nan
-                means[f"eval/{metric}"] += share * mean
-                named |= {f"eval/{metric}/{name}": mean} if name else {}
-        bits = {"eval/bits_per_byte": means["eval/loss"] / math.log(2)} if self._unit == "bytes" else {}
-        return {**means, **bits, **named}
+            found = mean_metrics(add_up(each, on_cpu=self._on_cpu))
+            means |= {metric: means.get(metric, 0.0) + share * mean for metric, mean in found.items()}
+            named |= {f"{metric}/{name}": mean for metric, mean in found.items()} if name else {}
+        loss = means.pop("eval/loss")
+        bits = {"eval/bits_per_byte": loss / math.log(2)} if self._unit == "bytes" else {}
+        return {"eval/loss": loss, **bits, **means, **named}
 
 
 def own_evaluation(
     plan: RunPlan, watch: Watch, data: Any, loss: Any, params_of: Callable[[TrainState], PyTree]
 ) -> Callable[[TrainState], dict[str, float]]:
-    """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss of the user's own: NaN where
+    """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss or of a model's head: NaN where
     all weights are 0. The first batch is tried here, without computing anything.
 
     data: batches of one epoch. params_of: what is evaluated of a state.
@@ -201,7 +222,7 @@ def own_evaluation(
     if isinstance(loss, ModelDef):
         specs = specs_of_arrays(plan.parts.target.params)
         step = make_eval_step(in_precision(loss, precision), mesh, specs, get_strategy(plan.parts.options))
-        totals: Callable[..., Any] = lambda params, _, batch: {"loss": step(params, batch)}  # noqa: E731
+        totals: Callable[..., Any] = lambda params, _, batch: step(params, batch)  # noqa: E731
     else:
         totals = jax.jit(own, out_shardings=NamedSharding(mesh, P()))
     placing = Placing(plan.sharding, {axis: mesh.shape[axis] for axis in BATCH_AXES}, "eval_data")
@@ -217,7 +238,7 @@ def own_evaluation(
         watch.crumbs.enter("evaluation")
         params = params_of(state)
         sums = add_up((totals(params, state.model_state, batch) for batch in batches()), on_cpu=on_cpu(mesh))
-        return {f"eval/{name}": total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+        return mean_metrics(sums)
 
     jax.eval_shape(totals, plan.parts.target.params, plan.parts.target.model_state, next(batches()))
     return evaluate

@@ -28,7 +28,6 @@ from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
-from jaxdist.plan.compiled.memory import sample_of
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
@@ -313,9 +312,10 @@ def check_vocabulary(config: Config, source: Source) -> None:
 
 def check_leaves(config: Config, source: Source) -> None:
     """Raise `UserError` when samples are not what the model takes. Of a user's own model that is not known."""
-    first, wanted, sample = source.first, batch_shapes(1, 1), sample_of(config.model)
+    first, wanted = source.first, batch_shapes(1, 1)
     leaves = wanted if isinstance(first, Ids) else first.leaves
-    if sample is not None and not sample.keys() <= leaves.keys():
+    sample = config.model.sample() if hasattr(config.model, "sample") else {}
+    if not sample.keys() <= leaves.keys():
         raise UserError(
             f"data.source: {source.info['name']!r} gives {', '.join(leaves)}, and model.name"
             f" {config.model.name!r} takes {', '.join(sample)}; allowed: {', '.join(SourceFacts.with_fact(ids=False))}"

@@ -116,7 +116,7 @@ def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
         options = StrategyOptions(POLICIES["fp64"], strategy=strategy)
         evaluate = make_eval_step(model, mesh, specs, get_strategy(options))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
-        total, weight = evaluate(state.params, batch)
+        total, weight = evaluate(state.params, batch)["loss"]
         want = layouts.reference(config_of(case), 32, "fp64").losses[0]
     assert float(total / weight) == pytest.approx(want, rel=1e-10)
 

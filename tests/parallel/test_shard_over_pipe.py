@@ -313,7 +313,7 @@ def test_evaluation_and_checkpoints_of_spread_parameters(tmp_path: Path) -> None
         placing = get_strategy(StrategyOptions(POLICIES["fp32"], strategy=strategy))
         total, weight = make_eval_step(model, mesh, specs_of_arrays(params), placing)(
             params, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
-        )
+        )["loss"]
         return float(total / weight)
 
     mesh = make_mesh(pipe=2, fsdp=2, tensor=2)

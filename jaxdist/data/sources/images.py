@@ -1,6 +1,6 @@
 """Images with labels, in arrays of numpy: a `.npz` file, or a folder of `.npy` files, which stay in their files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ import numpy as np
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.file_array import FileArray, Ids
-from jaxdist.data.loader import ROUNDS, permute
-from jaxdist.data.samples import Samples, as_dtype, sample_leaves
-from jaxdist.data.source import CHUNK_BYTES, Source, fingerprint, readable, source_info, split_tail
+from jaxdist.data.samples import Samples
+from jaxdist.data.source import Source, readable, source_info
+from jaxdist.data.sources._arrays import fingerprint_of, samples_of, split_at_random
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(reads_files=True, ids=False)
@@ -40,15 +40,10 @@ def images(config: DataConfig) -> Source:
                 " or shapes; give both of one kind"
             )
     else:
-        train, held_out = _split(whole, config.held_out)
+        train, held_out = split_at_random(whole, config.held_out)
     both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
-    parts = (
-        (f"{side} {name} {array.dtype.str} {array.shape}", array.nbytes, _pieces(array))
-        for side, found in both.items()
-        for name, array in found.items()
-    )
     with readable("data.path", Path(config.path)):
-        digest = fingerprint(parts)
+        digest = fingerprint_of(both)
     sizes, files = (train.size, held_out.size), (len(arrays), len(held_arrays or arrays))
     return Source(train, held_out, 0, source_info(config, "images", "samples", sizes=sizes, files=files, sha256=digest))
 
@@ -99,30 +94,4 @@ def _samples(arrays: Mapping[str, Ids], *, key: str) -> Samples:
     size = counts["image"]
     if other := [name for name, count in counts.items() if count != size or not count]:
         raise UserError(f"{key}: image has {size} rows, {other[0]} {counts[other[0]]}; give as many of each, 1 or more")
-    leaves = sample_leaves({name: array[0] for name, array in arrays.items()}, where=key)
-
-    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        rows = {name: array[numbers] for name, array in arrays.items()}
-        return {name: as_dtype(row, leaves[name].dtype, where=f"{key}: {name}") for name, row in rows.items()}
-
-    return Samples(size, leaves, read)
-
-
-def _split(whole: Samples, fraction: float) -> tuple[Samples, Samples]:
-    """In an order that depends on the number of samples only: neighbours are often alike, or of one label."""
-    if whole.size < 2:
-        raise UserError("data.path: holds one sample, and one is held out; give more, or data.val_path")
-    keys = np.random.SeedSequence(whole.size).generate_state(ROUNDS, np.uint64)
-    order = permute(np.arange(whole.size), whole.size, keys)
-    parts = [np.sort(part) for part in split_tail(order, fraction)]  # in order as they lie on the disk
-
-    def side(part: np.ndarray) -> Samples:
-        return Samples(part.size, whole.leaves, lambda numbers: whole.read(part[numbers]))
-
-    return side(parts[0]), side(parts[1])
-
-
-def _pieces(array: Ids) -> Iterator[bytes]:
-    rows = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
-    for start in range(0, len(array), rows):
-        yield np.ascontiguousarray(array[start : start + rows]).tobytes()
+    return samples_of(arrays, key=key)

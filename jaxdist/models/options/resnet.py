@@ -42,10 +42,9 @@ class Options(ModelConfig):
         kind, stages = "bottleneck" if self.bottleneck else "basic", " + ".join(map(str, self.blocks_of_stages))
         return f"{self.name} ({kind}): {stages} blocks, width {self.width}, images of {self.image_size}"
 
-
-def sample_of(model: Options) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each leaf of a sample that the model is planned for, without data."""
-    return {"image": ((model.image_size, model.image_size, model.channels), "float32"), "label": ((), "int32")}
+    def sample(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The (shape, dtype) of each leaf of a sample, for plans, which read no data."""
+        return {"image": ((self.image_size, self.image_size, self.channels), "uint8"), "label": ((), "int32")}
 
 
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jaxdist import registry
 from jaxdist.build import Parts
 from jaxdist.config.entries import ModelFacts, SourceFacts
-from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.schema import Config
 from jaxdist.data import Source, batch_shapes, leaves_of
 from jaxdist.data.samples import batch_leaves
 from jaxdist.errors import UserError
@@ -43,10 +42,7 @@ def check_windows(config: Config) -> None:
     """Raise `UserError` for a source whose batches are not windows of ids: only its data tell their shapes.
 
     A source of somebody else's does not say what it gives. It is taken for one of ids if the model takes nothing else.
-    A model may say itself what a sample is: `sample_of` beside its options.
     """
-    if sample_of(config.model) is not None:
-        return
     names = [part.source for part in config.data.parts() or (config.data,)]
     known = (True, None) if ModelFacts.of(config.model.name).ids_only else (True,)
     if found := [name for name in names if SourceFacts.of(name).ids not in known]:
@@ -56,24 +52,21 @@ def check_windows(config: Config) -> None:
         )
 
 
-def sample_of(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """The leaves of a sample, by the function `sample_of` beside the model's options; None where it has none."""
-    of = getattr(registry.options(ModelFacts.folder, model.name), "sample_of", None)
-    return of and {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in of(model.resolved()).items()}
-
-
 def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of the global batch of one step, with their shardings.
 
-    source: None if no data has been read: the model's `sample_of` says them, or else they are windows of ids.
-        `UserError` is raised then as by `check_windows`
+    source: None if no data has been read: the options of the model say them (`sample`), or else they are windows of
+        ids. `UserError` is raised then as by `check_windows`
     """
     sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
-    if source is None:
-        check_windows(config)
-    shapes = batch_shapes(**sizes) if source is None else leaves_of(source, **sizes)
-    if source is None and (sample := sample_of(config.model)) is not None:
+    if source is not None:
+        shapes = leaves_of(source, **sizes)
+    elif hasattr(config.model, "sample"):
+        sample = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in config.model.sample().items()}
         shapes = batch_leaves(sample, config.data.global_batch)
+    else:
+        check_windows(config)
+        shapes = batch_shapes(**sizes)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 

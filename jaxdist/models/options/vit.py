@@ -1,0 +1,86 @@
+"""Options of the model `vit`, and what they must be."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from jaxdist.config.entries import SourceFacts
+from jaxdist.config.rules.fields import setting
+from jaxdist.config.rules.pipeline import divisors, multiples_around, near
+from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.errors import UserError
+
+UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them
+
+
+@dataclass(frozen=True)
+class Options(ModelConfig):
+    """The Vision Transformer. The defaults are those of ViT-Base/16."""
+
+    image_size: int = setting(224, "rows and columns of an image", at_least=1)
+    patch_size: int = setting(16, "rows and columns of a patch; divides image_size", at_least=1)
+    channels: int = setting(3, "channels of an image", at_least=1)
+    classes: int = setting(1000, "number of labels", at_least=1)
+    layers: int = setting(12, "number of blocks", at_least=1)
+    width: int = setting(768, "size of the residual stream", at_least=1)
+    heads: int = setting(12, "attention heads; divides width", at_least=1)
+    mlp_width: int | None = setting(None, "hidden size of the MLP; null: 4 x width", at_least=1)
+    dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
+    norm_eps: float = setting(1e-12, "added to the variance in normalisation", above=0)
+    attention: str = setting(
+        "auto",
+        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+        how=True,
+    )
+    scan_blocks: int = setting(
+        1,
+        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
+        at_least=0,
+        how=True,
+    )
+
+    def resolved(self) -> Self:
+        """With the width of the MLP filled in."""
+        return replace(self, mlp_width=4 * self.width if self.mlp_width is None else self.mlp_width)
+
+    def describe(self) -> str:
+        """Such as "vit: 12 blocks, width 768, 12 heads, 196 patches"."""
+        patches = (self.image_size // self.patch_size) ** 2
+        return f"{self.name}: {self.layers} blocks, width {self.width}, {self.heads} heads, {patches} patches"
+
+    def sample(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The (shape, dtype) of each leaf of a sample, for plans, which read no data."""
+        return {"image": ((self.image_size, self.image_size, self.channels), "uint8"), "label": ((), "int32")}
+
+
+def check_options(config: Config, mesh: Mapping[str, int]) -> None:
+    """Raise `UserError` where the model does not fit itself, the data source, or a mesh of these sizes."""
+    model, tensor = config.model.resolved(), mesh["tensor"]
+    for source in [part.source for part in config.data.parts()] or [config.data.source]:
+        if SourceFacts.of(source).ids:
+            raise UserError(
+                f"data.source: {source!r} gives token ids, and model.name {model.name!r} takes images with labels;"
+                f" allowed: {', '.join(SourceFacts.with_fact(ids=False))}; or a source of your own, by a dotted path"
+            )
+    if model.image_size % model.patch_size:
+        raise UserError(
+            f"model.patch_size: {model.patch_size} does not divide model.image_size {model.image_size}; allowed:"
+            f" {near(divisors(model.image_size), model.patch_size)}"
+        )
+    if model.width % model.heads:
+        raise UserError(
+            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
+            f" {near(divisors(model.width), model.heads)}"
+        )
+    sizes = near(divisors(math.gcd(model.heads, model.mlp_width)), tensor)
+    for key in ("heads", "mlp_width"):
+        value = getattr(model, key)
+        if value % tensor:
+            heads = [n for n in divisors(model.width) if n % tensor == 0]
+            works = heads if key == "heads" else multiples_around(value, tensor)
+            raise UserError(
+                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work: {sizes};"
+                f" model.{key} that work with {tensor}: {near(works, value)}"
+            )

@@ -1,0 +1,162 @@
+"""ViT: the Vision Transformer, a classifier of images (Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words").
+
+Legend: B batch, H rows and W columns of an image, C channels, p rows and columns of a patch, S positions (the class
+token, then the patches row by row), D model width, L labels.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.collectives import to_varying, varying_axes
+from jaxdist.config.entries import ModelFacts
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.nn import (
+    MLP,
+    Attention,
+    Block,
+    LayerNorm,
+    ModelDef,
+    PositionEmbed,
+    add_bias,
+    dropout,
+    model_def,
+    normal,
+    zeros,
+)
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
+from jaxdist.precision.policy import accumulation_dtype
+
+FACTS = ModelFacts(kernels=True)
+
+Batch = dict[str, jax.Array]
+
+
+class Linear(nnx.Module):
+    """A linear layer [..., in] -> [..., out], with a copy on every device of `tensor`; its result is in at least fp32."""
+
+    def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, std: float) -> None:
+        self.kernel = normal(rngs, (inputs, outputs), std, (None, None))
+        self.bias = zeros((outputs,), (None,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        return add_bias(einsum_fp32("BSi,io->BSo", x.astype(kernel.dtype), kernel), self.bias[...])
+
+
+def patches_of(image_BHWC: jax.Array, size: int) -> jax.Array:
+    """The patches [B, patches, p p C] of images, row by row, each as its pixels row by row."""
+    batch, rows, columns, channels = image_BHWC.shape
+    cut = image_BHWC.reshape(batch, rows // size, size, columns // size, size, channels)
+    return cut.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
+
+
+class Embed(nnx.Module):
+    """Patches through a linear layer, the class token before them, learned positions."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        size, side, inputs = config.patch_size, config.image_size // config.patch_size, config.channels
+        self.patches = Linear(rngs, size * size * inputs, config.width, (size * size * inputs) ** -0.5)
+        self.class_token = normal(rngs, (config.width,), 0.02, (None,))
+        self.positions = PositionEmbed(rngs, 1 + side * side, config.width)
+        self.size, self.dropout = size, config.dropout
+        self.image = (config.image_size, config.image_size, config.channels)
+
+    def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:
+        image_BHWC = batch["image"]
+        if image_BHWC.shape[1:] != self.image:
+            raise UserError(
+                f"vit: images are {list(image_BHWC.shape[1:])}, and the model takes {list(self.image)}; set"
+                " model.image_size and model.channels to those of the data"
+            )
+        table = self.positions(1 + (self.image[0] // self.size) ** 2)
+        wide = accumulation_dtype(table.dtype)
+        pixels = image_BHWC.astype(wide)
+        if jnp.issubdtype(image_BHWC.dtype, jnp.integer):
+            pixels = pixels * (1 / 127.5) - 1
+        patches_BSD = self.patches(patches_of(pixels, self.size)).astype(table.dtype)
+        token = to_varying(self.class_token[...].astype(table.dtype), varying_axes(patches_BSD))
+        first = jnp.broadcast_to(token, (patches_BSD.shape[0], 1, token.size))
+        h_BSD = add_bias(jnp.concatenate([first, patches_BSD], axis=1), table)
+        return dropout(h_BSD, keys_B, site=0, rate=self.dropout)
+
+
+class Head(nnx.Module):
+    """Final norm, logits of the labels from the class token, cross-entropy."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.norm = LayerNorm(config.width, eps=config.norm_eps)
+        self.classifier = Linear(rngs, config.width, config.classes, 0.02)
+
+    def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
+        """[B, L], in at least fp32."""
+        return self.classifier(self.norm(h_BSD[:, :1]))[:, 0]
+
+    def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
+        """(sum of weighted losses in nats, sum of weights). A negative label counts nothing; one that is no label of
+        the model gives nan."""
+        logits_BL, weights_B = self.logits(h_BSD, embed), _weights(batch, h_BSD)
+        label_B = jnp.where(weights_B == 0, 0, batch["label"])
+        chosen_B = jnp.take_along_axis(logits_BL, label_B[:, None], axis=1)[:, 0]
+        return ((jax.nn.logsumexp(logits_BL, axis=1) - chosen_B) * weights_B).sum(), weights_B.sum()
+
+    def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """accuracy: the share of samples whose likeliest label is theirs."""
+        right_B, weights_B = self.logits(h_BSD, embed).argmax(axis=1) == batch["label"], _weights(batch, h_BSD)
+        return {"accuracy": (jnp.where(right_B, weights_B, 0).sum(), weights_B.sum())}
+
+
+def _weights(batch: Batch, h_BSD: jax.Array) -> jax.Array:
+    return jnp.where(batch["label"] < 0, 0, batch["weights"]).astype(accumulation_dtype(h_BSD.dtype))
+
+
+def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:
+    assert config.mlp_width, "not resolved"
+    out_scale, width = (2 * config.layers) ** -0.5, config.width
+    attention = Attention(
+        rngs,
+        width,
+        config.heads,
+        config.heads,
+        bias=True,
+        dropout=config.dropout,
+        out_scale=out_scale,
+        kernel=config.attention.replace("auto", "xla"),
+        causal=False,
+        fp8=fp8,
+    )
+    mlp = MLP(rngs, width, config.mlp_width, kind="gelu_erf", bias=True, out_scale=out_scale, fp8=fp8)
+    norm1, norm2 = (LayerNorm(width, eps=config.norm_eps) for _ in range(2))
+    return Block(norm1, attention, norm2, mlp, dropout=config.dropout)
+
+
+class ViT(nnx.Module):
+    """The whole model as a module; training takes it apart with `model_def`."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> None:
+        self.embed = Embed(config, rngs)
+        self.blocks = nnx.List([_block(config, rngs, fp8=fp8) for _ in range(config.layers)])
+        self.head = Head(config, rngs)
+
+
+def vit(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False) -> ModelDef:
+    """The `ModelDef` of a ViT. Batches: image [B, H, W, C], label and weights [B]. Pixels that are integers go from 0 to
+    255, and become numbers from -1 to 1; floats are taken as they are. Evaluations have the metric accuracy.
+
+    The blocks are split over `tensor`, as GPT's are. Patches, positions and classifier are copies on its devices: they
+    are less than a hundredth of the work.
+
+    config: its `attention` "auto" is "xla" here; `jaxdist.build` knows what the model runs on.
+    max_length: without effect: the positions are those of the patches.
+    fp8: whether the blocks' linear layers multiply in float8, as precision fp8 needs.
+    """
+    full = config.resolved()
+    return model_def(
+        lambda rngs: ViT(full, rngs, fp8=fp8),
+        param_dtype=param_dtype,
+        scan_blocks=full.scan_blocks,
+        columns=not full.dropout,  # which goes by the position in h
+    )
