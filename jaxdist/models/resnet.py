@@ -39,8 +39,8 @@ def _convolution(rngs: nnx.Rngs, size: int, before: int, after: int, stride: int
 def _norm(rngs: nnx.Rngs, channels: int, dtype: Any) -> nnx.BatchNorm:
     """A BatchNorm with the numbers of PyTorch: its momentum 0.1 is 0.9 here."""
     norm = nnx.BatchNorm(channels, momentum=0.9, epsilon=1e-5, param_dtype=dtype, rngs=rngs)
-    for statistic in (norm.mean, norm.var):  # Flax makes them in float32
-        statistic[...] = statistic[...].astype(accumulation_dtype(dtype))
+    wide = accumulation_dtype(dtype)  # Flax makes the running statistics in float32
+    norm.mean, norm.var = nnx.BatchStat(jnp.zeros(channels, wide)), nnx.BatchStat(jnp.ones(channels, wide))
     return norm
 
 
@@ -126,7 +126,7 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     logits = logits.astype(accumulation_dtype(logits.dtype))
     weights = batch.get("weights", jnp.ones(label.shape)).astype(logits.dtype)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label) * weights
-    right = jnp.where(logits.argmax(-1) == label, weights, 0)
+    right = jnp.where(logits.argmax(-1).astype(label.dtype) == label, weights, 0)
     return losses.sum(), weights.sum(), {"accuracy": (right.sum(), weights.sum())}
 
 

@@ -28,6 +28,7 @@ from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
+from jaxdist.plan.compiled.memory import sample_of
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
@@ -314,7 +315,7 @@ def check_leaves(config: Config, source: Source) -> None:
     """Raise `UserError` when samples are not what the model takes. Of a user's own model that is not known."""
     first, wanted = source.first, batch_shapes(1, 1)
     leaves = wanted if isinstance(first, Ids) else first.leaves
-    sample = config.model.sample() if hasattr(config.model, "sample") else {}
+    sample = sample_of(config)
     if not sample.keys() <= leaves.keys():
         raise UserError(
             f"data.source: {source.info['name']!r} gives {', '.join(leaves)}, and model.name"
