@@ -23,6 +23,7 @@ from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.nn import why_not_cudnn
 from jaxdist.optim.make import make_optimizer
+from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
 from jaxdist.precision.policy import Precision, precision_of
@@ -47,10 +48,10 @@ class Parts(NamedTuple):
     options: of the step, as the configuration resolves on this mesh.
     attention: the kernel of attention, xla or cudnn; and why not cudnn.
     target: the state as ShapeDtypeStructs with shardings.
-    order: the block that each row of stacked blocks holds (`order_of_blocks`).
+    order: the block that each row of stacked blocks holds (`order_of_blocks`); empty for the loss of a module.
     """
 
-    model: ModelDef
+    model: ModelDef | ModuleLoss
     optimizer: optax.GradientTransformation
     options: StepOptions
     attention: tuple[str, str | None]
@@ -105,10 +106,11 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
 
 def make_model(
     config: Config, precision: Precision, *, stages: int, training: bool, attention: str = "xla"
-) -> ModelDef:
-    """The model of this configuration, arranged for that many pipeline stages.
+) -> ModelDef | ModuleLoss:
+    """The model of this configuration, arranged for that many pipeline stages; or the loss that stands for one.
 
-    training: whether it is for training. For evaluation and sampling it has no dropout, and splits no sequences.
+    training: whether it is for training. For evaluation and sampling it has no dropout, and splits no sequences. A loss
+        is in evaluation mode then, if it has one.
     attention: the kernel, from `attention_of`.
     """
     chosen = {"attention": attention} if training else {"attention": attention, "dropout": 0.0}
@@ -132,7 +134,10 @@ def make_model(
                 f" {name!r} takes no such option; allowed: {allowed}"
             )
     given |= dict.fromkeys(asked, True)
-    model = registry.make("jaxdist.models", name, ModelDef, options, **given, key="model.name")
+    kinds: Any = (ModelDef, ModuleLoss)
+    model = registry.make("jaxdist.models", name, kinds, options, **given, key="model.name")
+    if isinstance(model, ModuleLoss):
+        return model if training else model.evaluation or model
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
 
 
@@ -171,7 +176,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
     deterministic = options.grad_sync.deterministic
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
-    step = make_train_step(model, optimizer, mesh, options)
-    order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
+    step, order = make_train_step(model, optimizer, mesh, options), np.arange(0)
+    if isinstance(model, ModelDef):
+        order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
     target = state_target(model, optimizer, mesh, options)
     return Parts(model, optimizer, options, attention, target, order, step)

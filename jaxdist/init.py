@@ -31,10 +31,12 @@ def _is_init(source: Any) -> bool:
 
 
 def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyTree]:
-    """Parameters and state of the loss of a module; those that are given otherwise."""
-    return (
-        (source.params, model_state or source.model_state) if isinstance(source, ModuleLoss) else (source, model_state)
-    )
+    """Parameters, or what makes them, and state of the loss of a module; those that are given otherwise."""
+    if not isinstance(source, ModuleLoss):
+        return source, model_state
+    init = source.init
+    params = source.params if init is None else lambda key: init(key)[0]
+    return params, model_state or source.model_state
 
 
 def _refuse_modules(source: PyTree) -> None:
@@ -162,6 +164,7 @@ def init_state(
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
     {'b': (3,), 'w': (2, 4)}
     """
+    module_init = source.init if isinstance(source, ModuleLoss) else None
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
@@ -169,6 +172,10 @@ def init_state(
     optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
     state = allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model_state))
+    if module_init is not None and abstract:  # its module builds it, unless the caller has given one
+        carry = jax.jit(lambda key: module_init(key)[1], out_shardings=shardings_of(carried))
+        return state._replace(model_state=carry(key))
     # Copies: the state is donated, and the caller keeps what he gave.
     copies = jax.tree.map(lambda leaf, like: jnp.array(leaf, like.dtype), model_state, carried)
     return state._replace(model_state=jax.device_put(copies, shardings_of(carried)))

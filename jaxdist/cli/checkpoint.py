@@ -24,6 +24,7 @@ from jaxdist.config.schema import Config
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.files.regular import DAMAGED, read_regular, replace_file
+from jaxdist.model import ModelDef
 from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
 from jaxdist.optim.make import make_optimizer
@@ -106,6 +107,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
         check_vocabulary(config, source)
         whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
         made = make_model(whole, precision_of(config.precision), stages=1, training=True)
+        assert isinstance(made, ModelDef), "a loss has no format of Hugging Face, which check_model has said"
         shapes = leaves_by_name(made.shapes)
         named = load_params(files, model, shapes, positions=positions)
         params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")

@@ -27,6 +27,7 @@ from jaxdist.config.rules.remat import (
     refuse_split_sequence,
     with_offload,
 )
+from jaxdist.config.rules.user_loss import LOSS_AXES, check_one_unit
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
@@ -115,6 +116,8 @@ def check_layout(config: Config) -> None:
     )
     if config.parallel.grad_sync.deterministic:
         _check_deterministic(config, mesh)
+    if ModelFacts.of(config.model.name).user_loss:
+        _check_loss(config)
     _check_blocks(config)
 
 
@@ -122,7 +125,8 @@ def _check_axes(config: Config) -> None:
     """Before the mesh is fitted to devices: what is proposed then must not be refused afterwards."""
     model = config.model.name
     # A model of somebody else's that says nothing may use `tensor`; that is seen when it is built.
-    unused = getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", ("context",))
+    usual = LOSS_AXES if ModelFacts.of(model).user_loss else ("context",)
+    unused = getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", usual)
     for axis in unused:
         check_axis(axis, getattr(config.mesh, axis), f"model {model}", unused=unused)
 
@@ -147,6 +151,20 @@ def _check_deterministic(config: Config, mesh: dict[str, int]) -> None:
     if config.optimizer.name in set(shipped) - set(ORDERED_OPTIMIZERS):
         refuse_optimizer(f"{config.optimizer.name!r} sums")
     check_deterministic(config.memory.remat)
+
+
+def _check_loss(config: Config) -> None:
+    """Refuse keys that need blocks, where `model.name` gives a loss."""
+    parallel, unset = config.parallel, type(config.parallel)()
+    if ScheduleFacts.of(parallel.schedule).one_stage is False:
+        refuse_stages(f"model.name: {config.model.name!r}", parallel.schedule, allowed="parallel.schedule=accumulate")
+    for key in ("prefetch", "stages", "sequence_parallel", "collective_matmul"):
+        if given := getattr(parallel, key):
+            raise UserError(
+                f"parallel.{key}: {show(given)} is for models with blocks, and model.name {config.model.name!r} is a"
+                f" loss, which is one unit; allowed: {show(getattr(unset, key))}"
+            )
+    check_one_unit(prefetch=0, remat=config.memory.remat, fp8=config.precision.resolved()[0].fp8)
 
 
 def _check_blocks(config: Config) -> None:
@@ -179,7 +197,8 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
     if parallel.prefetch is not None:
         return bool(parallel.prefetch)
     stages = config.mesh.pipe != 1 or parallel.stages or not ScheduleFacts.of(parallel.schedule).one_stage
-    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.fsdp == 1 or stages:
+    one_unit = ModelFacts.of(config.model.name).user_loss
+    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.fsdp == 1 or stages or one_unit:
         return False
     try:
         _check_blocks(replace(config, parallel=replace(parallel, prefetch=1)))

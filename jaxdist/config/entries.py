@@ -55,12 +55,14 @@ class ModelFacts(EntryFacts):
     - ids_only: it takes windows of token ids, and no other samples.
     - kernels: `model.attention` chooses among kernels by what the devices can do.
     - key_mask: its attention may get a key mask.
+    - user_loss: it gives a loss, as of `nnx_loss`, and no `ModelDef`: one unit, split over data and fsdp only.
     """
 
     folder = "jaxdist.models"
     ids_only: bool = False
     kernels: bool = False
     key_mask: bool = False
+    user_loss: bool = False
 
 
 @dataclass(frozen=True)

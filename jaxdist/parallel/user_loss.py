@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from optax import MaskedNode
 
 from jaxdist.collectives import psum
+from jaxdist.config.rules.user_loss import LOSS_AXES, check_one_unit
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.dependence import depends
 from jaxdist.jaxpr.forbidden import (
@@ -205,8 +206,8 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
     params: in the dtype that the policy gives layers; the loss casts its inputs to it. A model_state keeps its dtypes.
     captured: beside that of the strategy it holds the model_state at the start of the step.
     """
-    _check_options(options)
-    idle = [axis for axis in ("pipe", "context", "expert", "tensor") if mesh.shape[axis] > 1]
+    check_one_unit(prefetch=options.prefetch, remat=options.remat, fp8=options.precision.fp8)
+    idle = [axis for axis in LOSS_AXES if mesh.shape[axis] > 1]
     if idle:
         raise UserError(
             f"mesh.{idle[0]}={mesh.shape[idle[0]]}: a user's loss_fn is split over data and fsdp only; set {idle[0]} "
@@ -261,22 +262,3 @@ def _mean(total: Any, old: jax.Array, count: int, axes: tuple[str, ...]) -> jax.
         return (total / count).astype(old.dtype)
     numbers = (total // count).astype(_part(old.dtype))
     return numbers.astype(bool) if old.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(numbers, old.dtype)
-
-
-def _check_options(options: StepOptions) -> None:
-    """Raise `UserError` for options of a step that need a model with blocks."""
-    if options.prefetch:
-        raise UserError(
-            "prefetch=1: a user's loss_fn is one unit, gathered at once; leave prefetch out, or build the "
-            "model from jaxdist.nn layers"
-        )
-    if options.remat in ("sqrt", "offload"):
-        raise UserError(
-            f"memory.remat: {options.remat!r} is for blocks, and a user's loss_fn is one unit; allowed: none, full, "
-            "dots, a list of names; or build the model from jaxdist.nn layers"
-        )
-    if options.precision.fp8:
-        raise UserError(
-            "precision: fp8 is for models of jaxdist.nn layers; allowed with a user's loss_fn: bf16, in"
-            " which it may call jaxdist.nn.product(x, kernel, fp8=True) itself"
-        )

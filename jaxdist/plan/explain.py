@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.build import Parts, assemble, prefetches_on
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
+from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
@@ -103,6 +104,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     reduce dtype. (Tables of the head, gathered in slices beside the blocks, are counted as fp32.)
     """
     strategy, specs = get_strategy(parts.options), specs_of_arrays(parts.target.params)
+    blocks = STACKED if isinstance(parts.model, ModelDef) else None
     sizes: dict[str, int] = {}
 
     reduced = dict[str, int]()
@@ -114,7 +116,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         return leaf.size * (min(size, reduced[unit]) if unit in reduced else max(4, size))
 
     def region(params: PyTree) -> jax.Array:
-        diff, captured = strategy.begin(params, specs, STACKED)
+        diff, captured = strategy.begin(params, specs, blocks)
         trained = leave_out(diff, config.optimizer.freeze)
         sizes["gradients"] = sum(gradient(unit, leaf) for unit in trained for leaf in jax.tree.leaves(trained[unit]))
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import check_metrics, read_results
-from jaxdist.parallel.program import in_precision, make_logits, make_program
+from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.program import in_precision, make_logits, make_program, program_and_region
+from jaxdist.parallel.schedule import UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.autocast import autocast
@@ -68,6 +70,25 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=P()))
 
 
+def make_loss_eval_step(
+    loss: UserLoss, mesh: Mesh, specs: PyTree, strategy: Strategy, options: StepOptions
+) -> Callable[..., Any]:
+    """Compiled (params, model_state, batch) -> {"loss": (sum, weight), ...} with the loss's metrics, over the global
+    batch. `loss` is one in evaluation mode: its new state is dropped."""
+    options = replace(options, microbatches=1, remat="none")
+    program, region_of = program_and_region(loss, strategy, specs, mesh, options)
+
+    def region(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        parts = to_varying({"batch": batch, "keys": unused_keys(rows)}, BATCH_LIKE)
+        diff, captured = strategy.begin(params, specs, None)
+        total, weight, extra = program.loss(diff, (captured, model_state), parts)
+        totals = {"loss": (total, weight), **program.settle(extra, model_state)[0]}
+        return psum(to_varying(totals, BATCH_LIKE), BATCH_LIKE)
+
+    return jax.jit(region_of(region, mesh=mesh, in_specs=(specs, P(), batch_spec(mesh)), out_specs=P()))
+
+
 def make_sampler(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., jax.Array]:
     """Compiled (params, tokens [R, S], start, stop, key) -> tokens with positions start..stop-1 sampled in turn.
 
@@ -95,13 +116,25 @@ def make_sampler(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy)
     return jax.jit(sample)
 
 
-def forward_parts(plan: RunPlan) -> tuple[ModelDef, Mesh, PyTree, Strategy]:
-    """The arguments of `make_eval_step` and `make_sampler`: the model without dropout, in the layout of the run."""
+def forward_parts(plan: RunPlan) -> tuple[Any, Mesh, PyTree, Strategy]:
+    """The arguments of `make_eval_step` and `make_sampler`: the model without dropout, in the layout of the run. A loss
+    in place of a model is in evaluation mode, and not in the precision of the run yet."""
     config, parts, mesh = plan.config, plan.parts, plan.mesh
     strategy = get_strategy(parts.options)
     precision, stages = parts.options.precision, mesh.shape["pipe"]
     model = make_model(config, precision, stages=stages, training=False, attention=parts.attention[0])
-    return in_precision(model, precision), mesh, specs_of_arrays(parts.target.params), strategy
+    if isinstance(model, ModelDef):
+        model = in_precision(model, precision)
+    return model, mesh, specs_of_arrays(parts.target.params), strategy
+
+
+def eval_totals(plan: RunPlan) -> Callable[..., dict[str, Any]]:
+    """Compiled (params, model_state, batch) -> {"loss": (sum, weight), ...}, of what `model.name` gives."""
+    model, mesh, specs, strategy = forward_parts(plan)
+    if not isinstance(model, ModelDef):
+        return make_loss_eval_step(model, mesh, specs, strategy, plan.parts.options)
+    step = make_eval_step(model, mesh, specs, strategy)
+    return lambda params, _, batch: step(params, batch)
 
 
 def add_up(results: Iterable[PyTree], *, on_cpu: bool) -> PyTree:
@@ -140,23 +173,24 @@ class Evaluator:
             )
             for part in plan.source.parts or whole
         ]
-        self._step = make_eval_step(*forward_parts(plan))
+        self._totals = eval_totals(plan)
         self._crumbs = watch.crumbs
         self._unit, self._on_cpu = plan.source.info["unit"], on_cpu(plan.mesh)
 
-    def __call__(self, params: Any) -> dict[str, float]:
+    def __call__(self, state: TrainState) -> dict[str, float]:
         """The metrics of an evaluation:
 
         - "eval/loss": nats a token; of a mixture, the mean of its parts by their shares.
         - "eval/bits_per_byte": where tokens are bytes.
-        - "eval/accuracy" and others: those of the model's head.
+        - "eval/accuracy" and others: those of the model's head, or of the loss.
         - "eval/loss/NAME", "eval/accuracy/NAME": of each part of a mixture.
         """
         self._crumbs.enter("evaluation")
         means, named = dict[str, float](), dict[str, float]()
         for name, share, loader in self._parts:
             batches = map(loader.batch, range(loader.batches or 0))
-            found = mean_metrics(add_up((self._step(params, batch) for batch in batches), on_cpu=self._on_cpu))
+            each = (self._totals(state.params, state.model_state, batch) for batch in batches)
+            found = mean_metrics(add_up(each, on_cpu=self._on_cpu))
             means |= {metric: means.get(metric, 0.0) + share * mean for metric, mean in found.items()}
             named |= {f"{metric}/{name}": mean for metric, mean in found.items()} if name else {}
         loss = means.pop("eval/loss")
@@ -248,6 +282,11 @@ def text_sampler(plan: RunPlan) -> Sampler | None:
     config, rows, length = plan.config, batch_shards(plan.mesh), plan.config.data.seq_len
     if not config.train.sample_tokens or plan.source.info["unit"] != "bytes":
         return None
+    if not isinstance(plan.parts.model, ModelDef):
+        raise UserError(
+            f"train.sample_tokens: {config.train.sample_tokens}, but model.name {config.model.name!r} is a loss, which"
+            " gives no logits to sample from; allowed: 0"
+        )
     prompt = np.frombuffer(config.train.sample_prompt.encode()[: length - 1] or b"\n", np.uint8)
     stop = min(length, len(prompt) + config.train.sample_tokens)
     tokens = np.zeros((rows, length), np.int32)

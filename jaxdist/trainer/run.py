@@ -28,6 +28,7 @@ from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
+from jaxdist.plan.compiled.memory import sample_of
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
@@ -209,7 +210,8 @@ def build(
     cache = stack.enter_context(CacheHits())
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts = assemble(config, mesh)
-    outputs = make_outputs(config, folder, stack, watch, order=parts.order)  # which reads, while the data is read
+    order = parts.order if len(parts.order) else None
+    outputs = make_outputs(config, folder, stack, watch, order=order)  # which reads, while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
     sample = sampler_of(plan)
     if jax.process_count() > 1:
@@ -312,6 +314,13 @@ def check_vocabulary(config: Config, source: Source) -> None:
 def check_leaves(config: Config, source: Source) -> None:
     """Raise `UserError` when samples are not what the model takes. Of a user's own model that is not known."""
     first, wanted = source.first, batch_shapes(1, 1)
+    leaves = wanted if isinstance(first, Ids) else first.leaves
+    sample = sample_of(config)
+    if not sample.keys() <= leaves.keys():
+        raise UserError(
+            f"data.source: {source.info['name']!r} gives {', '.join(leaves)}, and model.name"
+            f" {config.model.name!r} takes {', '.join(sample)}; allowed: {', '.join(SourceFacts.with_fact(ids=False))}"
+        )
     if isinstance(first, Ids) or not ModelFacts.of(config.model.name).ids_only:
         return
     if source.vocab and wanted.keys() <= first.leaves.keys() and first.leaves["inputs"].dtype.kind in "iu":

@@ -70,7 +70,7 @@ def work_of(run: TrainingRun) -> Work:
         batch=loader.batch,
         per_step=work_of_a_step(config, plan.source),
         rates=learning_rates(config.optimizer, config.train.steps),
-        evaluate=evaluator and (lambda state: evaluator(state.params)),
+        evaluate=evaluator,
     )
 
 

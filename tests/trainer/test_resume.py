@@ -295,7 +295,7 @@ def test_an_evaluation_is_the_same_in_every_layout(finished: Path, configure: Co
         with ExitStack() as stack:
             run = build(config, finished, stack, Watch(), text_sampler)
             assert run.progress.first_step == 4
-            found[layout] = Evaluator(run.plan, run.watch)(run.progress.state.params)["eval/loss"]
+            found[layout] = Evaluator(run.plan, run.watch)(run.progress.state)["eval/loss"]
     for layout, loss in found.items():
         assert loss == pytest.approx(found["one"], rel=1e-6), layout
     assert 1 < found["one"] < 6

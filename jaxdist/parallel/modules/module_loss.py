@@ -1,6 +1,7 @@
 """A loss with the parameters and the state that its module starts with."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,11 @@ class ModuleLoss:
     params: the parameters that the module has, in nested dicts
     model_state: its other variables, in nested dicts; empty if it has none
     evaluation: the same loss with the module in evaluation mode, or None where the user's function says the mode
+    init: key -> (params, model_state), of a module that is built in its layout: the two above are ShapeDtypeStructs
+        then. None for a module that is made already.
     """
+
+    empty_rows = 0  # as of a `ModelDef`: it has no stacked blocks
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class ModuleLoss:
         *,
         per_sample: bool,
         evaluation: "ModuleLoss | None" = None,
+        init: Callable[[jax.Array], tuple[PyTree, PyTree]] | None = None,
     ) -> None:
         """run: (params, batch, keys, model_state) -> (results of the user's function, new model_state)"""
         for name, leaf in leaves_by_name(params).items():
@@ -42,12 +48,17 @@ class ModuleLoss:
                     f"params.{name} is {leaf.dtype}; allowed: floating-point parameters, as they are differentiated;"
                     " make it a variable that is none (nnx.Variable, self.variable)"
                 )
-        self.params, self.model_state, self.evaluation = params, model_state, evaluation
+        self.params, self.model_state, self.evaluation, self.init = params, model_state, evaluation, init
         self._run, self._per_sample = run, per_sample
 
     def __repr__(self) -> str:
         count, others = (len(jax.tree.leaves(tree)) for tree in (self.params, self.model_state))
         return f"ModuleLoss({count} parameters, {others} arrays of state{', per sample' if self._per_sample else ''})"
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(self.params))
 
     def __call__(
         self, params: PyTree, batch: PyTree, keys: jax.Array | None = None, model_state: PyTree | None = None

@@ -16,11 +16,16 @@ from jaxdist.parallel.modules.batch_norm import normalise
 from jaxdist.parallel.modules.module_loss import ModuleLoss, call_user, module_kind
 from jaxdist.specs import PyTree, leaves_by_name
 
+_PARTS = (nnx.Param, nnx.RngState, nnx.Intermediate, ...)  # of a module, as it is split
 _STATE = nnx.All(nnx.Not(nnx.Param), nnx.Not(nnx.RngState), nnx.Not(nnx.Intermediate))  # variables that a step carries
 
 
 def nnx_loss(
-    module: nnx.Module, fn: Callable[..., tuple[Any, ...]], *, per_sample: bool = False, sync: bool = True
+    module: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+    fn: Callable[..., tuple[Any, ...]],
+    *,
+    per_sample: bool = False,
+    sync: bool = True,
 ) -> ModuleLoss:
     """The loss of a Flax NNX module, to give to `init_state` and `make_train_step`.
 
@@ -29,7 +34,8 @@ def nnx_loss(
     takes the statistics of all devices' rows. The module itself stays as it is until `nnx_update`.
 
     module: in the mode that it is to be trained in (`module.train()`); `nnx_loss(...).evaluation` is the same loss in
-        evaluation mode.
+        evaluation mode. Or a function of random streams that builds it, `lambda rngs: Net(64, rngs)`: then nothing is
+        allocated until `init_state`, which builds each leaf in its layout, by its seed.
     fn: (module, batch) -> (sum of losses, weight), or with metrics (sum, weight, {"accuracy": (sum, weight)}). If it
         has an argument `keys`, it is given the step's keys, one a row.
     per_sample: call fn with one row at a time, by `vmap`, and random streams of that row: losses with dropout are then
@@ -45,14 +51,9 @@ def nnx_loss(
     >>> jax.tree.map(jnp.shape, state.model_state)
     {'layers': {1: {'mean': (8,), 'var': (8,)}}}
     """
-    if not isinstance(module, nnx.Module):
-        raise UserError(
-            f"nnx_loss: module is {module_kind(module)}; allowed: an nnx.Module that is made, such as"
-            " MLP(nnx.Rngs(0)); other models are a loss_fn(params, batch, keys)"
-        )
-    module = nnx.clone(module)
+    module, init = _made(module)
     nnx.pop(module, nnx.Any(nnx.Perturbation, _is_sown))  # what an earlier call has left
-    graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+    graph, *parts = nnx.split(module, *_PARTS)
     params, streams, _, model_state = map(nnx.to_pure_dict, parts)
 
     def loss_of(graph: Any, evaluation: ModuleLoss | None) -> ModuleLoss:
@@ -67,10 +68,37 @@ def nnx_loss(
             _check_same(new, model_state)
             return result, new
 
-        return ModuleLoss(run, params, model_state, per_sample=per_sample, evaluation=evaluation)
+        return ModuleLoss(run, params, model_state, per_sample=per_sample, evaluation=evaluation, init=init)
 
     module.eval()
     return loss_of(graph, loss_of(nnx.graphdef(module), None))
+
+
+def _made(module: Any) -> tuple[nnx.Module, Callable[[jax.Array], tuple[PyTree, PyTree]] | None]:
+    """(a copy of the module, None); of a function that builds one, (the module without arrays, `ModuleLoss.init`)."""
+    if isinstance(module, nnx.Module):
+        return nnx.clone(module), None
+    build = module
+    if isinstance(build, type) or not callable(build):
+        raise UserError(
+            f"nnx_loss: module is {module_kind(build)}; allowed: an nnx.Module that is made, such as"
+            " MLP(nnx.Rngs(0)), or a function that makes it, lambda rngs: MLP(rngs); other models are a"
+            " loss_fn(params, batch, keys)"
+        )
+
+    def init(key: jax.Array) -> tuple[PyTree, PyTree]:
+        _, *parts = nnx.split(build(nnx.Rngs(key)), *_PARTS)
+        return nnx.to_pure_dict(parts[0]), nnx.to_pure_dict(parts[3])
+
+    made = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    if not isinstance(made, nnx.Module):
+        raise UserError(f"nnx_loss: the function gives {module_kind(made)}; allowed: an nnx.Module")
+    if found := jax.tree.leaves(nnx.state(made, nnx.Intermediate)):
+        raise UserError(
+            f"nnx_loss: the module that the function builds has {len(found)} nnx.Intermediate from the start; allowed:"
+            " an nnx.Variable, which the state carries"
+        )
+    return made, init
 
 
 def _is_sown(_: Any, leaf: Any) -> bool:
@@ -153,6 +181,8 @@ def _reseeded(streams: PyTree, keys: jax.Array | None) -> PyTree:
         key = jax.random.fold_in(keys[0], number)  # type: ignore[index]
         return jax.random.split(key, leaf.shape) if leaf.shape else key  # several: of layers that are stacked
 
+    if keys is None and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        keys = jax.random.key(0)[None]  # a module that was never made has no keys of its own
     return streams if keys is None else jax.tree.unflatten(treedef, map(fresh, range(len(leaves)), leaves))
 
 

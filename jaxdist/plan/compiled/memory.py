@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from jaxdist import registry
 from jaxdist.build import Parts
 from jaxdist.config.entries import ModelFacts, SourceFacts
 from jaxdist.config.schema import Config
@@ -52,16 +53,24 @@ def check_windows(config: Config) -> None:
         )
 
 
+def sample_of(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a sample, as the method `sample` of the model's own options says; {} where it has none. (A model of
+    somebody else's without options has the keys of all shipped ones, but is none of them.)"""
+    own = getattr(registry.options(ModelFacts.folder, config.model.name), "Options", None)
+    found = config.model.sample() if hasattr(own, "sample") else {}
+    return {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in found.items()}
+
+
 def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of the global batch of one step, with their shardings.
 
-    source: None if no data has been read; `UserError` is raised then as by `check_windows`
+    source: None if no data has been read: the options of the model say them (`sample`), or else they are windows of
+        ids. `UserError` is raised then as by `check_windows`
     """
     sizes = {"global_batch": config.data.global_batch, "seq_len": config.data.seq_len}
     if source is not None:
         shapes = leaves_of(source, **sizes)
-    elif hasattr(config.model, "sample"):
-        sample = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in config.model.sample().items()}
+    elif sample := sample_of(config):
         shapes = batch_leaves(sample, config.data.global_batch)
     else:
         check_windows(config)
