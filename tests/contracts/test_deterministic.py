@@ -281,6 +281,7 @@ def test_a_narrow_reduce_dtype_is_refused() -> None:
         make_train_step(model, optax.sgd(0.1), make_mesh(), grad_sync=DETERMINISTIC, precision=precision)
 
 
+@pytest.mark.slow
 def test_same_bits_for_a_loss_of_ones_own() -> None:
     rng = np.random.default_rng(0)
     params = {"w": jnp.float32(rng.normal(size=(8, 16))), "v": jnp.float32(rng.normal(size=16))}

@@ -113,7 +113,7 @@ SOME_APART = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=12), ids=str)
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=18), ids=str)
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 

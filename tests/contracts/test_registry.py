@@ -169,6 +169,11 @@ def test_outsiders_train_a_step_and_get_their_options(file: Path) -> None:
     for said in ("model: depth 2", "source: factor 3", "schedule: backwards True", "strategy: shards True"):
         assert said in done.stdout
     assert "algorithm: like ring" in done.stdout
+
+
+@pytest.mark.slow
+def test_outsiders_resume_what_they_have_trained(file: Path) -> None:
+    assert train(file).returncode == 0
     again = train(file, "checkpoint.resume=must", "train.steps=2")
     assert again.returncode == 0, again.stderr
     other = train(file, "train.steps=3", "model.depth=1")

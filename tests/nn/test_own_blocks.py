@@ -242,6 +242,7 @@ def test_a_norm_that_widens_h_is_one_line(examples: dict[str, ModuleType]) -> No
         step.jitted(state).trace(state, padded(0))
 
 
+@pytest.mark.slow
 def test_two_lines_split_them_over_tensor(examples: dict[str, ModuleType]) -> None:
     with jax.enable_x64(True):
         check(stock(examples, examples["own_tensor"].SplitBlock), stock_loss, mesh={"fsdp": 2, "tensor": 2})

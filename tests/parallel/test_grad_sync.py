@@ -122,6 +122,7 @@ def test_the_residual_is_saved_and_goes_on(tmp_path: Path) -> None:
         assert checkpoints.restore(3, targets(GradSync(), {"data": 4}, "ddp")).residual == ()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_residual_starts_one_at_zero(tmp_path: Path) -> None:
     state, _ = train(GradSync(), {"data": 2}, "ddp", 1)
     with Checkpoints(tmp_path / "c", keep=1) as checkpoints:

@@ -71,6 +71,7 @@ def incidents(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_what_was_changed_is_shown(
     finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
