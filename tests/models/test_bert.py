@@ -171,10 +171,11 @@ def test_a_layout_trains_as_one_device(case: str) -> None:
         check(head, mesh, **options)
 
 
+@slow
 @pytest.mark.parametrize("head", HEADS_OF)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_near(head: str, precision: str) -> None:
-    """In two layouts, which also agree better with each other than with fp32."""
+    """In two layouts; but not the same."""
     model, tx = bert(config_of(head), max_length=LENGTH), optax.sgd(0.1)
     params, losses = oracle.drawn(model.shapes), []
     for sizes in ({"fsdp": 2}, {"tensor": 2}):
@@ -252,11 +253,12 @@ def test_negative_targets_count_nothing_and_others_are_refused() -> None:
         batch["weights"][:] = 1
         batch[key].reshape(-1)[::3] = -100
         loss, weight = sums(head, params, batch)[0]
-        assert np.isfinite(loss) and weight == (batch[key] >= 0).sum()
+        assert np.isfinite(loss) and float(weight) == (batch[key] >= 0).sum()
         batch[key].reshape(-1)[1] = 99
         assert np.isnan(sums(head, params, batch)[0][0])
 
 
+@slow
 def test_dropout_is_the_same_in_every_layout() -> None:
     losses = []
     for head in HEADS_OF:
