@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
+import jaxdist
 from jaxdist import load_config, registry
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -27,6 +28,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.models.vit import Head, patches_of, vit
 from jaxdist.nn import model_def
+from jaxdist.observe import read_metrics
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import in_precision
@@ -310,6 +312,28 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 def test_half_precision_learns(precision: str, tmp_path: Path) -> None:
     overrides = (f"precision={precision}", "train.steps=150", "train.eval_every=150", "optimizer.warmup_steps=10")
     assert train(tmp_path / "run", *overrides)[-1]["eval/accuracy"] > 0.8
+
+
+@pytest.mark.slow
+def test_fit_evaluates_metrics_of_a_head(tmp_path: Path) -> None:
+    """As its loss; and they reach metrics.jsonl."""
+    data = [{**batch_of(i), "image": batch_of(i)["image"].astype(np.float32)} for i in range(2)]
+    done = jaxdist.fit(
+        model_of("fp32"),
+        optax.sgd(0.0),
+        data,
+        steps=2,
+        mesh=make_mesh(fsdp=2, tensor=2),
+        strategy="zero3",
+        run_dir=tmp_path,
+        eval_data=data,
+        settings={"train.eval_every": 2, "observe.console": "plain"},
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        sums = np.sum([jax.device_get(sums_of(jax.device_get(done.state.params), batch)) for batch in data], axis=0)
+    assert done.metrics["eval/accuracy"] == pytest.approx(sums[2] / sums[1], rel=1e-6)
+    assert done.metrics["eval/loss"] == pytest.approx(sums[0] / sums[1], rel=1e-5)
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["eval/accuracy"] == done.metrics["eval/accuracy"]
 
 
 def test_vit_is_a_shipped_model() -> None:
