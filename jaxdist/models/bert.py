@@ -106,7 +106,7 @@ class MaskedHead(nnx.Module):
             found_BS = jax.lax.map(lambda h_SD: vocab_argmax(vocab_logits(h_SD[None], table_VD, bias_V))[0], h_BSD)
         else:
             found_BS = vocab_argmax(vocab_logits(h_BSD, table_VD, bias_V))
-        return {"accuracy": (((found_BS == targets_BS) * weights_BS).sum(), weights_BS.sum())}
+        return {"accuracy": (jnp.where(found_BS == targets_BS, weights_BS, 0).sum(), weights_BS.sum())}
 
 
 class ClassificationHead(nnx.Module):
@@ -138,7 +138,7 @@ class ClassificationHead(nnx.Module):
         """The accuracy."""
         label_B, weights_B = _counted(batch["label"], batch["weights"], h_BSD.dtype)
         right_B = self.logits(h_BSD, embed).argmax(axis=-1) == label_B
-        return {"accuracy": ((right_B * weights_B).sum(), weights_B.sum())}
+        return {"accuracy": (jnp.where(right_B, weights_B, 0).sum(), weights_B.sum())}
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
