@@ -15,7 +15,8 @@ from jaxdist.build import make_model
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
 from jaxdist.checkpoint.checksums import newer_format
-from jaxdist.checkpoint.huggingface.convert import CONFIG, check_model, export, load_params
+from jaxdist.checkpoint.huggingface.convert import check_model, export, load_params
+from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
 from jaxdist.config.load import to_yaml
@@ -119,7 +120,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     replace_file(run_dir / "config.yaml", to_yaml(config, redact_settings).encode())
     now = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
     cast = f", {' and '.join(before)} cast to {' and '.join(now)}" if before != now else ""
-    padding = model.vocab - vocab
+    padding = 0 if vocab is None else model.vocab - vocab
     said = f"; the vocabulary has {vocab} rows there, {padding} were added: the mean of the others" if padding else ""
     return f"{made.parameters:,} parameters{cast}{said}"
 

@@ -36,7 +36,7 @@ Batch = dict[str, jax.Array]
 
 
 class Linear(nnx.Module):
-    """A linear layer [..., in] -> [..., out], with a copy on every device of `tensor`; its result is in at least fp32."""
+    """A linear layer [B, S, in] -> [B, S, out], with a copy on every device of `tensor`. The result is in fp32."""
 
     def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, std: float) -> None:
         self.kernel = normal(rngs, (inputs, outputs), std, (None, None))
@@ -105,7 +105,8 @@ class Head(nnx.Module):
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
         """accuracy: the share of samples whose likeliest label is theirs."""
-        right_B, weights_B = self.logits(h_BSD, embed).argmax(axis=1) == batch["label"], _weights(batch, h_BSD)
+        likeliest_B, weights_B = self.logits(h_BSD, embed).argmax(axis=1), _weights(batch, h_BSD)
+        right_B = likeliest_B.astype(batch["label"].dtype) == batch["label"]
         return {"accuracy": (jnp.where(right_B, weights_B, 0).sum(), weights_B.sum())}
 
 
@@ -143,8 +144,10 @@ class ViT(nnx.Module):
 
 
 def vit(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False) -> ModelDef:
-    """The `ModelDef` of a ViT. Batches: image [B, H, W, C], label and weights [B]. Pixels that are integers go from 0 to
-    255, and become numbers from -1 to 1; floats are taken as they are. Evaluations have the metric accuracy.
+    """The `ModelDef` of a ViT. Batches: image [B, H, W, C], label and weights [B].
+
+    Pixels that are integers go from 0 to 255, and become numbers from -1 to 1; floats are taken as they are.
+    Evaluations have the metric accuracy.
 
     The blocks are split over `tensor`, as GPT's are. Patches, positions and classifier are copies on its devices: they
     are less than a hundredth of the work.
@@ -154,9 +157,5 @@ def vit(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32,
     fp8: whether the blocks' linear layers multiply in float8, as precision fp8 needs.
     """
     full = config.resolved()
-    return model_def(
-        lambda rngs: ViT(full, rngs, fp8=fp8),
-        param_dtype=param_dtype,
-        scan_blocks=full.scan_blocks,
-        columns=not full.dropout,  # which goes by the position in h
-    )
+    # Not `columns`, though it could be: prefetching would send whole images in place of a small kernel.
+    return model_def(lambda rngs: ViT(full, rngs, fp8=fp8), param_dtype=param_dtype, scan_blocks=full.scan_blocks)

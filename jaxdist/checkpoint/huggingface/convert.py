@@ -5,80 +5,28 @@ One stacked leaf at a time is in memory, and one of its tensors.
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.names import HEAD, PREFIXES, TABLES, Tensor, check_name, family, tensors
+from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, value_of
+from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
 from jaxdist.checkpoint.reader import Stored
-from jaxdist.config.rules.fields import Key, keys, show
+from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.schema import DataConfig, ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED
 
-CONFIG = "config.json"
-# {key of config.json: (our key of section model, the default of transformers)}.
-CONFIG_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
-    "gpt2": {
-        "vocab_size": ("vocab", 50257),
-        "n_embd": ("width", 768),
-        "n_layer": ("layers", 12),
-        "n_head": ("heads", 12),
-        "n_inner": ("mlp_width", None),
-        "layer_norm_epsilon": ("norm_eps", 1e-5),
-        "tie_word_embeddings": ("tied", True),
-    },
-    "llama": {
-        "vocab_size": ("vocab", 32000),
-        "hidden_size": ("width", 4096),
-        "num_hidden_layers": ("layers", 32),
-        "num_attention_heads": ("heads", 32),
-        "num_key_value_heads": ("kv_heads", None),
-        "intermediate_size": ("mlp_width", 11008),
-        "rms_norm_eps": ("norm_eps", 1e-6),
-        "attention_bias": ("bias", False),
-        "mlp_bias": ("bias", False),
-        "tie_word_embeddings": ("tied", False),
-    },
-}
-# Values of config.json that our models compute and no key of ours changes. The first of each is written.
-FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    "llama": {"hidden_act": ("silu", "swish")},
-}
-CONSTANT_BUFFERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")  # in older files; no parameters
-
 
 def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, Any]:
     """The config.json of a model, whose keys are all filled in. positions: the length of the longest sequence."""
-    kind = family(model)
-    found = {theirs: getattr(model, ours) for theirs, (ours, _) in CONFIG_KEYS[kind].items()}
-    found |= {key: allowed[0] for key, allowed in FIXED[kind].items()}
-    if kind == "gpt2":
-        architecture = "GPT2LMHeadModel"
-        found |= {"n_positions": positions} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    else:
-        architecture = "LlamaForCausalLM"
-        # rope_theta is for transformers before version 5, rope_parameters for later ones.
-        found |= {
-            "max_position_embeddings": positions,
-            "head_dim": model.width // model.heads,
-            "rope_theta": model.rope_theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        }
-    # Without these keys transformers takes token 50256 or 2 for the end of a text, whatever the tokenizer.
-    found |= {"bos_token_id": None, "eos_token_id": None}
-    return {"architectures": [architecture], "model_type": kind, **found, "dtype": dtype, "torch_dtype": dtype}
+    own = family(model)
+    found = {theirs: getattr(model, ours) for theirs, (ours, _) in own.keys.items()}
+    found |= {key: allowed[0] for key, allowed in own.fixed.items()} | own.written(model, positions)
+    return {"architectures": [own.architecture], "model_type": own.kind, **found, "dtype": dtype, "torch_dtype": dtype}
 
 
 def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: int) -> list[str]:
@@ -87,64 +35,39 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     A larger `model.vocab` is allowed. Raises `UserError` for a model that no configuration makes.
     """
     check_name(model.name)
-    kind, known = _check_kind(found), keys(type(model)) | keys(DataConfig)
-    wanted = {ours: _value(found, theirs, known[ours], usual) for theirs, (ours, usual) in CONFIG_KEYS[kind].items()}
-    wanted["mlp_width"] = 4 * wanted["width"] if wanted["mlp_width"] is None else wanted["mlp_width"]
-    if wanted.get("kv_heads") is None:
-        wanted["kv_heads"] = wanted["heads"]
-    if model.vocab >= wanted["vocab"]:
+    theirs, known = _check_kind(found), keys(type(model)) | keys(DataConfig)
+    if not {ours for ours, _ in theirs.keys.values()} <= known.keys():  # of another model
+        return [f"a model of type {theirs.kind} (model.name is {model.name})"]
+    wanted = {ours: value_of(found, key, known[ours], usual) for key, (ours, usual) in theirs.keys.items()}
+    own, more = theirs.read(found, known, model, positions)
+    wanted |= own
+    if theirs.tables and model.vocab >= wanted["vocab"]:
         del wanted["vocab"]
-    if kind == "llama":
-        rope = _rotary(found)
-        wanted["rope_theta"] = _value(rope, "rope_theta", known["rope_theta"], 10000.0)
-        if found.get("attention_bias", False) is not found.get("mlp_bias", False):
-            raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
     other = [
         f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
         for key, value in wanted.items()
         if getattr(model, key) != value
     ]
-    if family(model) != kind:
-        other.insert(0, f"model.style={kind} (is {family(model)})")
-    if kind == "gpt2" and (length := _value(found, "n_positions", known["seq_len"], 1024)) != positions:
-        other.append(f"data.seq_len={length} (is {positions})")
-    head = found.get("head_dim")
-    if not other and head not in (None, model.width // model.heads):
-        raise UserError(
-            f"{CONFIG}: head_dim is {show(head)}, which no configuration makes; allowed: hidden_size /"
-            f" num_attention_heads, {model.width // model.heads}"
-        )
+    if family(model).kind != theirs.kind:
+        other.insert(0, f"model.style={theirs.kind} (is {family(model).kind})")
+    other += more
+    if not other and (impossible := theirs.impossible(found, model)):
+        raise UserError(f"{CONFIG}: {impossible}")
     return other
 
 
-def _check_kind(found: dict[str, Any]) -> str:
-    """The model_type. Raises `UserError` for one that is not known, and for what `FIXED` does not allow it."""
+def _check_kind(found: dict[str, Any]) -> Family:
+    """The family by model_type. Raises `UserError` for one that is not known, and for what is `fixed` otherwise."""
     kind = found.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_KEYS:
-        raise UserError(f"{CONFIG}: model_type is {show(kind)}; allowed: {', '.join(CONFIG_KEYS)}")
-    for key, allowed in FIXED[kind].items():
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(f"{CONFIG}: model_type is {show(kind)}; allowed: {', '.join(FAMILIES)}")
+    for key, allowed in FAMILIES[kind].fixed.items():
         if found.get(key, allowed[0]) not in allowed:
             raise UserError(
                 f"{CONFIG}: {key} is {show(found[key])}, which no configuration makes; allowed:"
                 f" {', '.join(map(repr, allowed))}"
             )
-    return kind
-
-
-def _value(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:
-    """A value of config.json, of the type and in the range of our key. null is allowed where it is usual."""
-    return replace(ours, optional=usual is None).check(found.get(theirs, usual), f"{CONFIG}: {theirs}")
-
-
-def _rotary(found: dict[str, Any]) -> dict[str, Any]:
-    """Where rope_theta is given, if anywhere. Raises `UserError` for other rotary positions than the plain ones."""
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
-    if not isinstance(rope, dict) or kind != "default":
-        raise UserError(
-            f"{CONFIG}: rotary positions of type {show(kind)}, which no configuration makes; allowed: default"
-        )
-    return next((each for each in (rope, found) if each.get("rope_theta") is not None), {})
+    return FAMILIES[kind]
 
 
 def _pieces(model: ModelConfig, *, positions: int) -> list[tuple[Tensor, Any, str]]:
@@ -173,16 +96,19 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     check_name(stored.meta["model"].get("name", "gpt"))  # first: making the options of a dotted path imports it
     model, positions = ModelConfig(**stored.meta["model"]), stored.meta["data"]["seq_len"]
     found = stored.params()
-    kept = model.vocab if vocab is None else vocab
-    if not 1 <= kept <= model.vocab:
-        raise UserError(f"--vocab: {kept}; allowed: 1 to {model.vocab}, the rows that the model has (model.vocab)")
+    tables, rows = family(model).tables, model.vocab or 0
+    kept = rows if vocab is None else vocab
+    if vocab is not None and not tables:
+        raise UserError(f"--vocab: {vocab}, but model.name {model.name!r} has no vocabulary; leave it out")
+    if tables and not 1 <= kept <= rows:
+        raise UserError(f"--vocab: {kept}; allowed: 1 to {rows}, the rows that the model has (model.vocab)")
     pieces = _pieces(model, positions=positions)
     assert {each.leaf for each, _, _ in pieces} == found.keys(), {each.leaf for each, _, _ in pieces} ^ found.keys()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already; give a new folder")
 
     def shape(each: Tensor) -> tuple[int, ...]:
-        return (kept, *each.shape[1:]) if each.leaf in TABLES else each.shape
+        return (kept, *each.shape[1:]) if each.leaf in tables else each.shape
 
     def arrays() -> Iterator[np.ndarray]:
         for leaf, group in _by_leaf(pieces):
@@ -193,48 +119,50 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     output.mkdir(parents=True, exist_ok=True)
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
-    text = json.dumps(config_json(model.replace(vocab=kept), positions=positions, dtype=dtype), indent=2)
+    written = model.replace(vocab=kept) if tables else model
+    text = json.dumps(config_json(written, positions=positions, dtype=dtype), indent=2)
     (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     total = sum(entry.nbytes for entry in entries)
     said = f"{len(entries)} tensors, {total:,} bytes of {dtype} in {files} file{'s' * (files > 1)}"
-    padding = model.vocab - kept
-    return said + (f"; left out: the last {padding} of {model.vocab} rows of the vocabulary" if padding else "")
+    padding = rows - kept
+    return said + (f"; left out: the last {padding} of {rows} rows of the vocabulary" if padding else "")
 
 
-def actual_name(files: TensorFiles, name: str, kind: str) -> str:
+def actual_name(files: TensorFiles, name: str, own: Family) -> str:
     """The name in the files. A bare model, such as OpenAI's GPT-2, has no prefix in its names."""
-    return name if name in files.names else name.removeprefix(PREFIXES[kind])
+    return name if name in files.names else name.removeprefix(own.prefix)
 
 
 def check_model(
     files: TensorFiles, config: dict[str, Any], model: ModelConfig, *, positions: int
-) -> tuple[int, list[str]]:
-    """Raise `UserError` unless the files hold this model. Returns the rows of the vocabulary in the files, and the
-    dtypes of the tensors."""
+) -> tuple[int | None, list[str]]:
+    """Raise `UserError` unless the files hold this model. Returns the rows of the vocabulary in the files, None of a
+    model without one, and the dtypes of the tensors."""
     wrong = config_differences(config, model, positions=positions)
-    kind = config["model_type"]
+    own, kind = family(model), config["model_type"]
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
-    if family(model) != kind:
+    if own.kind != kind:
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
-    known, rows, dtypes = {HEAD} if model.tied else set(), set(), set()
+    known, rows, dtypes, table = set(own.copies(model)), set[int](), set[str](), ""
     for each, _, usual in _pieces(model, positions=positions):
-        name = actual_name(files, usual, kind)
+        name = actual_name(files, usual, own)
         known.add(name)
         if name not in files.names:
             raise UserError(f"{usual}: is not in the file, and this configuration has it{hint}")
         shape, wanted = files.shape(name), each.shape
-        padded = each.leaf in TABLES and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
+        padded = each.leaf in own.tables and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
         if shape != wanted and not padded:
             raise UserError(f"{name}: is {list(shape)} in the file, this configuration makes it {list(wanted)}{hint}")
-        rows |= {shape[0]} if each.leaf in TABLES else set()
+        if each.leaf in own.tables:
+            rows, table = rows | {shape[0]}, name
         dtypes.add(files.dtype(name))
-    if extra := sorted(name for name in files.names - known if not name.endswith(CONSTANT_BUFFERS)):
+    if extra := sorted(name for name in files.names - known if not (own.ignored and name.endswith(own.ignored))):
         raise UserError(f"{extra[0]}: is in the file, and this configuration has no such parameter{hint}")
     if len(rows) > 1:
-        raise UserError(f"{HEAD}: embedding and head have {' and '.join(map(str, sorted(rows)))} rows in the file")
+        raise UserError(f"{table}: embedding and head have {' and '.join(map(str, sorted(rows)))} rows in the file")
     if wrong:
         raise UserError(f"{CONFIG}: asks for {', '.join(wrong)}; set them, or choose another model")
-    return rows.pop(), sorted(dtypes)
+    return next(iter(rows), None), sorted(dtypes)
 
 
 def load_params(
@@ -245,24 +173,24 @@ def load_params(
     shapes: of all parameters, with the dtypes that they get. Raises `UserError` for non-finite numbers, and for a head
     that is not the embedding though config.json says so.
     """
-    kind = family(model)
+    own = family(model)
+    repeated = {leaf: name for name, leaf in own.copies(model).items() if name in files.names}
     for leaf, group in _by_leaf(_pieces(model, positions=positions)):
         array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
         for each, index, usual in group:
-            name = actual_name(files, usual, kind)
+            name = actual_name(files, usual, own)
             tensor = files.read(name)
             if not np.isfinite(tensor).all():
                 raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
-            if leaf in TABLES:
+            if leaf in own.tables:
                 _fill(array, tensor)
             else:
                 each.put(array[index], tensor)
-        if leaf == TABLES[0] and model.tied and HEAD in files.names:
-            if files.read(HEAD).tobytes() != tensor.tobytes():
-                raise UserError(
-                    f"{HEAD}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
-                    " it to false there, and model.tied=false"
-                )
+        if leaf in repeated and files.read(repeated[leaf]).tobytes() != tensor.tobytes():
+            raise UserError(
+                f"{repeated[leaf]}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
+                " it to false there, and model.tied=false"
+            )
         yield leaf, array
 
 

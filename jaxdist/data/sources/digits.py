@@ -1,4 +1,4 @@
-"""Handwritten digits: the 1,797 images of 8 x 8 pixels that scikit-learn holds. Needs scikit-learn (extra `examples`)."""
+"""Handwritten digits: 1,797 images of 8 x 8 pixels, which scikit-learn holds. Needs it (extra `examples`)."""
 
 import numpy as np
 
@@ -14,8 +14,8 @@ def digits(config: DataConfig) -> Source:
     """Samples of `sklearn.datasets.load_digits`, the test set of Alpaydin and Kaynak 1998 (UCI): `image` [8, 8, 1],
     float32 from -1 to 1, and `label`, int32 from 0 to 9. Nothing is downloaded: the package holds them.
 
-    Held out is the `data.held_out`-th part of them, taken at random, always the same: with 0.2, 359 of 1,797. `data.path`
-    has no meaning. Raises `UserError` where scikit-learn is not installed.
+    Held out is the `data.held_out`-th part of them, taken at random, always the same: with 0.2, 359 of 1,797.
+    `data.path` has no meaning. Raises `UserError` where scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits

@@ -1,0 +1,117 @@
+"""What a family of models is in Hugging Face's format: its tensors, and its keys of config.json.
+
+One table of tensors serves both directions, because a tensor is described by a view of our leaf: reading the view
+exports, writing to it imports. Nothing is computed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.config.rules.fields import Key
+from jaxdist.config.schema import ModelConfig
+
+CONFIG = "config.json"
+
+
+class Tensor(NamedTuple):
+    """A tensor of Hugging Face.
+
+    - leaf: the name of our parameter. Of a stacked one, this is about one block.
+    - name: the tensor's name, {} for the number of the block.
+    - shape: of the tensor.
+    - view: our leaf -> a view of it with the elements of the tensor, in order. As it is, if left out.
+    """
+
+    leaf: str
+    name: str
+    shape: tuple[int, ...]
+    view: Callable[[np.ndarray], np.ndarray] = np.asarray
+
+    def take(self, leaf: np.ndarray) -> np.ndarray:
+        """The tensor, from our leaf."""
+        return np.ascontiguousarray(self.view(leaf)).reshape(self.shape)
+
+    def put(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
+        """Write the tensor into our leaf, in the leaf's dtype."""
+        view = self.view(leaf)
+        view[...] = tensor.reshape(view.shape).astype(leaf.dtype, copy=False)
+
+
+# Of config.json: (found, our keys, the model, positions) -> (values of our keys, other differences in words).
+Reader = Callable[[dict[str, Any], Mapping[str, Key], ModelConfig, int], tuple[dict[str, Any], list[str]]]
+
+
+def _nothing(found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int) -> Any:
+    return {}, []
+
+
+def _no_copies(model: ModelConfig) -> dict[str, str]:
+    return {}
+
+
+class Family(NamedTuple):
+    """A family of models. Models are resolved; positions is the length of the longest sequence.
+
+    - kind: the `model_type` of config.json.
+    - architecture: the class of transformers.
+    - prefix: of most names. A bare model, such as OpenAI's GPT-2, has no prefix in its names.
+    - keys: {key of config.json: (our key of section model, the default of transformers)}.
+    - fixed: values of config.json that our models compute and no key of ours changes. The first of each is written.
+    - tensors: (model, positions) -> its tensors; those of one leaf are neighbours.
+    - written: (model, positions) -> the other keys of config.json.
+    - read: what `keys` cannot say, see `Reader`. Its values of our keys replace those of `keys`.
+    - impossible: (found, model) -> what no configuration makes, where nothing else differs; or "".
+    - tables: our leaves whose rows are the vocabulary.
+    - copies: model -> {a tensor that may be in the files: our leaf that it repeats}.
+    - ignored: ends of the names of tensors that are no parameters.
+    """
+
+    kind: str
+    architecture: str
+    prefix: str
+    keys: Mapping[str, tuple[str, Any]]
+    fixed: Mapping[str, tuple[Any, ...]]
+    tensors: Callable[[ModelConfig, int], list[Tensor]]
+    written: Callable[[ModelConfig, int], dict[str, Any]]
+    read: Reader = _nothing
+    impossible: Callable[[dict[str, Any], ModelConfig], str] = lambda found, model: ""
+    tables: tuple[str, ...] = ()
+    copies: Callable[[ModelConfig], dict[str, str]] = _no_copies
+    ignored: tuple[str, ...] = ()
+
+
+def value_of(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:
+    """A value of config.json, of the type and in the range of our key. null is allowed where it is usual."""
+    return replace(ours, optional=usual is None).check(found.get(theirs, usual), f"{CONFIG}: {theirs}")
+
+
+def norm_tensors(leaf: str, name: str, width: int, *, bias: bool = True) -> list[Tensor]:
+    """Those of a norm. leaf, name: without `.scale` and `.weight`."""
+    scale = Tensor(f"{leaf}.scale", f"{name}.weight", (width,))
+    return [scale, Tensor(f"{leaf}.bias", f"{name}.bias", (width,))] if bias else [scale]
+
+
+def linear_tensors(leaf: str, name: str, inputs: int, outputs: int) -> list[Tensor]:
+    """Those of a linear layer with a bias: theirs is [outputs, inputs], our kernel [inputs, outputs]."""
+    kernel = Tensor(f"{leaf}.kernel", f"{name}.weight", (outputs, inputs), np.transpose)
+    return [kernel, Tensor(f"{leaf}.bias", f"{name}.bias", (outputs,))]
+
+
+def qkv_tensors(leaf: str, names: tuple[str, str, str], width: int) -> list[Tensor]:
+    """Those of queries, keys and values with biases. Our kernel [D, n, 3, K] has a head's three together."""
+    kernels = [
+        Tensor(f"{leaf}.kernel", f"{name}.weight", (width, width), _kernel_of(i)) for i, name in enumerate(names)
+    ]
+    biases = [Tensor(f"{leaf}.bias", f"{name}.bias", (width,), _bias_of(i)) for i, name in enumerate(names)]
+    return kernels + biases
+
+
+def _kernel_of(i: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x_DnQK: x_DnQK[:, :, i].transpose(1, 2, 0)
+
+
+def _bias_of(i: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x_nQK: x_nQK[:, i]
