@@ -134,8 +134,8 @@ def make_model(
                 f" {name!r} takes no such option; allowed: {allowed}"
             )
     given |= dict.fromkeys(asked, True)
-    kinds: Any = (ModelDef, ModuleLoss)
-    model = registry.make("jaxdist.models", name, kinds, options, **given, key="model.name")
+    kind: Any = ModelDef | ModuleLoss
+    model = registry.make("jaxdist.models", name, kind, options, **given, key="model.name")
     if isinstance(model, ModuleLoss):
         return model if training else model.evaluation or model
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)

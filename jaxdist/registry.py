@@ -148,10 +148,8 @@ def function(package: str, name: Any, *given: Any, key: str, **options: Any) -> 
     return entry
 
 
-def make(
-    package: str, name: Any, kind: type[Made] | tuple[type[Made], ...], *given: Any, key: str, **options: Any
-) -> Made:
-    """What the entry called `name` makes of these arguments. Raises `UserError` if that is no `kind`, or none of them.
+def make(package: str, name: Any, kind: type[Made], *given: Any, key: str, **options: Any) -> Made:
+    """What the entry called `name` makes of these arguments. Raises `UserError` if that is no `kind`.
 
     The folder that the process stands in is searched meanwhile: an entry may import there what lies beside it.
     """
@@ -160,8 +158,8 @@ def make(
         made = entry(*given, **options)
     if not isinstance(made, kind):
         shown = repr(name) if isinstance(name, str) else "the entry"
-        kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        raise UserError(f"{key}: {shown} gives a {type(made).__name__}, not a {kinds}; {_allowed(package)}")
+        wanted = getattr(kind, "__name__", kind)  # a union of types has none
+        raise UserError(f"{key}: {shown} gives a {type(made).__name__}, not a {wanted}; {_allowed(package)}")
     return made
 
 

@@ -43,7 +43,10 @@ def check_windows(config: Config) -> None:
     """Raise `UserError` for a source whose batches are not windows of ids: only its data tell their shapes.
 
     A source of somebody else's does not say what it gives. It is taken for one of ids if the model takes nothing else.
+    Nor is anything refused where the model says what a sample is.
     """
+    if sample_of(config):
+        return
     names = [part.source for part in config.data.parts() or (config.data,)]
     known = (True, None) if ModelFacts.of(config.model.name).ids_only else (True,)
     if found := [name for name in names if SourceFacts.of(name).ids not in known]:
