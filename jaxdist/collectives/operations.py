@@ -24,7 +24,6 @@ from jax import lax
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
-from jaxdist.collectives.compression import all_reduce_lossy, reduce_parts_lossy
 from jaxdist.collectives.cost import NOTHING, Cost, Link, make_link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
 from jaxdist.collectives.parts import cut_parts, join_parts
@@ -171,7 +170,11 @@ def all_reduce(
     _check_op(x, op, wire_dtype)
 
     def total(x: jax.Array) -> jax.Array:
-        return all_reduce_lossy(x, group, algorithm)[0] if wire_dtype == "int8" else function(x, group, "sum")
+        if wire_dtype != "int8":
+            return function(x, group, "sum")
+        from jaxdist.collectives.compression import all_reduce_lossy
+
+        return all_reduce_lossy(x, group, algorithm)[0]
 
     def extreme(x: jax.Array) -> jax.Array:
         # Rounded first: the result is then one of the values, by which its gradient finds whose it was.
@@ -190,6 +193,8 @@ def all_reduce_with_feedback(
 
     The gradient is that of the sum of x; none flows through the residual.
     """
+    from jaxdist.collectives.compression import all_reduce_lossy
+
     check_wire("int8", algorithm)
     group = make_group(axis, groups)
     _check_op(x, op, "int8")
@@ -236,6 +241,8 @@ def reduce_scatter(
     def total(x: jax.Array) -> jax.Array:
         if wire_dtype != "int8":
             return function(x, group, "sum", dim % x.ndim)
+        from jaxdist.collectives.compression import reduce_parts_lossy
+
         parts = cut_parts(x, group.n, dim % x.ndim)
         flat = parts.reshape(group.n, -1).astype(jnp.float32)
         return reduce_parts_lossy(flat, group, algorithm)[0].reshape(parts.shape[1:]).astype(x.dtype)

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
+from jax.extend.core import primitives as of_jax
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.ref import AbstractRef
 
@@ -29,6 +31,7 @@ NO_MEAN_IN = {
     "custom_linear_solve": _RULE,
     "linear_call": _RULE,
 }
+_OF_JAX = {each for module in (of_jax, jax.lax) for each in vars(module).values() if isinstance(each, Primitive)}
 
 
 def refuse_collectives(jaxpr: Any) -> None:
@@ -62,6 +65,13 @@ def refuse_in_forward(jaxpr: Any) -> None:
                 " would depend on the number of devices; take gradients of single rows, and their mean:"
                 " jaxdist.batch_mean(jax.vmap(jax.grad(f), (None, 0))(params, x))"
             )
+
+
+def has_rules(jaxpr: Any) -> bool:
+    """Whether the derivative of a program may hold what the program itself does not: it has a rule of somebody's own,
+    or a primitive that jax does not list."""
+    found = {site.equation.primitive for site in every_equation(jaxpr)}
+    return not found <= _OF_JAX or any(each.name.startswith(("custom_", "linear_call")) for each in found)
 
 
 def is_shared(site: Site) -> bool:

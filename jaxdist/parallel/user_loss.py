@@ -24,6 +24,7 @@ from jaxdist.jaxpr.forbidden import (
     LOCAL_SCOPE,
     SHARED_SCOPE,
     counting_rows,
+    has_rules,
     is_shared,
     refuse_collectives,
     refuse_in_forward,
@@ -119,11 +120,13 @@ class _Loss(NamedTuple):
         forward: see `_traced`
         """
         refuse_in_forward(forward)
-        backward, trained = self._differentiated(forward, params, batch, model_state)
-        refuse_collectives(backward)
+        # To differentiate takes as long as the rest of the checks together.
+        given = params, batch, model_state
+        whole, trained = self._differentiated(forward, *given) if has_rules(forward) else (forward, 0)
+        refuse_collectives(whole)
         fresh, carried = [_marks(params, False), _marks(batch, True)], _marks(model_state, False)
         moves = moving(forward, [*fresh[0], *fresh[1], *carried], len(carried))
-        refuse_stored_keys(backward, [False] * trained + moves)
+        refuse_stored_keys(whole, [False] * trained + moves)
         sites = list(every_equation(forward))
         if self.deterministic and any(SHARED_SCOPE in site.names or LOCAL_SCOPE in site.names for site in sites):
             raise UserError(

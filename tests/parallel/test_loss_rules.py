@@ -199,6 +199,21 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # a loss, its model_state, the mes
     "a custom_vjp, in its rule": (scaled_gradients(jaxdist.batch_mean), (), RULE),
     "a linear solve": (returning(solved), (), "batch_mean in a custom_linear_solve, whose derivative is a rule"),
     "a linear call": (returning(called_linear), (), "batch_mean in a linear_call, whose derivative is a rule"),
+    "a mean by hand, as of SyncBN": (
+        returning(lambda h: ((h - lax.pmean(h.mean(0), "data")).sum(), h.shape[0])),
+        (),
+        "contains psum over data.*for statistics use jaxdist.batch_mean",
+    ),
+    "the number of a device": (
+        returning(lambda h: (h.sum() * lax.axis_index("data").astype(h.dtype), h.shape[0])),
+        (),
+        "contains axis_index over data; a loss may use no collective and no axis_index",
+    ),
+    "dropout that stores its stream": (
+        returning(lambda h: (nnx.Dropout(0.5, rngs=nnx.Rngs(0))(h).sum(), h.shape[0])),
+        (),
+        "draws random numbers with a stored key, the same at every step",
+    ),
     "a sum in a backward pass": (hidden(lambda g: lax.psum(g, "data")), (), "contains psum over data"),
     "a stored key in a backward pass": (
         hidden(lambda g: g + jax.random.normal(jax.random.key(0), g.shape)),
