@@ -240,7 +240,9 @@ def test_padding_changes_nothing(head: str) -> None:
 @pytest.mark.parametrize("head", HEADS_OF)
 def test_the_accuracy(head: str) -> None:
     params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)
-    right = np.asarray(plain_logits(params, batch)).argmax(-1) == (batch["label"] if head != "mlm" else batch["targets"])
+    right = np.asarray(plain_logits(params, batch)).argmax(-1) == (
+        batch["label"] if head != "mlm" else batch["targets"]
+    )
     weights = batch["weights"]
     assert 0 < (right * weights).sum() < weights.sum()
     found = sums(head, params, batch)[1]["accuracy"]
