@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 from jaxdist.config.rules.pipeline import divisors, multiples_around, near
-from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 
 
@@ -47,7 +46,7 @@ def check_tensor(model: Any, tensor: int) -> None:
             )
 
 
-def check_sequence(config: Config, tensor: int) -> None:
+def check_sequence(config: Any, tensor: int) -> None:
     """Raise `UserError` for `parallel.sequence_parallel` where `tensor` does not divide the positions."""
     length = config.data.seq_len
     if config.parallel.sequence_parallel and length % tensor:
