@@ -10,7 +10,7 @@ from jaxdist.checkpoint.huggingface.family import (
     linear_tensors,
     norm_tensors,
     qkv_tensors,
-    value_of,
+    config_value,
 )
 from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
@@ -81,8 +81,8 @@ def _read(
         raise UserError(f"{CONFIG}: id2label is {show(labels)}; allowed: an object with an entry for each label")
     if model.head == "classification":
         count = {} if labels is None else {"num_labels": len(labels)}
-        values["classes"] = value_of(found | count, "num_labels", known["classes"], 2)
-    if (length := value_of(found, "max_position_embeddings", known["seq_len"], 512)) != positions:
+        values["classes"] = config_value(found | count, "num_labels", known["classes"], 2)
+    if (length := config_value(found, "max_position_embeddings", known["seq_len"], 512)) != positions:
         other.append(f"data.seq_len={length} (is {positions})")
     return values, other
 
