@@ -7,10 +7,10 @@ from jaxdist.checkpoint.huggingface.family import (
     CONFIG,
     Family,
     Tensor,
+    config_value,
     linear_tensors,
     norm_tensors,
     qkv_tensors,
-    config_value,
 )
 from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
