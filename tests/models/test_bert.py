@@ -149,7 +149,7 @@ SLOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "mlm-ddp-accumulate": ("mlm", {"data": 4}, {"strategy": "ddp", "microbatches": 2}),
     "mlm-zero1": ("mlm", {"data": 2, "fsdp": 2}, {"strategy": "zero1", "remat": "full"}),
     "mlm-zero2-chunked": ("mlm", {"fsdp": 2, "tensor": 2}, {"strategy": "zero2", "model": {"loss_chunk": 5}}),
-    "mlm-tensor-4": ("mlm", {"tensor": 4}, {"strategy": "ddp", "remat": "selective"}),
+    "mlm-tensor-4": ("mlm", {"tensor": 4}, {"strategy": "ddp", "remat": "dots"}),
     "mlm-1f1b-tensor": ("mlm", {"pipe": 2, "tensor": 2}, PIPE),
     "mlm-gpipe": ("mlm", {"pipe": 2, "fsdp": 2}, {"schedule": "gpipe", "microbatches": 4}),
     "mlm-zero-bubble": ("mlm", {"pipe": 2}, {"schedule": "zero_bubble", "microbatches": 4}),
