@@ -174,7 +174,8 @@ def options_of(folder: str, name: str) -> tuple[type, ...]:
     found = getattr(registry.options(folder, name), "Options", None)
     if found is None:
         every = registry.names(folder) if "." in name else ()
-        return tuple(each for other in every for each in options_of(folder, other))
+        found = [each for other in every for each in options_of(folder, other)]
+        return tuple(sorted(found, key=lambda each: -len(fields(each))))  # the first one's defaults count
     frozen = getattr(found, "__dataclass_params__", None)
     if frozen is None or not frozen.frozen or not all("rule" in each.metadata for each in fields(found)):
         raise UserError(

@@ -6,9 +6,9 @@ from typing import Self
 
 from jaxdist.config.entries import SourceFacts, entries_of
 from jaxdist.config.rules.fields import setting
+from jaxdist.config.rules.transformer import check_heads, check_sequence, check_tensor
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.models.options.gpt import check_heads, check_sequence, check_tensor
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
 
@@ -49,13 +49,6 @@ class Options(ModelConfig):
         at_least=0,
         how=True,
     )
-
-    positions = "learned"
-
-    @property
-    def kv_heads(self) -> int:
-        """As many as heads."""
-        return self.heads
 
     def resolved(self) -> Self:
         """With the width of the MLP filled in."""

@@ -1,14 +1,12 @@
 """Options of the model `gpt`, and what they must be."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from jaxdist.config.rules.fields import setting
-from jaxdist.config.rules.pipeline import divisors, multiples_around, near
+from jaxdist.config.rules.transformer import check_heads, check_sequence, check_tensor
 from jaxdist.config.schema import Config, ModelConfig
-from jaxdist.errors import UserError
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
 
@@ -85,53 +83,3 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     check_heads(model)
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])
-
-
-def check_heads(model: Any) -> None:
-    """Raise `UserError` for heads that do not divide the width."""
-    kv_heads = model.kv_heads
-    if model.width % model.heads:
-        raise UserError(
-            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
-            f" {near(divisors(model.width), model.heads)}"
-        )
-    if model.heads % kv_heads:
-        raise UserError(
-            f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
-            f" {near(divisors(model.heads), kv_heads)}"
-        )
-    if model.positions == "rope" and model.width // model.heads % 2:
-        works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
-        raise UserError(
-            f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
-            f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
-            f" {near(works, model.heads)}; or model.positions=learned"
-        )
-
-
-def check_tensor(model: Any, tensor: int) -> None:
-    """Raise `UserError` for an axis `tensor` that does not divide what is split over it."""
-    split = {"heads": model.heads, "kv_heads": model.kv_heads, "vocab": model.vocab, "mlp_width": model.mlp_width}
-    sizes = near(divisors(math.gcd(*split.values())), tensor)
-    for key, value in split.items():
-        if value % tensor:
-            if "heads" in key:
-                works = [n for n in divisors(model.width if key == "heads" else model.heads) if n % tensor == 0]
-            else:
-                works = multiples_around(value, tensor)
-            raise UserError(
-                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work:"
-                f" {sizes}; model.{key} that work with {tensor}: {near(works, value)}"
-            )
-
-
-def check_sequence(config: Config, tensor: int) -> None:
-    """Raise `UserError` for `parallel.sequence_parallel` where `tensor` does not divide the positions."""
-    length = config.data.seq_len
-    if config.parallel.sequence_parallel and length % tensor:
-        works = multiples_around(length, tensor)
-        raise UserError(
-            f"data.seq_len: {length} is not divisible by mesh.tensor {tensor}, over which"
-            f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
-            " parallel.sequence_parallel=false"
-        )
