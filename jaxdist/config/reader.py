@@ -163,7 +163,7 @@ def _unknown(top: _Section, section: _Section, name: str, value: Any) -> NoRetur
     if not section.name and name in top.everywhere():
         hint = f"; write it as a section: {name.replace('.', ': {', 1)}: ...}}"
     if belongs := owners(section.entries, name):
-        hint = "".join(f"; it is a key of {section.name}.{entry}" for entry in belongs)
+        hint = "; it is a key of " + " and of ".join(f"{section.name}.{entry}" for entry in belongs)
     what, of = ("key", f"keys of {section.name}") if section.name else ("section", "sections")
     if section.entries:
         of += f" ({', '.join(f'{entry.key}={entry.name}' for entry in section.entries)})"

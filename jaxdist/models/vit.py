@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -35,7 +34,7 @@ FACTS = ModelFacts(kernels=True)
 Batch = dict[str, jax.Array]
 
 
-class Linear(nnx.Module):
+class _Linear(nnx.Module):
     """A linear layer [B, S, in] -> [B, S, out], with a copy on every device of `tensor`. The result is in fp32."""
 
     def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, std: float) -> None:
@@ -59,7 +58,7 @@ class Embed(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         size, side, inputs = config.patch_size, config.image_size // config.patch_size, config.channels
-        self.patches = Linear(rngs, size * size * inputs, config.width, (size * size * inputs) ** -0.5)
+        self.patches = _Linear(rngs, size * size * inputs, config.width, (size * size * inputs) ** -0.5)
         self.class_token = normal(rngs, (config.width,), 0.02, (None,))
         self.positions = PositionEmbed(rngs, 1 + side * side, config.width)
         self.size, self.dropout = size, config.dropout
@@ -72,15 +71,15 @@ class Embed(nnx.Module):
                 f"vit: images are {list(image_BHWC.shape[1:])}, and the model takes {list(self.image)}; set"
                 " model.image_size and model.channels to those of the data"
             )
-        table = self.positions(1 + (self.image[0] // self.size) ** 2)
-        wide = accumulation_dtype(table.dtype)
+        table_SD = self.positions(1 + (self.image[0] // self.size) ** 2)
+        wide = accumulation_dtype(table_SD.dtype)
         pixels = image_BHWC.astype(wide)
         if jnp.issubdtype(image_BHWC.dtype, jnp.integer):
             pixels = pixels * (1 / 127.5) - 1
-        patches_BSD = self.patches(patches_of(pixels, self.size)).astype(table.dtype)
-        token = to_varying(self.class_token[...].astype(table.dtype), varying_axes(patches_BSD))
-        first = jnp.broadcast_to(token, (patches_BSD.shape[0], 1, token.size))
-        h_BSD = add_bias(jnp.concatenate([first, patches_BSD], axis=1), table)
+        patches_BSD = self.patches(patches_of(pixels, self.size)).astype(table_SD.dtype)
+        # The class token is added where nothing was, with the first position.
+        added_SD = table_SD.astype(wide).at[0].add(self.class_token[...].astype(wide))
+        h_BSD = add_bias(jnp.pad(patches_BSD, ((0, 0), (1, 0), (0, 0))), added_SD)
         return dropout(h_BSD, keys_B, site=0, rate=self.dropout)
 
 
@@ -89,7 +88,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm = LayerNorm(config.width, eps=config.norm_eps)
-        self.classifier = Linear(rngs, config.width, config.classes, 0.02)
+        self.classifier = _Linear(rngs, config.width, config.classes, 0.02)
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         """[B, L], in at least fp32."""

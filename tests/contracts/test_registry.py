@@ -182,7 +182,7 @@ def test_outsiders_train_a_step_and_get_their_options(file: Path) -> None:
             "model.dept=3",
             "model.dept: unknown key (value '3'); did you mean model.depth?; keys of model (name=outsider.",
         ),
-        ("model.layers=3", "model.layers: unknown key (value '3'); it is a key of model.name=gpt; keys of model"),
+        ("model.kv_heads=3", "model.kv_heads: unknown key (value '3'); it is a key of model.name=gpt; keys of model"),
         ("model.depth=0", "model.depth: 0 is out of range; allowed: an integer >= 1"),
         ("data.factors=3", "did you mean data.factor?; keys of data (source=outsider.source.ramp): source"),
         ("data.column=a", "data.column: unknown key (value 'a'); it is a key of data.source=parquet; keys of data"),

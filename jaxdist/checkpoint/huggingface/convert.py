@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, value_of
+from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value
 from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
 from jaxdist.checkpoint.reader import Stored
@@ -38,7 +38,7 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     theirs, known = _check_kind(found), keys(type(model)) | keys(DataConfig)
     if not {ours for ours, _ in theirs.keys.values()} <= known.keys():  # of another model
         return [f"a model of type {theirs.kind} (model.name is {model.name})"]
-    wanted = {ours: value_of(found, key, known[ours], usual) for key, (ours, usual) in theirs.keys.items()}
+    wanted = {ours: config_value(found, key, known[ours], usual) for key, (ours, usual) in theirs.keys.items()}
     own, more = theirs.read(found, known, model, positions)
     wanted |= own
     if theirs.tables and model.vocab >= wanted["vocab"]:

@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
 
 # Of config.json: (found, our keys, the model, positions) -> (values of our keys, other differences in words).
-Reader = Callable[[dict[str, Any], Mapping[str, Key], ModelConfig, int], tuple[dict[str, Any], list[str]]]
+ConfigReader = Callable[[dict[str, Any], Mapping[str, Key], ModelConfig, int], tuple[dict[str, Any], list[str]]]
 
 
 def _nothing(found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int) -> Any:
@@ -62,7 +62,7 @@ class Family(NamedTuple):
     - fixed: values of config.json that our models compute and no key of ours changes. The first of each is written.
     - tensors: (model, positions) -> its tensors; those of one leaf are neighbours.
     - written: (model, positions) -> the other keys of config.json.
-    - read: what `keys` cannot say, see `Reader`. Its values of our keys replace those of `keys`.
+    - read: what `keys` cannot say, see `ConfigReader`. Its values of our keys replace those of `keys`.
     - impossible: (found, model) -> what no configuration makes, where nothing else differs; or "".
     - tables: our leaves whose rows are the vocabulary.
     - copies: model -> {a tensor that may be in the files: our leaf that it repeats}.
@@ -76,14 +76,14 @@ class Family(NamedTuple):
     fixed: Mapping[str, tuple[Any, ...]]
     tensors: Callable[[ModelConfig, int], list[Tensor]]
     written: Callable[[ModelConfig, int], dict[str, Any]]
-    read: Reader = _nothing
+    read: ConfigReader = _nothing
     impossible: Callable[[dict[str, Any], ModelConfig], str] = lambda found, model: ""
     tables: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], dict[str, str]] = _no_copies
     ignored: tuple[str, ...] = ()
 
 
-def value_of(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:
+def config_value(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:
     """A value of config.json, of the type and in the range of our key. null is allowed where it is usual."""
     return replace(ours, optional=usual is None).check(found.get(theirs, usual), f"{CONFIG}: {theirs}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, norm_tensors, value_of
+from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value, norm_tensors
 from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -145,9 +145,10 @@ def _gpt2_read(
 ) -> tuple[dict[str, Any], list[str]]:
     keys, other = GPT2.keys, list[str]()
     width, heads, hidden = (
-        value_of(found, theirs, known[keys[theirs][0]], keys[theirs][1]) for theirs in ("n_embd", "n_head", "n_inner")
+        config_value(found, theirs, known[keys[theirs][0]], keys[theirs][1])
+        for theirs in ("n_embd", "n_head", "n_inner")
     )
-    if (length := value_of(found, "n_positions", known["seq_len"], 1024)) != positions:
+    if (length := config_value(found, "n_positions", known["seq_len"], 1024)) != positions:
         other.append(f"data.seq_len={length} (is {positions})")
     return {"kv_heads": heads, "mlp_width": 4 * width if hidden is None else hidden}, other
 
@@ -156,9 +157,9 @@ def _llama_read(
     found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int
 ) -> tuple[dict[str, Any], list[str]]:
     rope = _rotary(found)
-    values = {"rope_theta": value_of(rope, "rope_theta", known["rope_theta"], 10000.0)}
+    values = {"rope_theta": config_value(rope, "rope_theta", known["rope_theta"], 10000.0)}
     if found.get("num_key_value_heads") is None:
-        values["kv_heads"] = value_of(found, "num_attention_heads", known["heads"], 32)
+        values["kv_heads"] = config_value(found, "num_attention_heads", known["heads"], 32)
     if found.get("attention_bias", False) is not found.get("mlp_bias", False):
         raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
     return values, []

@@ -10,10 +10,10 @@ from jaxdist.checkpoint.huggingface.family import (
     CONFIG,
     Family,
     Tensor,
+    config_value,
     linear_tensors,
     norm_tensors,
     qkv_tensors,
-    value_of,
 )
 from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
@@ -68,7 +68,7 @@ def _read(
     if labels is not None and not isinstance(labels, dict):
         raise UserError(f"{CONFIG}: id2label is {show(labels)}; allowed: an object with an entry for each label")
     count = {} if labels is None else {"num_labels": len(labels)}
-    return {"classes": value_of(found | count, "num_labels", known["classes"], 2)}, []
+    return {"classes": config_value(found | count, "num_labels", known["classes"], 2)}, []
 
 
 VIT = Family(
