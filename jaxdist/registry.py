@@ -157,8 +157,7 @@ def make(package: str, name: Any, kind: type[Made], *given: Any, key: str, **opt
     with _beside() if isinstance(name, str) and "." in name else contextlib.nullcontext():
         made = entry(*given, **options)
     if not isinstance(made, kind):
-        shown = repr(name) if isinstance(name, str) else "the entry"
-        wanted = getattr(kind, "__name__", kind)  # a union of types has none
+        shown, wanted = repr(name) if isinstance(name, str) else "the entry", getattr(kind, "__name__", kind)
         raise UserError(f"{key}: {shown} gives a {type(made).__name__}, not a {wanted}; {_allowed(package)}")
     return made
 

@@ -1,6 +1,7 @@
 """Flax NNX modules in losses: taken apart for a step, and put together again after it."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ def _made(module: Any) -> tuple[nnx.Module, Callable[[jax.Array], tuple[PyTree, 
     if isinstance(module, nnx.Module):
         return nnx.clone(module), None
     build = module
-    if isinstance(build, type) or not callable(build):
+    if not inspect.isroutine(build) and not isinstance(build, functools.partial):  # modules can be callable, too
         raise UserError(
             f"nnx_loss: module is {module_kind(build)}; allowed: an nnx.Module that is made, such as"
             " MLP(nnx.Rngs(0)), or a function that makes it, lambda rngs: MLP(rngs); other models are a"
