@@ -17,10 +17,10 @@ from jaxdist.config.rules.grad_sync import ORDERED_OPTIMIZERS, check_pairs, chec
 from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import check_counts, check_one_stage, check_stages, refuse_stages
 from jaxdist.config.rules.precision import check_float64, check_half_state, check_scale, check_skips
-from jaxdist.config.rules.prefetch import check_prefetch
 from jaxdist.config.rules.remat import (
     check_deterministic,
     check_offload,
+    check_prefetch,
     check_prefetched,
     check_unrolled,
     refuse_split_backward,

@@ -25,9 +25,12 @@ from jaxdist.nn import (
     VocabEmbed,
     add_bias,
     chunked_cross_entropy,
+    counted,
     dropout,
     first_position,
     gelu_erf,
+    label_accuracy,
+    label_cross_entropy,
     loss_chunk,
     model_def,
     vocab_argmax,
@@ -37,7 +40,6 @@ from jaxdist.nn import (
     whole_vocab,
 )
 from jaxdist.nn.linear import MatmulOptions
-from jaxdist.precision.policy import accumulation_dtype
 
 FACTS = ModelFacts(kernels=True, key_mask=True)
 SITE_POOLED = 1 << 20  # of dropout: the head has the keys of the sample, into which layers are folded, from 0 on
@@ -60,12 +62,6 @@ class Embed(nnx.Module):
         h_BSD = add_bias(self.tokens(batch["inputs"]), self.positions(batch["inputs"].shape[1]))
         h_BSD = self.norm(add_bias(h_BSD, self.types(batch.get("token_type_ids"))))
         return dropout(h_BSD, keys_B, site=0, rate=self.dropout, sequence=self.sequence)
-
-
-def _counted(targets: jax.Array, weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(targets, weights), where a negative target, such as PyTorch's ignore_index -100, counts nothing."""
-    weights = jnp.where(targets < 0, 0, weights).astype(accumulation_dtype(dtype))
-    return jnp.where(weights == 0, 0, targets), weights  # what counts nothing may be any number
 
 
 class MaskedHead(nnx.Module):
@@ -91,7 +87,7 @@ class MaskedHead(nnx.Module):
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> Sums:
         """(sum of weighted token losses in nats, sum of weights)."""
         h_BSD, table_VD, bias_V = self._read(h_BSD, embed)
-        targets_BS, weights_BS = _counted(batch["targets"], batch["weights"], h_BSD.dtype)
+        targets_BS, weights_BS = counted(batch["targets"], batch["weights"], h_BSD.dtype)
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
             total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk, bias_V=bias_V)
         else:
@@ -101,7 +97,7 @@ class MaskedHead(nnx.Module):
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, Sums]:
         """The accuracy on the tokens that count."""
         h_BSD, table_VD, bias_V = self._read(h_BSD, embed)
-        targets_BS, weights_BS = _counted(batch["targets"], batch["weights"], h_BSD.dtype)
+        targets_BS, weights_BS = counted(batch["targets"], batch["weights"], h_BSD.dtype)
         if loss_chunk(h_BSD, table_VD, self.chunk):  # sequence by sequence, as logits of all would be too large
             found_BS = jax.lax.map(lambda h_SD: vocab_argmax(vocab_logits(h_SD[None], table_VD, bias_V))[0], h_BSD)
         else:
@@ -126,19 +122,12 @@ class ClassificationHead(nnx.Module):
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> Sums:
         """(sum of weighted losses in nats, sum of weights)."""
-        label_B, weights_B = _counted(batch["label"], batch["weights"], h_BSD.dtype)
         pooled_BD = dropout(self._pooled(h_BSD), batch["keys"], site=SITE_POOLED, rate=self.dropout)
-        logs_BL = jax.nn.log_softmax(self.classifier(pooled_BD))
-        labels = logs_BL.shape[-1]
-        own_B = jnp.take_along_axis(logs_BL, jnp.minimum(label_B, labels - 1)[:, None], axis=-1)[:, 0]
-        losses_B = jnp.where(label_B < labels, -own_B, jnp.nan)  # which the step's guard sees
-        return (losses_B * weights_B).sum(), weights_B.sum()
+        return label_cross_entropy(self.classifier(pooled_BD), batch["label"], batch["weights"])
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, Sums]:
         """The accuracy."""
-        label_B, weights_B = _counted(batch["label"], batch["weights"], h_BSD.dtype)
-        right_B = self.logits(h_BSD, embed).argmax(axis=-1) == label_B
-        return {"accuracy": (jnp.where(right_B, weights_B, 0).sum(), weights_B.sum())}
+        return {"accuracy": label_accuracy(self.logits(h_BSD, embed), batch["label"], batch["weights"])}
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.errors import UserError
+from jaxdist.nn import label_accuracy, label_cross_entropy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.modules.nnx_modules import nnx_loss
 from jaxdist.precision.policy import accumulation_dtype
@@ -124,10 +124,9 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
         image = image.astype(jnp.float32) / 127.5 - 1
     logits = model(image)
     logits = logits.astype(accumulation_dtype(logits.dtype))
-    weights = batch.get("weights", jnp.ones(label.shape)).astype(logits.dtype)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label) * weights
-    right = jnp.where(logits.argmax(-1).astype(label.dtype) == label, weights, 0)
-    return losses.sum(), weights.sum(), {"accuracy": (right.sum(), weights.sum())}
+    weights = batch.get("weights", jnp.ones(label.shape))
+    total, weight = label_cross_entropy(logits, label, weights)
+    return total, weight, {"accuracy": label_accuracy(logits, label, weights)}
 
 
 def resnet(config: Any, *, max_length: int = 0, param_dtype: Any = jnp.float32) -> ModuleLoss:

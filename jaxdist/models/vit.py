@@ -18,32 +18,21 @@ from jaxdist.nn import (
     Attention,
     Block,
     LayerNorm,
+    Linear,
     ModelDef,
     PositionEmbed,
     add_bias,
     dropout,
+    label_accuracy,
+    label_cross_entropy,
     model_def,
     normal,
-    zeros,
 )
-from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
 FACTS = ModelFacts(kernels=True)
 
 Batch = dict[str, jax.Array]
-
-
-class _Linear(nnx.Module):
-    """A linear layer [B, S, in] -> [B, S, out], with a copy on every device of `tensor`. The result is in fp32."""
-
-    def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, std: float) -> None:
-        self.kernel = normal(rngs, (inputs, outputs), std, (None, None))
-        self.bias = zeros((outputs,), (None,))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...]
-        return add_bias(einsum_fp32("BSi,io->BSo", x.astype(kernel.dtype), kernel), self.bias[...])
 
 
 def patches_of(image_BHWC: jax.Array, size: int) -> jax.Array:
@@ -58,7 +47,7 @@ class Embed(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         size, side, inputs = config.patch_size, config.image_size // config.patch_size, config.channels
-        self.patches = _Linear(rngs, size * size * inputs, config.width, (size * size * inputs) ** -0.5)
+        self.patches = Linear(rngs, size * size * inputs, config.width, std=(size * size * inputs) ** -0.5, fp32=True)
         self.class_token = normal(rngs, (config.width,), 0.02, (None,))
         self.positions = PositionEmbed(rngs, 1 + side * side, config.width)
         self.size, self.dropout = size, config.dropout
@@ -76,7 +65,7 @@ class Embed(nnx.Module):
         pixels = image_BHWC.astype(wide)
         if jnp.issubdtype(image_BHWC.dtype, jnp.integer):
             pixels = pixels * (1 / 127.5) - 1
-        patches_BSD = self.patches(patches_of(pixels, self.size)).astype(table_SD.dtype)
+        patches_BSD = self.patches(patches_of(pixels, self.size).astype(table_SD.dtype)).astype(table_SD.dtype)
         # The class token is added where nothing was, with the first position.
         added_SD = table_SD.astype(wide).at[0].add(self.class_token[...].astype(wide))
         h_BSD = add_bias(jnp.pad(patches_BSD, ((0, 0), (1, 0), (0, 0))), added_SD)
@@ -88,29 +77,19 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm = LayerNorm(config.width, eps=config.norm_eps)
-        self.classifier = _Linear(rngs, config.width, config.classes, 0.02)
+        self.classifier = Linear(rngs, config.width, config.classes, std=0.02, fp32=True)
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         """[B, L], in at least fp32."""
         return self.classifier(self.norm(h_BSD[:, :1]))[:, 0]
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
-        """(sum of weighted losses in nats, sum of weights). A negative label counts nothing; one that is no label of
-        the model gives nan."""
-        logits_BL, weights_B = self.logits(h_BSD, embed), _weights(batch, h_BSD)
-        label_B = jnp.where(weights_B == 0, 0, batch["label"])
-        chosen_B = jnp.take_along_axis(logits_BL, label_B[:, None], axis=1)[:, 0]
-        return ((jax.nn.logsumexp(logits_BL, axis=1) - chosen_B) * weights_B).sum(), weights_B.sum()
+        """(sum of weighted losses in nats, sum of weights)."""
+        return label_cross_entropy(self.logits(h_BSD, embed), batch["label"], batch["weights"])
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """accuracy: the share of samples whose likeliest label is theirs."""
-        likeliest_B, weights_B = self.logits(h_BSD, embed).argmax(axis=1), _weights(batch, h_BSD)
-        right_B = likeliest_B.astype(batch["label"].dtype) == batch["label"]
-        return {"accuracy": (jnp.where(right_B, weights_B, 0).sum(), weights_B.sum())}
-
-
-def _weights(batch: Batch, h_BSD: jax.Array) -> jax.Array:
-    return jnp.where(batch["label"] < 0, 0, batch["weights"]).astype(accumulation_dtype(h_BSD.dtype))
+        """The accuracy."""
+        return {"accuracy": label_accuracy(self.logits(h_BSD, embed), batch["label"], batch["weights"])}
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy over a vocabulary: logits exist for one chunk of tokens at a time.
+"""Chunked cross-entropy over a vocabulary, where logits exist for one chunk of tokens at a time; losses of labels.
 
 The logits of all tokens are by far the largest array of a small model with a large vocabulary. Here a loop computes
 them chunk by chunk. If the loss is differentiated, the same loop computes the gradients, for a cotangent of 1: the loss
@@ -7,7 +7,7 @@ checkpointing of the loss would take four (fp16 is the exception, see `_forward`
 only the gradient of the table waits for the backward pass. This is the fused linear cross-entropy of Hsu et al. 2024,
 Liger Kernel.
 
-Legend: B batch, S sequence, C tokens of a chunk, D model width, V vocabulary.
+Legend: B batch, S sequence, C tokens of a chunk, D model width, V vocabulary, L labels.
 """
 
 import functools
@@ -130,3 +130,30 @@ def _backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, Projection, N
 
 
 _sum_of_chunks.defvjp(_forward, _backward)
+
+
+def counted(targets: jax.Array, weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(targets, weights), where a negative target, such as PyTorch's ignore_index -100, counts nothing.
+
+    dtype: of what the loss is computed from; weights are in at least fp32.
+    """
+    weights = jnp.where(targets < 0, 0, weights).astype(accumulation_dtype(dtype))
+    return jnp.where(weights == 0, 0, targets), weights  # what counts nothing may be any number
+
+
+def label_cross_entropy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sum of weighted cross-entropies in nats, sum of weights) of one label a sample. A negative label counts nothing;
+    one that is no label of the model gives nan, which the step's guard sees.
+
+    logits_BL: in at least fp32
+    """
+    label_B, weights_B = counted(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)  # uint8 has no -1
+    chosen_B = jnp.take_along_axis(logits_BL, label_B[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
+    return ((jax.nn.logsumexp(logits_BL, axis=1) - chosen_B) * weights_B).sum(), weights_B.sum()
+
+
+def label_accuracy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sum of the weights of samples whose likeliest label is theirs, sum of weights), as for `label_cross_entropy`."""
+    label_B, weights_B = counted(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)
+    right_B = logits_BL.argmax(axis=1).astype(jnp.int32) == label_B
+    return jnp.where(right_B, weights_B, 0).sum(), weights_B.sum()

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.rules.prefetch import check_prefetch
-from jaxdist.config.rules.remat import Remat, check_remat
+from jaxdist.config.rules.remat import Remat, check_prefetch, check_remat
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.grad_sync import check_sync, finish, order_of_work, reduce_late
 from jaxdist.precision.policy import Precision, make_precision

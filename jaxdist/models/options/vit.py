@@ -1,13 +1,13 @@
 """Options of the model `vit`, and what they must be."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.rules.fields import setting
-from jaxdist.config.rules.pipeline import divisors, multiples_around, near
+from jaxdist.config.rules.pipeline import divisors, near
+from jaxdist.config.rules.transformer import check_heads, check_tensor
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.errors import UserError
 
@@ -57,7 +57,7 @@ class Options(ModelConfig):
 
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit itself, the data source, or a mesh of these sizes."""
-    model, tensor = config.model.resolved(), mesh["tensor"]
+    model = config.model.resolved()
     for source in [part.source for part in config.data.parts()] or [config.data.source]:
         if SourceFacts.of(source).ids:
             raise UserError(
@@ -69,18 +69,5 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
             f"model.patch_size: {model.patch_size} does not divide model.image_size {model.image_size}; allowed:"
             f" {near(divisors(model.image_size), model.patch_size)}"
         )
-    if model.width % model.heads:
-        raise UserError(
-            f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
-            f" {near(divisors(model.width), model.heads)}"
-        )
-    sizes = near(divisors(math.gcd(model.heads, model.mlp_width)), tensor)
-    for key in ("heads", "mlp_width"):
-        value = getattr(model, key)
-        if value % tensor:
-            heads = [n for n in divisors(model.width) if n % tensor == 0]
-            works = heads if key == "heads" else multiples_around(value, tensor)
-            raise UserError(
-                f"mesh.tensor: {tensor} does not divide model.{key} {value}; tensor sizes that work: {sizes};"
-                f" model.{key} that work with {tensor}: {near(works, value)}"
-            )
+    check_heads(model)
+    check_tensor(model, mesh["tensor"])
