@@ -25,7 +25,7 @@ from jaxdist.nn import (
     VocabEmbed,
     add_bias,
     chunked_cross_entropy,
-    counted,
+    counted_targets,
     dropout,
     first_position,
     gelu_erf,
@@ -87,7 +87,7 @@ class MaskedHead(nnx.Module):
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> Sums:
         """(sum of weighted token losses in nats, sum of weights)."""
         h_BSD, table_VD, bias_V = self._read(h_BSD, embed)
-        targets_BS, weights_BS = counted(batch["targets"], batch["weights"], h_BSD.dtype)
+        targets_BS, weights_BS = counted_targets(batch["targets"], batch["weights"], h_BSD.dtype)
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
             total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk, bias_V=bias_V)
         else:
@@ -97,7 +97,7 @@ class MaskedHead(nnx.Module):
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, Sums]:
         """The accuracy on the tokens that count."""
         h_BSD, table_VD, bias_V = self._read(h_BSD, embed)
-        targets_BS, weights_BS = counted(batch["targets"], batch["weights"], h_BSD.dtype)
+        targets_BS, weights_BS = counted_targets(batch["targets"], batch["weights"], h_BSD.dtype)
         if loss_chunk(h_BSD, table_VD, self.chunk):  # sequence by sequence, as logits of all would be too large
             found_BS = jax.lax.map(lambda h_SD: vocab_argmax(vocab_logits(h_SD[None], table_VD, bias_V))[0], h_BSD)
         else:

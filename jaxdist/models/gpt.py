@@ -23,6 +23,7 @@ from jaxdist.nn import (
     VocabHead,
     add_bias,
     chunked_cross_entropy,
+    counted_targets,
     dropout,
     loss_chunk,
     make_norm,
@@ -33,7 +34,6 @@ from jaxdist.nn import (
     whole_vocab,
 )
 from jaxdist.nn.linear import MatmulOptions
-from jaxdist.precision.policy import accumulation_dtype
 
 FACTS = ModelFacts(ids_only=True, kernels=True)
 
@@ -79,10 +79,8 @@ class Head(nnx.Module):
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
-        h_BSD, table_VD, targets_BS = self._normed(h_BSD), self._table(embed), batch["targets"]
-        # A negative target, such as PyTorch's ignore_index -100, counts nothing; what counts nothing may be any number.
-        weights_BS = jnp.where(targets_BS < 0, 0, batch["weights"]).astype(accumulation_dtype(h_BSD.dtype))
-        targets_BS = jnp.where(weights_BS == 0, 0, targets_BS)
+        h_BSD, table_VD = self._normed(h_BSD), self._table(embed)
+        targets_BS, weights_BS = counted_targets(batch["targets"], batch["weights"], h_BSD.dtype)
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
             total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk)
         else:

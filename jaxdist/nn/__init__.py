@@ -19,7 +19,7 @@ from jaxdist.nn.embedding import (
     whole_vocab,
 )
 from jaxdist.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, add_bias
-from jaxdist.nn.loss import chunked_cross_entropy, counted, label_accuracy, label_cross_entropy, loss_chunk
+from jaxdist.nn.loss import chunked_cross_entropy, counted_targets, label_accuracy, label_cross_entropy, loss_chunk
 from jaxdist.nn.matmul.float8 import product
 from jaxdist.nn.mlp import MLP, gelu_erf
 from jaxdist.nn.model import model_def
@@ -30,7 +30,7 @@ from jaxdist.nn.sequence_parallel import first_position, whole_sequence
 __all__ = [
     "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "Linear", "ModelDef",
     "PositionEmbed", "QKVProjection", "RMSNorm", "RowParallelLinear", "TypeEmbed", "VocabBias", "VocabEmbed",
-    "VocabHead", "add_bias", "chunked_cross_entropy", "counted", "dropout", "dropout_heads", "first_position",
+    "VocabHead", "add_bias", "chunked_cross_entropy", "counted_targets", "dropout", "dropout_heads", "first_position",
     "gelu_erf", "label_accuracy", "label_cross_entropy", "loss_chunk", "make_norm", "model_def", "normal", "param",
     "product", "vocab_argmax", "vocab_cross_entropy", "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn",
     "zeros",

@@ -132,7 +132,7 @@ def _backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, Projection, N
 _sum_of_chunks.defvjp(_forward, _backward)
 
 
-def counted(targets: jax.Array, weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def counted_targets(targets: jax.Array, weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(targets, weights), where a negative target, such as PyTorch's ignore_index -100, counts nothing.
 
     dtype: of what the loss is computed from; weights are in at least fp32.
@@ -147,13 +147,13 @@ def label_cross_entropy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax
 
     logits_BL: in at least fp32
     """
-    label_B, weights_B = counted(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)  # uint8 has no -1
+    label_B, weights_B = counted_targets(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)  # uint8 has no -1
     chosen_B = jnp.take_along_axis(logits_BL, label_B[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
     return ((jax.nn.logsumexp(logits_BL, axis=1) - chosen_B) * weights_B).sum(), weights_B.sum()
 
 
 def label_accuracy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum of the weights of samples whose likeliest label is theirs, sum of weights), as for `label_cross_entropy`."""
-    label_B, weights_B = counted(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)
+    label_B, weights_B = counted_targets(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)
     right_B = logits_BL.argmax(axis=1).astype(jnp.int32) == label_B
     return jnp.where(right_B, weights_B, 0).sum(), weights_B.sum()

@@ -31,8 +31,8 @@ def check_heads(model: Any) -> None:
 
 def check_tensor(model: Any, tensor: int) -> None:
     """Raise `UserError` for an axis `tensor` that does not divide what is split over it."""
-    keys = [key for key in ("heads", "kv_heads", "vocab", "mlp_width") if hasattr(model, key)]
-    split = {key: getattr(model, key) for key in keys}
+    sizes_of = {key: getattr(model, key, None) for key in ("heads", "kv_heads", "vocab", "mlp_width")}
+    split = {key: size for key, size in sizes_of.items() if size is not None}  # images have no vocabulary
     sizes = near(divisors(math.gcd(*split.values())), tensor)
     for key, value in split.items():
         if value % tensor:
