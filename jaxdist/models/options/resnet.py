@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxdist.config.rules.batch import check_source
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.errors import UserError
@@ -49,6 +50,7 @@ class Options(ModelConfig):
 
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit the other sections."""
+    check_source(config.data, tuple(config.model.sample()), f"model.name {config.model.name!r}")
     if config.model.depth not in BLOCKS:
         raise UserError(f"model.depth: {config.model.depth}; allowed: {', '.join(map(str, BLOCKS))}")
     if config.parallel.grad_sync.deterministic:
