@@ -77,8 +77,8 @@ def test_what_is_masked_stays_so_with_any_numpy(tmp_path: Path) -> None:
         [0, 1, 8, 9, 13, 14, 16, 19],
     ]
     assert [row[row != target].tolist() for row, target in zip(rows["inputs"], rows["targets"], strict=True)] == [
-        [],
-        [],
+        [256] * 8,
+        [256, 256, 129, 159, 256, 256, 256, 256],
     ]
 
 
@@ -162,7 +162,6 @@ def test_the_kinds_of_lines_with_other_ends(end: bytes) -> None:
 
 ODD = {
     "open": b"x = (",
-    "latin-1": b"x = 1\n# caf\xe9\n",
     "encoding": b"# coding: no-such-encoding\nx = 1\n",
     "deep": b"x = " + b"-" * 20_000 + b"1\n",
     "long": b"x = " + b"+".join([b"1"] * 20_000) + b"\n",
@@ -178,9 +177,11 @@ def test_a_file_that_is_no_python_is_one_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_tokenize_alone_refuses_is_no_traceback() -> None:
+@pytest.mark.parametrize("content", [b"x = 1\n# caf\xe9\n", b"if 1:\n    x=1\n  \\\n\ny=1\n"])
+def test_a_file_that_tokenize_alone_refuses_is_no_traceback(content: bytes) -> None:
+    """As some versions of Python do."""
     try:
-        assert kinds_of_lines(b"if 1:\n    x=1\n  \\\n\ny=1\n", "b.py")
+        assert kinds_of_lines(content, "b.py")
     except UserError as error:
         assert str(error).startswith("data.path: b.py is no Python file for this Python (")
 
