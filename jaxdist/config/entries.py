@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 
 Entries = tuple[Entry, ...]
-WINDOW = ("inputs", "targets", "weights")  # the leaves of a batch of token ids
+WINDOW_LEAVES = ("inputs", "targets", "weights")  # the leaves of a batch of token ids
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SourceFacts(EntryFacts):
         """Whether this source is one of `giving`."""
         if not self.ids:
             return not self.leaves or set(leaves) <= {*self.leaves}
-        return {*leaves} <= {*WINDOW} and (next_token or not self.next_token)
+        return {*leaves} <= {*WINDOW_LEAVES} and (next_token or not self.next_token)
 
 
 @dataclass(frozen=True)

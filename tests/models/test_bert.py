@@ -474,4 +474,4 @@ def test_a_small_bert_learns(tmp_path: Path) -> None:
     beat = float(done.stdout.partition("unigram ")[2].split()[0])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    assert found[-1] > beat + 0.05, (found, beat)
+    assert found[-1] > beat + 0.2, (found, beat)

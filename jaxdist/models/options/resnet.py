@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxdist.config.rules.batch import check_source
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
 
 # Blocks of each stage; below 50 blocks are of two 3x3 convolutions, from 50 on bottlenecks (table 1 of the paper).

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxdist.config.rules.batch import check_source
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, near
 from jaxdist.config.rules.transformer import check_heads, check_tensor
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them
