@@ -63,7 +63,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--pretrained", required=True, type=Path, help="the run directory of a BERT with model.head=mlm"
     )
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=32, help="lines of a batch")
     given = parser.parse_args()
 

@@ -4,7 +4,7 @@ the section that names them. Imports no jax."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -26,6 +26,7 @@ class Entry(NamedTuple):
 
 
 Entries = tuple[Entry, ...]
+WINDOW_LEAVES = ("inputs", "targets", "weights")  # the leaves of a batch of token ids
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class SourceFacts(EntryFacts):
     - reads_files: `data.path` and `data.val_path` are files or folders, but for these `words`.
     - path, val_path: what they may be, in words for a message; val_path "": it is not read.
     - ids: whether it gives windows of token ids; None: that is seen when it is read.
+    - leaves: of a sample, where it gives no windows of token ids; (): that is seen when it is read.
     - next_token: with ids, whether the target of a position is the token after it.
     """
 
@@ -81,7 +83,21 @@ class SourceFacts(EntryFacts):
     path: str = "an existing file or folder"
     val_path: str = "an existing file or folder, or null"
     ids: bool | None = True
+    leaves: tuple[str, ...] = ()
     next_token: bool = True
+
+    @classmethod
+    def giving(cls, leaves: Iterable[str], *, next_token: bool = True) -> list[str]:
+        """The names in the folder of the sources whose samples may have these leaves, and suit a model that sees the
+        token after a position unless `next_token`."""
+        every = {name: cls.of(name) for name in registry.names(cls.folder)}
+        return [name for name, facts in every.items() if facts.may_give(leaves, next_token=next_token)]
+
+    def may_give(self, leaves: Iterable[str], *, next_token: bool = True) -> bool:
+        """Whether this source is one of `giving`."""
+        if not self.ids:
+            return not self.leaves or set(leaves) <= {*self.leaves}
+        return {*leaves} <= {*WINDOW_LEAVES} and (next_token or not self.next_token)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ def load_source(config: DataConfig) -> Source:
         "sha256": fingerprint(parts_of),
     }
     nothing = np.zeros(0, np.int32)
-    return Source(nothing, nothing, max(part.source.vocab for part in parts), info, None, parts)
+    labels = max((part.source.labels or 0 for part in parts), default=0) or None
+    return Source(nothing, nothing, max(part.source.vocab for part in parts), info, None, parts, labels=labels)
 
 
 def _unit(source: Source) -> str:

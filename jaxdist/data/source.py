@@ -43,6 +43,7 @@ class Source(NamedTuple):
     documents: tuple[np.ndarray, np.ndarray] | None = None
     parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
     yardstick: Yardstick | None = None
+    labels: int | None = None  # labels of samples are below it; None: not known
 
     @property
     def first(self) -> Ids | Samples | Stream:

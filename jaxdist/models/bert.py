@@ -12,6 +12,7 @@ from flax import nnx
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
 from jaxdist.nn import (
     MLP,
     Attention,
@@ -149,6 +150,15 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
     return Block(norm1, attention, norm2, mlp, dropout=config.dropout, post_norm=True, sequence=matmul["sequence"])
 
 
+def _key_mask(batch: Batch) -> jax.Array | None:
+    mask, wanted = batch.get("attention_mask"), batch["inputs"].shape
+    if mask is not None and mask.shape != wanted:
+        raise UserError(
+            f"batch: attention_mask is {list(mask.shape)}, and inputs {list(wanted)}; allowed: the shape of inputs"
+        )
+    return mask
+
+
 class BERT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
@@ -189,5 +199,5 @@ def bert(
         tied=full.head == "mlm",
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
-        rows=lambda batch: batch.get("attention_mask"),
+        rows=_key_mask,
     )

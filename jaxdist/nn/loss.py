@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
+from jaxdist.errors import UserError
 from jaxdist.nn.embedding import vocab_cross_entropy, vocab_logits
 from jaxdist.precision.policy import accumulation_dtype
 
@@ -141,19 +142,28 @@ def counted_targets(targets: jax.Array, weights: jax.Array, dtype: Any) -> tuple
     return jnp.where(weights == 0, 0, targets), weights  # what counts nothing may be any number
 
 
+def _counted_labels(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if label_B.shape != logits_BL.shape[:1] or not jnp.issubdtype(label_B.dtype, jnp.integer):
+        raise UserError(
+            f"batch: label is {label_B.dtype.name}{list(label_B.shape)} for {len(logits_BL)} samples of a device;"
+            " allowed: one integer for each sample"
+        )
+    return counted_targets(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)  # uint8 has no -1
+
+
 def label_cross_entropy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum of weighted cross-entropies in nats, sum of weights) of one label a sample. A negative label counts nothing;
     one that is no label of the model gives nan, which the step's guard sees.
 
     logits_BL: in at least fp32
     """
-    label_B, weights_B = counted_targets(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)  # uint8 has no -1
+    label_B, weights_B = _counted_labels(logits_BL, label_B, weights_B)
     chosen_B = jnp.take_along_axis(logits_BL, label_B[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
     return ((jax.nn.logsumexp(logits_BL, axis=1) - chosen_B) * weights_B).sum(), weights_B.sum()
 
 
 def label_accuracy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum of the weights of samples whose likeliest label is theirs, sum of weights), as for `label_cross_entropy`."""
-    label_B, weights_B = counted_targets(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)
+    label_B, weights_B = _counted_labels(logits_BL, label_B, weights_B)
     right_B = logits_BL.argmax(axis=1).astype(jnp.int32) == label_B
     return jnp.where(right_B, weights_B, 0).sum(), weights_B.sum()

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.entries import ModelFacts, SourceFacts
+from jaxdist.config.entries import ModelFacts, SourceFacts, options_of
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.data import Ids, Source, batch_shapes, bigram_bits, load_source, trigram_bits
@@ -300,6 +300,7 @@ def load_data(config: Config) -> Source:
     source = load_source(config.data)
     check_vocabulary(config, source)
     check_leaves(config, source)
+    check_labels(config, source)
     return packed(config, source)
 
 
@@ -319,7 +320,7 @@ def check_leaves(config: Config, source: Source) -> None:
     if not sample.keys() <= leaves.keys():
         raise UserError(
             f"data.source: {source.info['name']!r} gives {', '.join(leaves)}, and model.name"
-            f" {config.model.name!r} takes {', '.join(sample)}; allowed: {', '.join(SourceFacts.with_fact(ids=False))}"
+            f" {config.model.name!r} takes {', '.join(sample)}; allowed: {', '.join(SourceFacts.giving(sample))}"
         )
     if isinstance(first, Ids) or not ModelFacts.of(config.model.name).ids_only:
         return
@@ -330,6 +331,17 @@ def check_leaves(config: Config, source: Source) -> None:
         f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed:"
         f" {', '.join(SourceFacts.with_fact(ids=True))}; or a model of your own, by a dotted path"
     )
+
+
+def check_labels(config: Config, source: Source) -> None:
+    """Raise `UserError` when the data holds labels that the model does not have."""
+    options = options_of(ModelFacts.folder, config.model.name)
+    # A user's own model without options has the keys of all shipped ones, and may read none of them.
+    classes = config.model.classes if len(options) == 1 and hasattr(options[0], "classes") else None
+    if classes is not None and source.labels is not None and source.labels > classes:
+        raise UserError(
+            f"model.classes: {classes} is too small for {source.info['name']!r}, whose labels need {source.labels}"
+        )
 
 
 def packed(config: Config, source: Source) -> Source:

@@ -110,6 +110,22 @@ def test_there_and_back_bit_for_bit(mesh: MeshConfig, tmp_path: Path) -> None:
         judge(tmp_path / "out", gpt)
 
 
+@NEEDS
+def test_a_pooler_is_passed_over(tmp_path: Path) -> None:
+    """Of `ViTModel`, which some files have beside a classifier."""
+    from safetensors.numpy import load_file, save_file
+
+    config = config_of()
+    export(save_run(tmp_path / "run", config, random_params(config)), tmp_path / "out")
+    found = load_file(tmp_path / "out" / SINGLE)
+    pooler = {
+        "vit.pooler.dense.weight": np.ones((32, 32), np.float32),
+        "vit.pooler.dense.bias": np.ones(32, np.float32),
+    }
+    save_file(found | pooler, tmp_path / "out" / SINGLE)
+    judge(tmp_path / "out", config)
+
+
 def judge(folder: Path, config: Config) -> None:
     with TensorFiles(folder) as files:
         check_model(files, read_json(folder / "config.json"), config.model.resolved(), positions=config.data.seq_len)

@@ -39,6 +39,10 @@ def test_all_digits_are_on_one_side(source: Any) -> None:
     assert pairs((whole + 1) * 8, labels) == pairs(known.images, known.target)
     counts = np.bincount(rows[1]["label"], minlength=10)
     assert counts.max() == 46 and counts.min() > 20  # docs/data.md
+    assert source.labels == 10 and source.yardstick.measure == "of held-out digits right"
+    commonest = np.bincount(rows[0]["label"]).argmax()
+    assert source.yardstick.compute() == {"majority": counts[commonest] / 359}
+    assert f"{100 * counts[commonest] / 359:.1f}" == "7.8"
 
 
 def test_batches_and_fingerprint(source: Any) -> None:

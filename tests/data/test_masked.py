@@ -1,5 +1,6 @@
 """The sources `masked` and `lines`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ def test_a_masking_depends_on_the_sample_alone(file: Path) -> None:
     assert np.array_equal(train_of(source).read(np.arange(4))["targets"].reshape(-1), text[: 4 * LENGTH])
 
 
+def test_what_is_masked_stays_so_with_any_numpy(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(97, 117)) * 50)
+    train = train_of(load_source(DataConfig(source="masked", path=str(tmp_path / "text"), seq_len=20, mask_rate=0.4)))
+    rows = train.read(np.array([5, 170]))
+    assert [np.flatnonzero(row).tolist() for row in rows["weights"]] == [
+        [2, 4, 5, 7, 8, 11, 15, 16],
+        [0, 1, 8, 9, 13, 14, 16, 19],
+    ]
+    assert [row[row != target].tolist() for row, target in zip(rows["inputs"], rows["targets"], strict=True)] == [
+        [256] * 8,
+        [256, 256, 129, 159, 256, 256, 256, 256],
+    ]
+
+
 def test_options_of_masking(file: Path, tmp_path: Path) -> None:
     rows = train_of(masked(file, mask_rate=1.0, mask_token_rate=0.0, random_token_rate=0.0)).read(np.arange(5))
     assert (rows["weights"] == 1).all() and np.array_equal(rows["inputs"], rows["targets"])
@@ -85,6 +100,21 @@ def test_the_unigram_is_the_yardstick_of_masked(file: Path) -> None:
     assert yardstick is not None
     text = np.frombuffer(file.read_bytes(), np.uint8)
     assert yardstick.compute() == {"unigram": (text[-1000:] == 97).mean()}
+
+
+def test_of_a_long_text_an_even_part_is_counted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[np.ndarray] = []
+    real = np.bincount
+    monkeypatch.setattr(np, "bincount", lambda ids, **given: counted.append(ids) or real(ids, **given))
+    monkeypatch.setattr("jaxdist.data.sources.masked._PIECES", 8)
+    monkeypatch.setattr("jaxdist.data.sources.masked._PIECE", 100)
+    yardstick = masked(file, held_out=0.03).yardstick
+    assert yardstick is not None
+    text = np.frombuffer(file.read_bytes(), np.uint8)
+    assert yardstick.compute() == {"unigram": (text[-600:] == 97).mean()}
+    assert [piece.size for piece in counted] == [100] * 8 + [600]
+    assert np.array_equal(counted[0], text[:100]) and np.array_equal(counted[7], text[-700:-600])
+    assert np.array_equal(counted[1], text[2757:2857])  # 19,300 / 7
 
 
 CODE = b'''"""Docstring of the module.
@@ -121,29 +151,79 @@ def test_the_kinds_of_lines() -> None:
     found = kinds_of_lines(CODE, "a.py")
     assert [KINDS[label] for _, label in found] == WANTED.split()
     assert [line for line, _ in found] == [line for line in CODE.split(b"\n") if line]
-    with pytest.raises(UserError, match=r"^data.path: b.py is no Python file for this Python \(.*\); leave it out"):
-        kinds_of_lines(b"x = (", "b.py")
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r"])
+def test_the_kinds_of_lines_with_other_ends(end: bytes) -> None:
+    assert kinds_of_lines(CODE.replace(b"\n", end), "a.py") == kinds_of_lines(CODE, "a.py")
+    mixed = CODE.replace(b"\n", end, 5)
+    assert kinds_of_lines(mixed, "a.py") == kinds_of_lines(CODE, "a.py")
+
+
+ODD = {
+    "open": b"x = (",
+    "encoding": b"# coding: no-such-encoding\nx = 1\n",
+    "deep": b"x = " + b"-" * 20_000 + b"1\n",
+    "long": b"x = " + b"+".join([b"1"] * 20_000) + b"\n",
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_file_that_is_no_python_is_one_line(case: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^data.path: b.py is no Python file for this Python \(.+\); leave it"
+    ) as error:
+        kinds_of_lines(ODD[case], "b.py")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"x = 1\n# caf\xe9\n", b"if 1:\n    x=1\n  \\\n\ny=1\n"])
+def test_a_file_that_tokenize_alone_refuses_is_no_traceback(content: bytes) -> None:
+    """As some versions of Python do."""
+    try:
+        assert kinds_of_lines(content, "b.py")
+    except UserError as error:
+        assert str(error).startswith("data.path: b.py is no Python file for this Python (")
+
+
+def test_lines_that_training_has_are_not_held_out(tmp_path: Path) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.py").write_text(f"shared = 1\nstart_of_a_long_line = {i}\nx = {i}\n")
+    given: dict[str, Any] = {"source": "lines", "path": str(tmp_path), "held_out": 0.3}
+    source = load_source(DataConfig(**given, seq_len=20))
+    train, held = train_of(source), source.held_out
+    assert isinstance(held, Samples) and held.size == source.info["held_out"]
+    texts = [
+        {bytes(row.astype(np.uint8)) for row in side.read(np.arange(side.size))["inputs"]} for side in (train, held)
+    ]
+    assert held.size == source.info["held_out_files"] == len(texts[1])  # one line, `x = `, of each file
+    assert not texts[0] & texts[1] and train.size == 3 * source.info["files"]
+    for i in range(6):
+        (tmp_path / f"{i}.py").write_text("shared = 1\n")
+    with pytest.raises(UserError, match=r"gives no lines held out that are not among those to train on; give files"):
+        load_source(DataConfig(**given, seq_len=20))
 
 
 def test_lines_of_a_folder(tmp_path: Path) -> None:
+    own = lambda i: re.sub(rb"(?m)(.)$", b"\\1 #%d" % i, CODE)  # noqa: E731
     for i in range(6):
-        (tmp_path / f"{i}.py").write_bytes(CODE)
+        (tmp_path / f"{i}.py").write_bytes(own(i))
     (tmp_path / "notes.txt").write_text("no Python")
-    source = load_source(DataConfig(source="lines", path=str(tmp_path), seq_len=24, held_out=0.3))
+    source = load_source(DataConfig(source="lines", path=str(tmp_path), seq_len=40, held_out=0.3))
     train = train_of(source)
     held = source.info["held_out_files"]
     assert 0 < held < 6 and train.size == (6 - held) * 19 and source.info["held_out"] == held * 19
     rows = train.read(np.arange(19))
     assert [KINDS[label] for label in rows["label"]] == WANTED.split()
-    assert bytes(rows["inputs"][3].astype(np.uint8)) == b"x = 1  # behind code" + bytes(4)
-    assert (rows["attention_mask"].sum(axis=1) == [min(24, len(line)) for line in CODE.split(b"\n") if line]).all()
+    assert bytes(rows["inputs"][3].astype(np.uint8))[:-1].rstrip(b"\0")[:-1] == b"x = 1  # behind code #"
+    assert (rows["attention_mask"].sum(axis=1) == [3 + len(line) for line in CODE.split(b"\n") if line]).all()
     assert (rows["inputs"][rows["attention_mask"] == 0] == 0).all()
     assert source.yardstick is not None
     found = source.yardstick.compute()
     assert found["majority"] == pytest.approx(11 / 19) and 0.9 < found.get("bag of words", 1) <= 1
-    few = load_source(DataConfig(source="lines", path=str(tmp_path), seq_len=24, files=2))
+    few = load_source(DataConfig(source="lines", path=str(tmp_path), seq_len=40, files=2))
     assert few.info["files"] == few.info["held_out_files"] == 1 and few.info["sha256"] != source.info["sha256"]
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "a.py").write_text("x = 1")
     with pytest.raises(UserError, match=r"holds 1 Python files \(\.py\); allowed: 2 or more"):
-        load_source(DataConfig(source="lines", path=str(tmp_path / "one"), seq_len=24))
+        load_source(DataConfig(source="lines", path=str(tmp_path / "one"), seq_len=40))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,14 @@ from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.models.bert import bert
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StepOptions
+from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
-from jaxdist.state import place_params
+from jaxdist.state import place_params, specs_of_arrays
 from jaxdist.step import make_train_step
+from jaxdist.trainer.evaluation import make_eval_step
+from jaxdist.trainer.run import load_data
 
 ROWS, LENGTH, VOCAB, LABELS, HEADS = 16, 8, 48, 3, 4
 HEADS_OF = ("mlm", "classification")
@@ -98,11 +104,18 @@ def plain_logits(params: Any, batch: Any) -> jax.Array:
     return h @ params["embed"]["tokens"]["table"].T + head["decoder"]["bias"]
 
 
-def plain_loss(params: Any, batch: Any) -> jax.Array:
-    targets = batch["label"] if "label" in batch else batch["targets"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(plain_logits(params, batch), targets)
+@jax.jit
+def plain_sums(params: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of weighted losses, of weights, of the weights of what is right."""
+    targets, logits = batch["label"] if "label" in batch else batch["targets"], plain_logits(params, batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     weights = batch["weights"].astype(losses.dtype)
-    return (losses * weights).sum() / weights.sum()
+    return (losses * weights).sum(), weights.sum(), jnp.where(logits.argmax(-1) == targets, weights, 0).sum()
+
+
+def plain_loss(params: Any, batch: Any) -> jax.Array:
+    total, weight, _ = plain_sums(params, batch)
+    return total / weight
 
 
 @functools.cache
@@ -125,7 +138,7 @@ def one_device(head: str) -> tuple[Any, list[tuple[Any, Any]], Any]:
 
 
 def check(head: str, mesh: dict[str, int], *, strategy: str = "zero3", model: Any = None, **options: Any) -> None:
-    """Losses, all gradients, and the parameters after three steps are those of one device."""
+    """Losses, all gradients, the parameters after three steps, and an evaluation are those of one device."""
     made, (first, steps, last) = model_of(head, **model or {}), one_device(head)
     tx, placed = layouts.optimizer(), make_mesh(**mesh)
     target = state_target(made, tx, placed, strategy=strategy)
@@ -136,6 +149,16 @@ def check(head: str, mesh: dict[str, int], *, strategy: str = "zero3", model: An
         assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-10)
         assert oracle.error(metrics["grads"], grads) < 1e-10
     assert oracle.error(state.params, last) < 1e-10
+    every = StepOptions(strategy=strategy, precision=POLICIES["fp64"], **options)
+    evaluate = make_eval_step(made, placed, specs_of_arrays(state.params), get_strategy(every))
+    batch, name = batch_of(9, head), "label" if head == "classification" else "targets"
+    with jax.numpy_dtype_promotion("standard"):
+        likely = np.asarray(jax.jit(plain_logits)(last, batch).argmax(-1), np.int32)
+        batch[name] = np.where(np.arange(likely.size).reshape(likely.shape) % 2, likely, batch[name])  # some are right
+        total, weight, right = map(float, plain_sums(last, batch))
+    found = evaluate(state.params, jax.device_put(batch, NamedSharding(placed, BATCH_SPEC)))
+    assert 0 < right < weight and tuple(map(float, found["accuracy"])) == (right, weight)
+    assert [float(each) for each in found["loss"]] == pytest.approx([total, weight], rel=1e-10)
 
 
 PIPE = {"schedule": "one_f_one_b", "microbatches": 2}
@@ -279,7 +302,13 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: {name: bert, layers: 1, width: 8, heads: 2}\ndata: {source: masked}\n")
     for override, said in {
-        "data.source=text": r"data\.source: 'text' asks for the next token.*allowed with model\.head 'mlm': masked",
+        "data.source=text": r"data\.source: 'text' asks for the next token, which model\.head 'mlm' sees; allowed:"
+        " iterable, masked; or a source of your own",
+        "data.source=lines": r"data\.source: 'lines' gives inputs, attention_mask, label, and model\.head 'mlm' takes"
+        " inputs, targets; allowed: iterable, masked;",
+        "model.head=classification": r"data\.source: 'masked' gives inputs, targets, weights, and model\.head"
+        " 'classification' takes inputs, label; allowed: iterable, lines;",
+        "model.head=classification data.source=digits": r"data\.source: 'digits' gives image, label, and model\.head",
         "model.heads=3": r"model\.heads: 3 does not divide",
         "model.vocab=257 mesh.tensor=2": r"mesh\.tensor: 2 does not divide model\.vocab 257",
         "data.mask_token_rate=0.95": r"data\.random_token_rate: 0\.1 and data\.mask_token_rate 0\.95 are more than 1",
@@ -287,7 +316,30 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said) as error:
             load_config(file, override.split())
         assert "\n" not in str(error.value)
-    load_config(file, ["data.source=text", "model.head=classification"])  # which says itself what its batches lack
+    load_config(file, ["data.source=lines", "model.head=classification"])
+    for head in HEADS_OF:  # what an iterable gives is seen when it is read
+        load_config(file, ["data.source=iterable", "data.path=a.b", f"model.head={head}"])
+
+
+def test_labels_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\n")
+    (tmp_path / "config.yaml").write_text("model: {name: bert, head: classification}\ndata: {source: lines}\n")
+    given = [f"data.path={tmp_path}", "data.seq_len=8"]
+    with pytest.raises(UserError, match=r"^model.classes: 2 is too small for 'lines', whose labels need 3$"):
+        load_data(load_config(tmp_path / "config.yaml", given))
+    assert load_data(load_config(tmp_path / "config.yaml", [*given, "model.classes=3"])).labels == 3
+
+
+@pytest.mark.parametrize(
+    "mask", [np.ones((ROWS, LENGTH - 1)), np.ones((ROWS, 1, LENGTH)), np.ones(ROWS)], ids=lambda each: str(each.shape)
+)
+def test_a_mask_of_another_shape_is_refused(mask: np.ndarray) -> None:
+    params = oracle.drawn(bert(config_of("mlm"), max_length=64).shapes)
+    with pytest.raises(
+        UserError, match=r"^batch: attention_mask is \[.*\], and inputs \[\d+, \d+\]; allowed: the shape"
+    ):
+        sums("mlm", params, batch_of(0, "mlm") | {"attention_mask": mask})
 
 
 def in_hugging_face(config: ModelConfig, transformers: Any) -> Any:
@@ -358,6 +410,60 @@ def test_there_and_back_bit_for_bit(head: str, tmp_path: Path) -> None:
         import_model(tmp_path / "out", other, tmp_path / "other")
 
 
+@pytest.fixture(scope="module", params=HEADS_OF)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+    folder, config = tmp_path_factory.mktemp("exported"), saved_config(request.param)
+    export(saved_runs.save_run(folder / "run", config, saved_runs.random_params(config)), folder / "out")
+    return folder / "out", config
+
+
+def altered(
+    exported: tuple[Path, Config], folder: Path, keys: Any = None, change: Callable[[Any], Any] = lambda found: found
+) -> None:
+    """Import the files with other keys of config.json, or other tensors."""
+    from safetensors.numpy import load_file, save_file
+
+    found = json.loads((exported[0] / "config.json").read_text()) | (keys or {})
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(found))
+    save_file(change(load_file(exported[0] / "model.safetensors")), folder / "model.safetensors")
+    import_model(folder, exported[1], folder / "run")
+
+
+@saved_runs.NEEDS
+def test_files_with_names_of_old_are_imported(exported: tuple[Path, Config], tmp_path: Path) -> None:
+    """Of norms, as Google's files have them; and the bias of the decoder under its other name."""
+    import_model(exported[0], exported[1], tmp_path / "run")
+    old = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+    old = (*old, ("predictions.bias", "predictions.decoder.bias"))
+
+    def renamed(name: str) -> str:
+        for new, other in old:
+            name = name.replace(new, other)
+        return name
+
+    altered(exported, tmp_path / "old", change=lambda found: {renamed(name): each for name, each in found.items()})
+    first, again = (saved_runs.restored(tmp_path / run, exported[1]).params for run in ("run", "old/run"))
+    assert saved_runs.bits(first) == saved_runs.bits(again)
+
+
+@saved_runs.NEEDS
+def test_config_json_of_another_bert(exported: tuple[Path, Config], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^config.json: architectures is 5; allowed: a list of names, or null$"):
+        altered(exported, tmp_path / "a", {"architectures": 5})
+    if exported[1].model.head == "classification":
+        altered(exported, tmp_path / "b", {"tie_word_embeddings": False})
+        return
+    with pytest.raises(
+        UserError, match=r"^config.json: tie_word_embeddings is false, which no configuration with model"
+    ):
+        altered(exported, tmp_path / "c", {"tie_word_embeddings": False})
+    bias = "cls.predictions.decoder.bias"
+    said = rf"^{bias}: differs from cls.predictions.bias, and this model has one parameter for both; no conf[^;]*$"
+    with pytest.raises(UserError, match=said):
+        altered(exported, tmp_path / "d", change=lambda found: found | {bias: found["cls.predictions.bias"] + 1})
+
+
 @slow
 def test_a_small_bert_learns(tmp_path: Path) -> None:
     """By the command, on the standard library: better than the most frequent byte, which is what the header says."""
@@ -368,4 +474,4 @@ def test_a_small_bert_learns(tmp_path: Path) -> None:
     beat = float(done.stdout.partition("unigram ")[2].split()[0])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    assert found[-1] > beat + 0.05, (found, beat)
+    assert found[-1] > beat + 0.2, (found, beat)

@@ -28,6 +28,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.models.vit import Head, patches_of, vit
 from jaxdist.nn import model_def
+from jaxdist.nn.loss import label_accuracy, label_cross_entropy
 from jaxdist.observe import read_metrics
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
@@ -37,6 +38,7 @@ from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import place_params, specs_of_arrays
 from jaxdist.step import make_train_step
 from jaxdist.trainer.evaluation import make_eval_step
+from jaxdist.trainer.run import load_data
 
 ROWS, CLASSES = 32, 5
 SMALL = ModelConfig(
@@ -269,6 +271,29 @@ def test_labels_that_the_model_does_not_have(label: int, finite: bool) -> None:
     assert bool(jnp.isfinite(total)) is finite and float(weight) == (1 if label < 0 else 2)
 
 
+@pytest.mark.parametrize(
+    "label", [np.zeros((2, 1), np.int32), np.zeros((2, 3), np.int32), np.zeros(2, np.float32), np.zeros(3, np.int32)]
+)
+def test_labels_of_another_kind_are_refused(label: np.ndarray) -> None:
+    """A column, one-hot, floats, one too many."""
+    for of in (label_cross_entropy, label_accuracy):
+        with pytest.raises(
+            UserError, match=r"^batch: label is \w+\[.*\] for 2 samples of a device; allowed: one integer"
+        ):
+            of(jnp.zeros((2, 3)), jnp.asarray(label), jnp.ones(2))
+
+
+def test_labels_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    given = {"image": np.zeros((40, 8, 8, 1), np.float32), "label": np.arange(40, dtype=np.int32) % 11}
+    np.savez(tmp_path / "a.npz", **given)
+    overrides = ["data.source=images", f"data.path={tmp_path / 'a.npz'}"]
+    for name in ("vit_digits", "resnet_digits"):
+        with pytest.raises(UserError, match=r"^model.classes: 10 is too small for 'images', whose labels need 11$"):
+            load_data(load_config(child.ROOT / "configs" / f"{name}.yaml", overrides))
+        config = load_config(child.ROOT / "configs" / f"{name}.yaml", [*overrides, "model.classes=11"])
+        assert load_data(config).labels == 11
+
+
 WRONG = [
     (["model.patch_size=5"], r"model.patch_size: 5 does not divide model.image_size 8; allowed: 1, 2, 4, 8"),
     (["model.heads=5"], r"model.heads: 5 does not divide model.width 64; head counts that work: .*4, 8"),
@@ -277,7 +302,8 @@ WRONG = [
         r"mesh.tensor: 8 does not divide model.heads 4; .* 1, 2, 4; .*: 8",
     ),
     (["model.mlp_width=33"], r"mesh.tensor: 2 does not divide model.mlp_width 33; tensor sizes that work: 1; .*32, 34"),
-    (["data.source=text"], r"data.source: 'text' gives token ids, and model.name 'vit' takes images .*digits, images"),
+    (["data.source=text"], r"data.source: 'text' gives inputs, targets, weights, and model.name 'vit' takes image, l"),
+    (["data.source=lines"], r".*attention_mask, label, and model.name 'vit' .*; allowed: digits, images, iterable; or"),
     (["mesh.context=2"], r"mesh.context: 2 is given, but no layer of model vit uses this axis"),
     (["parallel.sequence_parallel=true"], r"parallel.sequence_parallel: true needs a model that .*'vit' takes no such"),
 ]

@@ -62,7 +62,9 @@ def _copies(model: ModelConfig) -> dict[str, str]:
 def _written(model: ModelConfig, positions: int) -> dict[str, Any]:
     found: dict[str, Any] = {"max_position_embeddings": positions}
     found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model.dropout)
-    if model.head == "classification":
+    if model.head == "mlm":
+        found["tie_word_embeddings"] = True
+    else:
         labels = {str(i): f"LABEL_{i}" for i in range(model.classes)}
         found |= {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
     return found
@@ -72,8 +74,10 @@ def _read(
     found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int
 ) -> tuple[dict[str, Any], list[str]]:
     """The head is that of `architectures`; files of another one, such as BertForPreTraining, may hold either."""
-    values, other = dict[str, Any](), list[str]()
-    heads = [head for head, name in ARCHITECTURES.items() if name in (found.get("architectures") or ())]
+    values, other, named = dict[str, Any](), list[str](), found.get("architectures")
+    if named is not None and not isinstance(named, list):
+        raise UserError(f"{CONFIG}: architectures is {show(named)}; allowed: a list of names, or null")
+    heads = [head for head, name in ARCHITECTURES.items() if name in (named or ())]
     if heads:
         values["head"] = heads[0]
     labels = found.get("id2label")
@@ -85,6 +89,13 @@ def _read(
     if (length := config_value(found, "max_position_embeddings", known["seq_len"], 512)) != positions:
         other.append(f"data.seq_len={length} (is {positions})")
     return values, other
+
+
+def _impossible(found: dict[str, Any], model: ModelConfig) -> str:
+    tied = found.get("tie_word_embeddings", True)
+    if model.head == "classification" or tied is True:
+        return ""
+    return f"tie_word_embeddings is {show(tied)}, which no configuration with model.head 'mlm' makes; allowed: True"
 
 
 BERT = Family(
@@ -100,17 +111,18 @@ BERT = Family(
         "type_vocab_size": ("types", 2),
         "layer_norm_eps": ("norm_eps", 1e-12),
     },
-    fixed={
-        "hidden_act": ("gelu",),
-        "position_embedding_type": ("absolute",),
-        "is_decoder": (False,),
-        "tie_word_embeddings": (True,),
-    },
+    fixed={"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "is_decoder": (False,)},
     tensors=_tensors,
     written=_written,
     read=_read,
+    impossible=_impossible,
     tables=("embed.tokens.table", "head.decoder.bias"),
     copies=_copies,
+    aliases=(
+        ("LayerNorm.weight", "LayerNorm.gamma"),  # as Google's files have them
+        ("LayerNorm.bias", "LayerNorm.beta"),
+        (f"{MASKED}.bias", f"{MASKED}.decoder.bias"),
+    ),
     # Buffers; and of BertForPreTraining what predicts the next sentence.
     ignored=("position_ids", "embeddings.token_type_ids", "cls.seq_relationship.weight", "cls.seq_relationship.bias"),
 )

@@ -129,8 +129,10 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
 
 
 def actual_name(files: TensorFiles, name: str, own: Family) -> str:
-    """The name in the files. A bare model, such as OpenAI's GPT-2, has no prefix in its names."""
-    return name if name in files.names else name.removeprefix(own.prefix)
+    """The name in the files: a bare model, such as OpenAI's GPT-2, has no prefix in its names, and old files others."""
+    others = [name.removesuffix(end) + other for end, other in own.aliases if name.endswith(end)]
+    every = [each for usual in (name, *others) for each in (usual, usual.removeprefix(own.prefix))]
+    return next((each for each in every if each in files.names), name.removeprefix(own.prefix))
 
 
 def check_model(
@@ -170,8 +172,8 @@ def load_params(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Our parameters, as (name, array), from files that `check_model` has passed.
 
-    shapes: of all parameters, with the dtypes that they get. Raises `UserError` for non-finite numbers, and for a head
-    that is not the embedding though config.json says so.
+    shapes: of all parameters, with the dtypes that they get. Raises `UserError` for non-finite numbers, and for a copy
+    of a parameter, such as a tied head, that differs from it.
     """
     own = family(model)
     repeated = {leaf: name for name, leaf in own.copies(model).items() if name in files.names}
@@ -187,10 +189,7 @@ def load_params(
             else:
                 each.put(array[index], tensor)
         if leaf in repeated and files.read(repeated[leaf]).tobytes() != tensor.tobytes():
-            raise UserError(
-                f"{repeated[leaf]}: is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set"
-                " it to false there, and model.tied=false"
-            )
+            raise UserError(f"{repeated[leaf]}: {own.unequal.format(name)}")
         yield leaf, array
 
 

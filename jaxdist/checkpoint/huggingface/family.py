@@ -66,6 +66,8 @@ class Family(NamedTuple):
     - impossible: (found, model) -> what no configuration makes, where nothing else differs; or "".
     - tables: our leaves whose rows are the vocabulary.
     - copies: model -> {a tensor that may be in the files: our leaf that it repeats}.
+    - unequal: what a message says of such a tensor that does not repeat it; {} for the name of the tensor that is read.
+    - aliases: (end of a name, the end that it has in some files).
     - ignored: ends of the names of tensors that are no parameters.
     """
 
@@ -80,6 +82,8 @@ class Family(NamedTuple):
     impossible: Callable[[dict[str, Any], ModelConfig], str] = lambda found, model: ""
     tables: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], dict[str, str]] = _no_copies
+    unequal: str = "differs from {}, and this model has one parameter for both; no configuration makes two"
+    aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
 
 

@@ -18,6 +18,10 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED
 
+UNTIED = (
+    f"is not the embedding, though {CONFIG} says tie_word_embeddings; allowed: set it to false there, and"
+    " model.tied=false"
+)
 HEAD = "lm_head.weight"  # the one name without the prefix
 TABLES = ("embed.tokens.table", "head.projection.table")
 CONSTANT_BUFFERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")  # in older files; no parameters
@@ -208,6 +212,7 @@ GPT2 = Family(
     impossible=_other_heads,
     tables=TABLES,
     copies=_copies,
+    unequal=UNTIED,
     ignored=CONSTANT_BUFFERS,
 )
 LLAMA = Family(
@@ -233,5 +238,6 @@ LLAMA = Family(
     impossible=_other_heads,
     tables=TABLES,
     copies=_copies,
+    unequal=UNTIED,
     ignored=CONSTANT_BUFFERS,
 )

@@ -89,4 +89,5 @@ VIT = Family(
     tensors=_tensors,
     written=_written,
     read=_read,
+    ignored=("pooler.dense.weight", "pooler.dense.bias"),  # of ViTModel, which no class above it uses
 )

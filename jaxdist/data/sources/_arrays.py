@@ -39,6 +39,11 @@ def split_at_random(whole: Samples, fraction: float) -> tuple[Samples, Samples]:
     return side(parts[0]), side(parts[1])
 
 
+def majority(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """The accuracy of always saying the most frequent label of those to train on."""
+    return {"majority": float((held_out == np.bincount(train).argmax()).mean())}
+
+
 def fingerprint_of(sides: Mapping[str, Arrays]) -> str:
     """The SHA-256 of arrays: sides, names, dtypes, shapes and contents."""
     return fingerprint(

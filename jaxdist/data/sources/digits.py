@@ -1,13 +1,15 @@
 """Handwritten digits: 1,797 images of 8 x 8 pixels, which scikit-learn holds. Needs it (extra `examples`)."""
 
+from functools import partial
+
 import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
-from jaxdist.data.source import Source, missing, source_info
-from jaxdist.data.sources._arrays import fingerprint_of, samples_of, split_at_random
+from jaxdist.data.source import Source, Yardstick, missing, source_info
+from jaxdist.data.sources._arrays import fingerprint_of, majority, samples_of, split_at_random
 
-FACTS = SourceFacts(ids=False, val_path="")
+FACTS = SourceFacts(ids=False, leaves=("image", "label"), val_path="")
 
 
 def digits(config: DataConfig) -> Source:
@@ -27,4 +29,7 @@ def digits(config: DataConfig) -> Source:
     train, held_out = split_at_random(samples_of(arrays, key="data.source"), config.held_out)
     digest, sizes = fingerprint_of({"train": arrays}), (train.size, held_out.size)
     info = source_info(config, "digits", "samples", sizes=sizes, files=(1, 1), sha256=digest)
-    return Source(train, held_out, 0, info | {"path": "sklearn.datasets.load_digits"})
+    sides = (side.read(np.arange(side.size))["label"] for side in (train, held_out))
+    yardstick = Yardstick("of held-out digits right", partial(majority, *sides))
+    info |= {"path": "sklearn.datasets.load_digits"}
+    return Source(train, held_out, 0, info, yardstick=yardstick, labels=10)

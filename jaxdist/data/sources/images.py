@@ -14,9 +14,10 @@ from jaxdist.data.source import Source, readable, source_info
 from jaxdist.data.sources._arrays import fingerprint_of, samples_of, split_at_random
 from jaxdist.errors import UserError
 
-FACTS = SourceFacts(reads_files=True, ids=False)
+FACTS = SourceFacts(reads_files=True, ids=False, leaves=("image", "label"))
 
 REQUIRED = ("image", "label")
+_AT_A_TIME = 1 << 20  # labels
 
 
 def images(config: DataConfig) -> Source:
@@ -44,8 +45,17 @@ def images(config: DataConfig) -> Source:
     both = {"train": arrays} | ({} if held_arrays is None else {"held_out": held_arrays})
     with readable("data.path", Path(config.path)):
         digest = fingerprint_of(both)
+        labels = max(_labels(side["label"]) for side in both.values())
     sizes, files = (train.size, held_out.size), (len(arrays), len(held_arrays or arrays))
-    return Source(train, held_out, 0, source_info(config, "images", "samples", sizes=sizes, files=files, sha256=digest))
+    info = source_info(config, "images", "samples", sizes=sizes, files=files, sha256=digest)
+    return Source(train, held_out, 0, info, labels=labels or None)
+
+
+def _labels(label: Ids) -> int:
+    """1 + the largest label; 0 where they are no whole numbers."""
+    if label.dtype.kind not in "iu":
+        return 0
+    return max(int(label[i : i + _AT_A_TIME].max()) + 1 for i in range(0, len(label), _AT_A_TIME))
 
 
 def _open(path: Path, *, key: str) -> dict[str, Ids]:

@@ -14,11 +14,17 @@ from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.samples import Samples
 from jaxdist.data.source import Source, Yardstick, fingerprint, held_out_files, source_info
+from jaxdist.data.sources._arrays import majority
 from jaxdist.data.sources.text import contents_of
 from jaxdist.errors import UserError
 
 FACTS = SourceFacts(
-    reads_files=True, words=("stdlib",), path="an existing folder of Python files, or stdlib", val_path="", ids=False
+    reads_files=True,
+    words=("stdlib",),
+    path="an existing folder of Python files, or stdlib",
+    val_path="",
+    ids=False,
+    leaves=("inputs", "attention_mask", "label"),
 )
 KINDS = ("code", "comment", "docstring")  # by label
 MOST = 20_000, 10_000  # lines that the bag of words is fitted to, and tested on
@@ -40,7 +46,8 @@ def lines(config: DataConfig) -> Source:
     The lines are those of `data.files` of the Python files of `data.path` (as for the source `text`), read by Python's
     own `ast` and `tokenize`: label 0 is code, 1 a comment that has the line to itself, 2 a line of a docstring. Blank
     lines are left out, spaces at the end too; a line longer than `data.seq_len` loses its end. Kinds are as frequent as
-    they are in the files. Files are held out as for `text`.
+    they are in the files. Files are held out as for `text`, without the lines whose bytes (up to `data.seq_len`) are
+    also among those to train on.
 
     Raises `UserError`: as `text`; fewer than two Python files; a file that this Python cannot parse.
     """
@@ -54,7 +61,9 @@ def lines(config: DataConfig) -> Source:
     held = held_out_files(names, config.held_out)
     for name, out in zip(names, held, strict=True):
         sides[out].extend(kinds_of_lines(contents[name], name))
-    for side, what in zip(sides, ("to train on", "held out"), strict=True):
+    seen = {line[: config.seq_len] for line, _ in sides[0]}
+    sides = sides[0], [each for each in sides[1] if each[0][: config.seq_len] not in seen]
+    for side, what in zip(sides, ("to train on", "held out that are not among those to train on"), strict=True):
         if not side:
             raise UserError(f"data.path: {config.path!r} gives no lines {what}; give files with more text")
     train, held_out = (_table(side, config.seq_len) for side in sides)
@@ -62,21 +71,23 @@ def lines(config: DataConfig) -> Source:
     sizes, files = (len(train.label), len(held_out.label)), (len(names) - sum(held), sum(held))
     info = source_info(config, "lines", "lines", sizes=sizes, files=files, sha256=digest)
     yardstick = Yardstick("of held-out lines right", lambda: _simple_methods(train, held_out))
-    return Source(_samples(train), _samples(held_out), 256, info, yardstick=yardstick)
+    return Source(_samples(train), _samples(held_out), 256, info, yardstick=yardstick, labels=len(KINDS))
 
 
 def kinds_of_lines(content: bytes, name: str) -> list[Line]:
     """The lines of a Python file that are not blank, with their labels. name: of the file, for a message."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler, about code of others
-        try:
+    content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # which ast and tokenize count differently
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, about code of others
             tree = ast.parse(content)
-        except (SyntaxError, ValueError) as error:
-            raise UserError(
-                f"data.path: {name} is no Python file for this Python ({error}); leave it out, or take another folder"
-            ) from error
+        comments = _comments(content)  # not all that ast accepts is accepted here
+    except (SyntaxError, ValueError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"data.path: {name} is no Python file for this Python ({str(error) or type(error).__name__}); leave it out,"
+            " or take another folder"
+        ) from error
     docstrings = {number for node in ast.walk(tree) for number in _docstring(node)}
-    comments = _comments(content)
     whole = enumerate(content.split(b"\n"), start=1)  # as Python counts lines: not at a form feed
     labelled = ((line.rstrip(), 2 if i in docstrings else 1 if i in comments else 0) for i, line in whole)
     return [(line, label) for line, label in labelled if line]
@@ -125,8 +136,7 @@ def _samples(table: _Lines) -> Samples:
 
 def _simple_methods(train: _Lines, held_out: _Lines) -> dict[str, float]:
     """The accuracy of the most frequent label, and of a logistic regression on words and characters of the line."""
-    frequent = np.bincount(train.label, minlength=len(KINDS)).argmax()
-    found = {"majority": float((held_out.label == frequent).mean())}
+    found = majority(train.label, held_out.label)
     try:
         from sklearn.feature_extraction.text import HashingVectorizer
         from sklearn.linear_model import LogisticRegression

@@ -3,12 +3,15 @@
 Legend: n samples, S seq_len.
 """
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.file_array import FileArray, Ids
+from jaxdist.data.loader import ROUNDS, permute
 from jaxdist.data.samples import Samples
 from jaxdist.data.source import Source, Yardstick, fingerprint
 from jaxdist.data.sources.text import text
@@ -22,7 +25,7 @@ FACTS = SourceFacts(
     val_path="an existing file of token ids, or null",
     next_token=False,
 )
-_CHUNK = 1 << 24  # ids that are counted at a time
+_PIECES, _PIECE = 64, 1 << 18  # of a text: at most so many, of so many ids, are counted
 
 
 def masked(config: DataConfig) -> Source:
@@ -60,6 +63,7 @@ def masked(config: DataConfig) -> Source:
 def _samples(config: DataConfig, ids: Ids, vocab: int, mask: int, *, side: int, maskings: int) -> Samples:
     """side: 0 for what is trained on, 1 for what is held out, so that both are masked differently."""
     length = config.seq_len
+    count = max(1, round(config.mask_rate * length))  # positions that are chosen
     windows = max(1, (ids.size - length) // length if maskings > 1 else ids.size // length)
     slack = min(length - 1, ids.size - windows * length)  # the largest offset of a version
     like = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
@@ -73,9 +77,10 @@ def _samples(config: DataConfig, ids: Ids, vocab: int, mask: int, *, side: int, 
             targets = np.lib.stride_tricks.sliding_window_view(ids, length)[starts].astype(np.int32)
         inputs, weights = targets.copy(), np.zeros(targets.shape, np.float32)
         for row, number in enumerate(numbers):
-            rng = np.random.default_rng((side, int(number)))
-            chosen = rng.permutation(length)[: max(1, round(config.mask_rate * length))]
-            chance, drawn = rng.random(chosen.size), rng.integers(0, vocab, chosen.size)
+            # Not a Generator: NumPy changes what it draws between versions, and never what a SeedSequence gives.
+            state = np.random.SeedSequence((side, int(number))).generate_state(ROUNDS + 2 * count, np.uint64)
+            chosen = permute(np.arange(count), length, state[:ROUNDS])
+            chance, drawn = state[ROUNDS : ROUNDS + count] / 2.0**64, (state[ROUNDS + count :] % vocab).astype(np.int32)
             shown = np.where(chance < config.mask_token_rate + config.random_token_rate, drawn, targets[row, chosen])
             inputs[row, chosen] = np.where(chance < config.mask_token_rate, mask, shown)
             weights[row, chosen] = 1
@@ -87,8 +92,18 @@ def _samples(config: DataConfig, ids: Ids, vocab: int, mask: int, *, side: int, 
 
 def _unigram(train: Ids, held_out: Ids, vocab: int) -> dict[str, float]:
     """The accuracy of always saying the most frequent id."""
-    counts = np.zeros(vocab, np.int64)
-    for start in range(0, train.size, _CHUNK):
-        counts += np.bincount(train[start : start + _CHUNK], minlength=vocab)
-    right = sum(int((held_out[at : at + _CHUNK] == counts.argmax()).sum()) for at in range(0, held_out.size, _CHUNK))
-    return {"unigram": right / held_out.size}
+    counts = [np.zeros(vocab, np.int64), np.zeros(vocab, np.int64)]
+    for own, ids in zip(counts, (train, held_out), strict=True):
+        for piece in _spread(ids):
+            own += np.bincount(piece, minlength=vocab)
+    return {"unigram": float(counts[1][counts[0].argmax()] / counts[1].sum())}
+
+
+def _spread(ids: Ids) -> Iterator[np.ndarray]:
+    """All ids, or of a long text pieces at even distances."""
+    if ids.size <= _PIECES * _PIECE:
+        yield ids[:]
+        return
+    for i in range(_PIECES):
+        start = i * (ids.size - _PIECE) // (_PIECES - 1)
+        yield ids[start : start + _PIECE]

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxdist.config.entries import SourceFacts, entries_of
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.transformer import check_heads, check_sequence, check_tensor
 from jaxdist.config.schema import Config, ModelConfig
-from jaxdist.errors import UserError
+from jaxdist.config.sources import check_source
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
 
@@ -65,10 +64,5 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     check_heads(model)
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])
-    for entry in entries_of(config.data) if model.head == "mlm" else ():
-        if entry.shipped and SourceFacts.of(entry.name).next_token:
-            allowed = SourceFacts.with_fact(ids=True, next_token=False)
-            raise UserError(
-                f"data.source: {entry.name!r} asks for the next token, which an encoder sees; allowed with model.head"
-                f" 'mlm': {', '.join(allowed)}; or a source of your own, by a dotted path"
-            )
+    leaves = ("inputs", "targets") if model.head == "mlm" else ("inputs", "label")
+    check_source(config.data, leaves, f"model.head {model.head!r}", next_token=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
 
 # Blocks of each stage; below 50 blocks are of two 3x3 convolutions, from 50 on bottlenecks (table 1 of the paper).
@@ -49,6 +50,7 @@ class Options(ModelConfig):
 
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit the other sections."""
+    check_source(config.data, tuple(config.model.sample()), f"model.name {config.model.name!r}")
     if config.model.depth not in BLOCKS:
         raise UserError(f"model.depth: {config.model.depth}; allowed: {', '.join(map(str, BLOCKS))}")
     if config.parallel.grad_sync.deterministic:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxdist.config.entries import SourceFacts
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, near
 from jaxdist.config.rules.transformer import check_heads, check_tensor
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them
@@ -58,12 +58,7 @@ class Options(ModelConfig):
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit itself, the data source, or a mesh of these sizes."""
     model = config.model.resolved()
-    for source in [part.source for part in config.data.parts()] or [config.data.source]:
-        if SourceFacts.of(source).ids:
-            raise UserError(
-                f"data.source: {source!r} gives token ids, and model.name {model.name!r} takes images with labels;"
-                f" allowed: {', '.join(SourceFacts.with_fact(ids=False))}; or a source of your own, by a dotted path"
-            )
+    check_source(config.data, tuple(model.sample()), f"model.name {model.name!r}")
     if model.image_size % model.patch_size:
         raise UserError(
             f"model.patch_size: {model.patch_size} does not divide model.image_size {model.image_size}; allowed:"
