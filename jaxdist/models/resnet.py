@@ -169,7 +169,8 @@ def resnet(config: Any, *, max_length: int = 0, param_dtype: Any = jnp.float32) 
 def from_torchvision(weights: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """(params, model_state) of the same ResNet, from the state dict of one of torchvision's.
 
-    weights: arrays by torchvision's names, which are copied: {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    weights: arrays by torchvision's names: {name: tensor.numpy() for name, tensor in model.state_dict().items()}. They
+        are copied.
 
     >>> from jaxdist.models.resnet import from_torchvision
     >>> params, model_state = from_torchvision({"fc.weight": np.ones((10, 4)), "bn1.running_mean": np.zeros(4)})

@@ -186,7 +186,7 @@ IMAGE, LABEL = np.ones((2, 4, 4, 1)), np.ones(2, int)
         ((IMAGE, LABEL), "^model: a batch is a tuple; allowed: a dict of image, label"),
         (
             {"image": IMAGE.transpose(0, 3, 1, 2), "label": LABEL},
-            r"^model.channels: 1, but .* the shape \[1, 4, 4\]; .* is image.transpose\(0, 2, 3, 1\); a grey image needs",
+            r"^model.channels: 1, but .* the shape \[1, 4, 4\]; .* is image.transpose\(0, 2, 3, 1\); a grey",
         ),
         (
             {"image": IMAGE, "label": LABEL, "weights": np.ones((2, 1))},
