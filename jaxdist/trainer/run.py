@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,6 +300,7 @@ def load_data(config: Config) -> Source:
     source = load_source(config.data)
     check_vocabulary(config, source)
     check_leaves(config, source)
+    check_shapes(config, source)
     return packed(config, source)
 
 
@@ -330,6 +331,22 @@ def check_leaves(config: Config, source: Source) -> None:
         f" {config.model.name!r} takes {', '.join(sorted(wanted))} of a vocabulary; allowed:"
         f" {', '.join(SourceFacts.with_fact(ids=True))}; or a model of your own, by a dotted path"
     )
+
+
+def check_shapes(config: Config, source: Source) -> None:
+    """Raise `UserError` when samples have another shape than keys of the model say, such as another size of image."""
+    leaves, model = {} if isinstance(source.first, Ids) else source.first.leaves, config.model
+    numbers = {each.name: getattr(model, each.name) for each in fields(model)}
+    for name, wanted in sample_of(config).items():
+        found = leaves[name].shape
+        for key in [key for key, value in numbers.items() if type(value) is int and found != wanted.shape]:
+            other = sample_of(replace(config, model=replace(model, **{key: numbers[key] + 1})))[name].shape
+            changes = [i for i, (a, b) in enumerate(zip(wanted.shape, other, strict=True)) if a != b]
+            if [found[i : i + 1] for i in changes] != [wanted.shape[i : i + 1] for i in changes]:
+                raise UserError(
+                    f"model.{key}: {numbers[key]}, but data.source {source.info['name']!r} gives {name} {list(found)},"
+                    f" and the model takes {list(wanted.shape)}; give the key that fits, or another data.source"
+                )
 
 
 def packed(config: Config, source: Source) -> Source:

@@ -1,5 +1,6 @@
 """ResNet: its size, its training in every layout as on one device in plain Flax, and torchvision's numbers."""
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from levels import levels
 import jaxdist
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
+from jaxdist.data.samples import Samples
+from jaxdist.data.source import Source
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.models.resnet import ResNet, classify, from_torchvision, resnet
+from jaxdist.trainer import run
 
 EXACT = 1e-10
 SMALL = {"depth": 18, "blocks": (1, 1), "width": 2, "stem": "small", "channels": 1, "classes": 3, "image_size": 4}
@@ -199,6 +203,28 @@ def test_a_batch_without_images_is_one_line(batch: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         jax.eval_shape(loss, loss.params, batch, None, loss.model_state)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.image_size=8", None),
+        (
+            "model.image_size=16",
+            r"model.image_size: 16, but data.source 'digits' gives image \[8, 8, 1\], and .*16, 1\]",
+        ),
+        ("model.channels=3", r"model.channels: 3, but data.source 'digits' gives image \[8, 8, 1\]"),
+    ],
+)
+def test_images_of_another_shape_are_one_line(
+    override: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = {"image": jax.ShapeDtypeStruct((8, 8, 1), np.float32), "label": jax.ShapeDtypeStruct((), np.int32)}
+    samples = Samples(1, leaves, lambda numbers: {})
+    monkeypatch.setattr(run, "load_source", lambda _: Source(samples, samples, 0, {"name": "digits"}))
+    config = load_config(Path(__file__).parents[2] / "configs" / "resnet_digits.yaml", [override], planned=True)
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=f"^{message}"):
+        run.load_data(config)
 
 
 @pytest.mark.slow
