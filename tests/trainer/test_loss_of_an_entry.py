@@ -71,7 +71,10 @@ def test_it_resumes_to_the_bit_and_is_evaluated_in_evaluation_mode(file: Path, t
 
 
 def test_what_needs_logits_or_shapes_is_one_line(file: Path) -> None:
-    with pytest.raises(UserError, match=r"^data.source: 'images' gives samples whose shapes are known only.*; or a model whose .* sample"):
+    with pytest.raises(
+        UserError,
+        match=r"^data.source: 'images' gives samples whose shapes are known only.*; or a model whose .* sample",
+    ):
         explain(load_config(file))
     config = load_config(file, ["data.source=text", "data.path=stdlib"])
     with (
