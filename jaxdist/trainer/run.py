@@ -338,7 +338,7 @@ def check_shapes(config: Config, source: Source) -> None:
     leaves, model = {} if isinstance(source.first, Ids) else source.first.leaves, config.model
     numbers = {each.name: getattr(model, each.name) for each in fields(model)}
     for name, wanted in sample_of(config).items():
-        found = leaves[name].shape
+        found = leaves[name].shape if name in leaves else wanted.shape  # of windows of ids data.seq_len says it
         for key in [key for key, value in numbers.items() if type(value) is int and found != wanted.shape]:
             other = sample_of(replace(config, model=replace(model, **{key: numbers[key] + 1})))[name].shape
             changes = [i for i, (a, b) in enumerate(zip(wanted.shape, other, strict=True)) if a != b]
