@@ -44,6 +44,15 @@ def _norm(rngs: nnx.Rngs, channels: int, dtype: Any) -> nnx.BatchNorm:
     return norm
 
 
+def _normalised(norm: nnx.BatchNorm, x: jax.Array, counted: jax.Array | None) -> jax.Array:
+    """x by a norm, in the dtype of x: a norm in float32 would have the next convolutions in float32, too.
+
+    counted: of rows, whether they enter the statistics; None: all do
+    """
+    mask = None if counted is None else counted[:, None, None, None]
+    return norm(x, mask=mask).astype(x.dtype)
+
+
 class ResidualBlock(nnx.Module):
     """relu(x + f(x)), where f is two 3x3 convolutions, or a bottleneck: 1x1, 3x3, and 1x1 with four times the channels.
 
@@ -61,12 +70,12 @@ class ResidualBlock(nnx.Module):
         self.shortcut = _convolution(rngs, 1, before, after, stride, dtype) if differs else None
         self.shortcut_norm = _norm(rngs, after, dtype) if differs else None
 
-    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+    def __call__(self, x_BHWC: jax.Array, counted_B: jax.Array | None = None) -> jax.Array:
         h = x_BHWC
         for number, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
-            h = norm(convolution(h if number == 0 else nnx.relu(h)))
+            h = _normalised(norm, convolution(h if number == 0 else nnx.relu(h)), counted_B)
         if self.shortcut is not None and self.shortcut_norm is not None:
-            x_BHWC = self.shortcut_norm(self.shortcut(x_BHWC))
+            x_BHWC = _normalised(self.shortcut_norm, self.shortcut(x_BHWC), counted_B)
         return nnx.relu(h + x_BHWC)
 
 
@@ -93,22 +102,29 @@ class ResNet(nnx.Module):
         self.stages = nnx.List(stages)
         self.head = nnx.Linear(before, config.classes, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        h = nnx.relu(self.stem_norm(self.stem(images.astype(self.stem.kernel[...].dtype))))
+    def __call__(self, images: jax.Array, counted_B: jax.Array | None = None) -> jax.Array:
+        """counted_B: whether a row enters the statistics of norms; None: all do."""
+        h = self.stem(images.astype(self.stem.kernel[...].dtype))
+        h = nnx.relu(_normalised(self.stem_norm, h, counted_B))
         if self.pooled:
             h = nnx.max_pool(h, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for blocks in self.stages:
             for block in blocks:
-                h = block(h)
+                h = block(h, counted_B)
         return self.head(h.mean((1, 2)))
 
 
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     """(cross-entropy sum, weight, {"accuracy": (sum, weight)}) of a classifier of images, over these rows.
 
-    batch: image [B, H, W, C], label [B], and weights [B] or none. Pixels that are integers go from 0 to 255, and become
+    batch: image [B, H, W, C], label [B], and weights [B] or none. A row of weight 0 enters nothing, nor the statistics
+        of norms. Pixels that are integers go from 0 to 255, and become
         numbers from -1 to 1; floats are taken as they are.
     """
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f"model: a batch is a {type(batch).__name__}; allowed: a dict of image, label and, if you like, weights"
+        )
     if lacking := {"image", "label"} - batch.keys():
         raise UserError(
             f"model: a batch needs image and label, and has no {min(lacking)}, but {', '.join(sorted(batch))}; allowed:"
@@ -118,13 +134,20 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     if image.ndim != 4 or image.shape[3] != model.stem.in_features:
         raise UserError(
             f"model.channels: {model.stem.in_features}, but images of the batch have the shape {list(image.shape[1:])};"
-            " allowed: [rows, columns, channels]"
+            " allowed: [rows, columns, channels]; PyTorch's [channels, rows, columns] is image.transpose(0, 2, 3, 1); a"
+            " grey image needs image[..., None]"
         )
     if jnp.issubdtype(image.dtype, jnp.integer):
         image = image.astype(jnp.float32) / 127.5 - 1
-    logits = model(image)
+    weights = batch.get("weights")
+    if weights is not None and weights.shape != image.shape[:1]:
+        raise UserError(
+            f"model: weights of the batch have the shape {list(weights.shape)}; allowed: {list(image.shape[:1])}, one a"
+            " row"
+        )
+    logits = model(image, None if weights is None else weights != 0)
     logits = logits.astype(accumulation_dtype(logits.dtype))
-    weights = batch.get("weights", jnp.ones(label.shape))
+    weights = jnp.ones(label.shape) if weights is None else weights
     total, weight = label_cross_entropy(logits, label, weights)
     return total, weight, {"accuracy": label_accuracy(logits, label, weights)}
 
@@ -146,7 +169,8 @@ def resnet(config: Any, *, max_length: int = 0, param_dtype: Any = jnp.float32) 
 def from_torchvision(weights: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """(params, model_state) of the same ResNet, from the state dict of one of torchvision's.
 
-    weights: arrays by torchvision's names: {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    weights: arrays by torchvision's names: {name: tensor.numpy() for name, tensor in model.state_dict().items()}. They
+        are copied.
 
     >>> from jaxdist.models.resnet import from_torchvision
     >>> params, model_state = from_torchvision({"fc.weight": np.ones((10, 4)), "bn1.running_mean": np.zeros(4)})
@@ -159,7 +183,7 @@ def from_torchvision(weights: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[A
         *path, kind = name.split(".")
         if kind == "num_batches_tracked":
             continue
-        array, running = np.asarray(value), kind.startswith("running_")
+        array, running = np.array(value), kind.startswith("running_")
         leaf = {"running_mean": "mean", "running_var": "var", "bias": "bias"}.get(kind)
         leaf = leaf or ("scale" if array.ndim == 1 else "kernel")
         node = model_state if running else params

@@ -87,8 +87,12 @@ def batch_mean(
                 f"batch_mean: weight has shape {weight.shape}, x {x.shape}; allowed: the leading dims of x, such as"
                 f" {x.shape[:1]}"
             )
-        weight = jnp.broadcast_to(weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim)), x.shape)
-        total, count = _total(((weight * x).sum(dims), weight.sum(dims)), axes)
+        spread = weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+        if set(range(weight.ndim)) <= set(dims):  # all entries of the mean have the same weights
+            weights = weight.sum() * math.prod(x.shape[dim] for dim in dims if dim >= weight.ndim)
+        else:
+            weights = jnp.broadcast_to(spread, x.shape).sum(dims)
+        total, count = _total(((spread * x).sum(dims), weights), axes)
         return jnp.where(count != 0, total / jnp.where(count != 0, count, 1), 0)
 
 

@@ -26,6 +26,7 @@ from jaxdist.state import TrainState, specs_of_arrays
 # The sums of the table of memory: the only rows that may be compared with the memory of a device; and what they lack.
 ESTIMATED_PEAK, COMPILED_PEAK = (f"peak, {how} (state, batch and temporary)" for how in ("estimated", "compiled"))
 ESTIMATED_TEMPORARY = "temporary, estimated (gradients, copies, activations)"
+# The last is known of models with blocks only.
 NOT_HERE = "not in this table (more in 1 of 10 configurations)"
 
 # Compiled peak / estimated peak, tenth percentile, median and ninetieth, of the 50 random configurations in
@@ -73,10 +74,12 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     for each in kept:
         sizes[each.kind] = sizes.get(each.kind, 0) + each.bytes_per_device
     memory |= {kind if kind == BETWEEN_STAGES else f"{kind}, kept for backward": size for kind, size in sizes.items()}
-    temporary = temporary_bytes(parts.step, parts.target, batch)
+    temporary, measured = temporary_bytes(parts.step, parts.target, batch), isinstance(parts.model, ModelDef)
+    if not measured:  # elementwise chains of a loss without blocks count as fused across both passes
+        temporary = max(temporary, sum(sizes[kind] for kind in SAVED_KINDS))
     memory[ESTIMATED_TEMPORARY] = temporary
     memory[ESTIMATED_PEAK] = resident_bytes((parts.target, batch)) + temporary
-    memory |= {} if compiled else {NOT_HERE: round((MEASURED[-1] - 1) * memory[ESTIMATED_PEAK])}
+    memory |= {} if compiled or not measured else {NOT_HERE: round((MEASURED[-1] - 1) * memory[ESTIMATED_PEAK])}
     added, compared = None, None
     if compiled:
         program = compile_step(parts, batch)

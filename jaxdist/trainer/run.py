@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,6 +301,7 @@ def load_data(config: Config) -> Source:
     check_vocabulary(config, source)
     check_leaves(config, source)
     check_labels(config, source)
+    check_shapes(config, source)
     return packed(config, source)
 
 
@@ -342,6 +343,22 @@ def check_labels(config: Config, source: Source) -> None:
         raise UserError(
             f"model.classes: {classes} is too small for {source.info['name']!r}, whose labels need {source.labels}"
         )
+
+
+def check_shapes(config: Config, source: Source) -> None:
+    """Raise `UserError` when samples have another shape than keys of the model say, such as another size of image."""
+    leaves, model = {} if isinstance(source.first, Ids) else source.first.leaves, config.model
+    numbers = {each.name: getattr(model, each.name) for each in fields(model)}
+    for name, wanted in sample_of(config).items():
+        found = leaves[name].shape if name in leaves else wanted.shape  # of windows of ids data.seq_len says it
+        for key in [key for key, value in numbers.items() if type(value) is int and found != wanted.shape]:
+            other = sample_of(replace(config, model=replace(model, **{key: numbers[key] + 1})))[name].shape
+            changes = [i for i, (a, b) in enumerate(zip(wanted.shape, other, strict=True)) if a != b]
+            if [found[i : i + 1] for i in changes] != [wanted.shape[i : i + 1] for i in changes]:
+                raise UserError(
+                    f"model.{key}: {numbers[key]}, but data.source {source.info['name']!r} gives {name} {list(found)},"
+                    f" and the model takes {list(wanted.shape)}; give the key that fits, or another data.source"
+                )
 
 
 def packed(config: Config, source: Source) -> Source:

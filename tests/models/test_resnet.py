@@ -1,5 +1,6 @@
 """ResNet: its size, its training in every layout as on one device in plain Flax, and torchvision's numbers."""
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from levels import levels
 import jaxdist
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
+from jaxdist.data.samples import Samples
+from jaxdist.data.source import Source
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.models.resnet import ResNet, classify, from_torchvision, resnet
+from jaxdist.trainer import run
 
 EXACT = 1e-10
 SMALL = {"depth": 18, "blocks": (1, 1), "width": 2, "stem": "small", "channels": 1, "classes": 3, "image_size": 4}
@@ -50,10 +54,15 @@ def test_the_number_of_parameters_is_torchvisions(depth: int, parameters: int) -
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((loss.params, loss.model_state)))
 
 
+UNCOUNTED = [4, 5, 11]  # rows of weight 0, among them all of one device's
+
+
 def make_batch(net: str, step: int) -> Any:
     rng, size = np.random.default_rng(step), NETS[net]["image_size"]
     image = rng.normal(size=(ROWS, size, size, 1)) + np.linspace(-1, 1, ROWS)[:, None, None, None]  # devices' differ
-    return {"image": image, "label": rng.integers(0, 3, ROWS, np.int32), "weights": rng.integers(1, 4, ROWS) / 2}
+    weights = rng.integers(1, 4, ROWS) / 2
+    weights[UNCOUNTED], image[UNCOUNTED] = 0, 100
+    return {"image": image, "label": rng.integers(0, 3, ROWS, np.int32), "weights": weights}
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -62,7 +71,8 @@ def optimizer() -> optax.GradientTransformation:
 
 @functools.cache
 def plain_flax(net: str) -> Any:
-    """(gradients, parameters, statistics) of three steps on one device, with stock layers and without jaxdist."""
+    """(gradients, parameters, statistics) of three steps on one device, with stock layers and without jaxdist. It is
+    given the rows that count."""
     graph, params, statistics = nnx.split(
         ResNet(config_of(net), nnx.Rngs(jax.random.key(0)), jnp.float64), nnx.Param, ...
     )
@@ -82,7 +92,8 @@ def plain_flax(net: str) -> Any:
 
     for i in range(3):
         with jax.numpy_dtype_promotion("standard"):
-            grads, params, statistics, opt_state = step(params, statistics, opt_state, make_batch(net, i))
+            batch = {name: np.delete(leaf, UNCOUNTED, axis=0) for name, leaf in make_batch(net, i).items()}
+            grads, params, statistics, opt_state = step(params, statistics, opt_state, batch)
         all_grads.append(jax.device_get(nnx.to_pure_dict(grads)))
     return all_grads, *(jax.device_get(nnx.to_pure_dict(tree)) for tree in (params, statistics))
 
@@ -121,21 +132,27 @@ def test_it_trains_as_in_plain_flax_on_one_device(net: str, strategy: str, data:
         for found, expected in zip(got, want, strict=True):
             assert oracle.error(found, expected) < EXACT
         batch = make_batch(net, 3)
-        batch["image"][5] = np.nan
+        batch["image"][6] = np.nan
         state, _ = step(state, batch)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), got[2])
 
 
-def test_half_precision_convolves_in_it_and_keeps_statistics_in_float32() -> None:
-    loss = resnet(config_of("small"))
-    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), loss.params)
+@pytest.mark.parametrize(
+    ("precision", "half"), [("bf16", "bfloat16"), ("fp16", "float16"), *levels([("O1", "float16"), ("O2", "float16")])]
+)
+def test_half_precision_convolves_in_it_and_keeps_statistics_in_float32(precision: str, half: str) -> None:
+    """Norms are in float32 under fp16 and O2, and what they hand on is not."""
+    loss, mesh, tx = resnet(config_of("small")), jaxdist.make_mesh(data=2), optimizer()
     batch = jax.tree.map(lambda leaf: np.asarray(leaf, leaf.dtype.name.replace("64", "32")), make_batch("small", 0))
-    traced = jax.make_jaxpr(lambda *given: loss(given[0], given[1], None, given[2]))(half, batch, loss.model_state)
-    convolved = [
-        site.equation for site in every_equation(traced) if site.equation.primitive.name == "conv_general_dilated"
+    target = jaxdist.state_target(loss, tx, mesh, precision=precision)
+    traced = jaxdist.make_train_step(loss, tx, mesh, precision=precision).trace(target, batch).jaxpr
+    operands = [
+        {atom.aval.dtype.name for atom in site.equation.invars}
+        for site in every_equation(traced)
+        if site.equation.primitive.name == "conv_general_dilated"
     ]
-    assert len(convolved) == 6 and {each.outvars[0].aval.dtype for each in convolved} == {jnp.dtype(jnp.bfloat16)}
-    assert {aval.dtype for aval in traced.out_avals} == {jnp.dtype(jnp.float32)}
+    assert len(operands) == 17 and all(each == {half} for each in operands)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(target.model_state)} == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -160,13 +177,54 @@ def test_what_a_loss_cannot_have_is_one_line(override: str, message: str) -> Non
     assert "\n" not in str(error.value)
 
 
-def test_a_batch_without_images_is_one_line() -> None:
+IMAGE, LABEL = np.ones((2, 4, 4, 1)), np.ones(2, int)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"inputs": LABEL, "label": LABEL},
+            "^model: a batch needs image and label, and has no image, but inputs, label",
+        ),
+        ((IMAGE, LABEL), "^model: a batch is a tuple; allowed: a dict of image, label"),
+        (
+            {"image": IMAGE.transpose(0, 3, 1, 2), "label": LABEL},
+            r"^model.channels: 1, but .* the shape \[1, 4, 4\]; .* is image.transpose\(0, 2, 3, 1\); a grey",
+        ),
+        (
+            {"image": IMAGE, "label": LABEL, "weights": np.ones((2, 1))},
+            r"^model: weights of the batch have the shape \[2, 1\]; allowed: \[2\]",
+        ),
+    ],
+)
+def test_a_batch_without_images_is_one_line(batch: Any, message: str) -> None:
     loss = resnet(config_of("small"))
-    with pytest.raises(UserError, match="^model: a batch needs image and label, and has no image, but inputs, label"):
-        jax.eval_shape(loss, loss.params, {"inputs": np.ones(2), "label": np.ones(2, int)}, None, loss.model_state)
-    with pytest.raises(UserError, match=r"^model.channels: 1, but images of the batch have the shape \[4, 4, 3\]"):
-        wrong = {"image": np.ones((2, 4, 4, 3)), "label": np.ones(2, int)}
-        jax.eval_shape(loss, loss.params, wrong, None, loss.model_state)
+    with pytest.raises(UserError, match=message) as error:
+        jax.eval_shape(loss, loss.params, batch, None, loss.model_state)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.image_size=8", None),
+        (
+            "model.image_size=16",
+            r"model.image_size: 16, but data.source 'digits' gives image \[8, 8, 1\], and .*16, 1\]",
+        ),
+        ("model.channels=3", r"model.channels: 3, but data.source 'digits' gives image \[8, 8, 1\]"),
+    ],
+)
+def test_images_of_another_shape_are_one_line(
+    override: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = {"image": jax.ShapeDtypeStruct((8, 8, 1), np.float32), "label": jax.ShapeDtypeStruct((), np.int32)}
+    samples = Samples(1, leaves, lambda numbers: {})
+    monkeypatch.setattr(run, "load_source", lambda _: Source(samples, samples, 0, {"name": "digits"}))
+    config = load_config(Path(__file__).parents[2] / "configs" / "resnet_digits.yaml", [override], planned=True)
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=f"^{message}"):
+        run.load_data(config)
 
 
 @pytest.mark.slow

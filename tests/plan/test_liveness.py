@@ -129,3 +129,16 @@ def test_the_table_says_what_is_not_in_it() -> None:
     assert missing == [round((MEASURED[-1] - 1) * found.memory[ESTIMATED_PEAK])]
     text = explanation_text(found)
     assert f"{MEASURED[0]:.2f} to {MEASURED[-1]:.2f} times the estimate" in text
+
+
+def test_a_loss_holds_at_least_what_it_keeps_for_the_backward_pass() -> None:
+    """Its arrays are not taken to be computed again from the other pass; and no figure of GPTs stands beside it."""
+    wide = ("model.blocks=[2]", "model.image_size=16", "mesh.fsdp=1")
+    found = explain(load_config(ROOT / "configs" / "resnet_digits.yaml", wide, planned=True))
+    memory, kept = found.memory, sum(size for name, size in found.memory.items() if "kept for backward" in name)
+    held = sum(memory[name] for name in ("parameters", "optimizer state", "batch"))
+    assert memory[ESTIMATED_PEAK] >= held + kept > 10 * held
+    text = explanation_text(found)
+    assert (
+        "a lower bound, not measured" in text and "times the estimate" not in text and "not in this table" not in text
+    )

@@ -1,12 +1,14 @@
 """Standard output on a full disk or without a reader: what is lost is said, and nothing ends of it but by a stop."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +166,25 @@ def test_signals_of_a_forked_process_are_its_own(stop: Any) -> None:
     assert not stop.signals.requested(2) and stop.signals.why == ""
     signal.raise_signal(signal.SIGINT)
     until_asked(stop.signals, 3)
+
+
+@pytest.mark.filterwarnings("ignore")  # Python's, of a fork beside threads
+def test_a_program_that_a_run_starts_heeds_ctrl_c(stop: Any) -> None:
+    del stop
+    done = subprocess.run(["sh", "-c", "kill -INT $$"], preexec_fn=lambda: None, check=False)
+    assert done.returncode == -signal.SIGINT
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_stays_of_a_run_that_is_over() -> None:
+    with StopSignal() as made:
+        pass
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    done = subprocess.run(["sh", "-c", "kill -TERM $$"], preexec_fn=lambda: None, check=False)
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_without_a_reader_before_the_first_step(stop: Any) -> None:

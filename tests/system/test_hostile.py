@@ -203,7 +203,9 @@ def test_an_export_of_a_model_that_is_a_module(
     edited("meta/metadata", lambda found, _: found["model"].update(name=name))(tmp_path / "run", outside)
     before = content(outside)
     command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", vocab=None)
-    with pytest.raises(UserError, match=r"^model.name: .* has no Hugging Face format here; allowed: gpt$") as error:
+    with pytest.raises(
+        UserError, match=r"^model.name: .* has no Hugging Face format here; allowed: gpt, vit, bert$"
+    ) as error:
         checkpoint_command(command, None)
     assert str(error.value).isprintable()
     assert content(outside) == before

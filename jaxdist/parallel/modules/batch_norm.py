@@ -60,6 +60,8 @@ def _statistics(
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over these dims. fast: by the mean of squares, which needs one round of sums."""
     weight = None if mask is None else jnp.broadcast_to(mask, x.shape)
+    if mask is not None and mask.shape == (x.shape[0],) + (1,) * (x.ndim - 1):
+        weight = mask.reshape(-1)  # of rows: one sum of them does for all features
     mean = batch_mean(x, weight, axis=dims, sync=sync)
     wide = x.astype(mean.dtype)
     if fast:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.batch_mean import SharedRows, shared_rows
@@ -69,7 +70,8 @@ class ModuleLoss:
                 f"loss_fn: the module has state ({min(named)}), and was given none; allowed: a state of"
                 " init_state(loss, optimizer, mesh), where loss is what nnx_loss or linen_loss returned"
             )
-        model_state = model_state if named else self.model_state
+        given = (params, model_state if named else self.model_state)
+        params, model_state = jax.tree.map(_not_numpy, given)  # in whose arrays a module would write in place
         result, new = (self._each_row if self._per_sample else self._run)(params, batch, keys, model_state)
         check_form(result, stateful=False)
         return (*(*result, {})[:3], new) if named else result
@@ -88,6 +90,10 @@ class ModuleLoss:
             results, new = jax.vmap(one, axis_name=_SAMPLES)((batch, keys))
         # A state is the same for all rows: one that is computed from a row is found in the whole loss, and refused.
         return jax.tree.map(lambda leaf: leaf.sum(0), results), jax.tree.map(lambda leaf: leaf[0], new)
+
+
+def _not_numpy(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def call_user(fn: Callable[..., Any], module: Any, batch: PyTree, keys: jax.Array | None) -> Any:

@@ -52,7 +52,8 @@ def check_windows(config: Config) -> None:
     if found := [name for name in names if SourceFacts.of(name).ids not in known]:
         raise UserError(
             f"data.source: {found[0]!r} gives samples whose shapes are known only when it is read, and a"
-            f" plan is made without data; allowed: {', '.join(SourceFacts.with_fact(ids=True))}"
+            f" plan is made without data; allowed: {', '.join(SourceFacts.with_fact(ids=True))}; or a model"
+            " whose Options say the shapes by a method sample() (docs/extending.md)"
         )
 
 

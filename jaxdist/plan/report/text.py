@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.plan.explain import MEASURED, Explanation
+from jaxdist.plan.explain import MEASURED, NOT_HERE, Explanation
 from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.activations import BETWEEN_STAGES
 from jaxdist.plan.traced.sharding import aligned, rows_as_text
@@ -37,7 +37,7 @@ def explanation_text(
 def memory_text(explanation: Explanation) -> list[str]:
     """The lines of the memory table of a device, and what its estimate is worth."""
     text = memory_table(explanation.memory)
-    if explanation.added is None:
+    if NOT_HERE in explanation.memory:
         least, median, most = MEASURED
         text += [
             "Estimated: the most that is there at one time of the traced program, gradients and activations among it.",
@@ -45,6 +45,8 @@ def memory_text(explanation: Explanation) -> list[str]:
             f"{least:.2f} to {most:.2f} times the estimate in 8 of 10 random configurations, {median:.2f} in the median"
             " (docs/plan.md). --compile measures it.",
         ]
+    elif explanation.added is None:
+        text.append("Estimated: of a loss a lower bound, not measured (docs/plan.md). --compile measures the peak.")
     kernel, why = explanation.attention
     if why is not None:
         text.append(

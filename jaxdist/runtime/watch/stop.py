@@ -1,6 +1,7 @@
 """Stopping on Ctrl-C, SIGTERM or a time limit: after the same step on every process, with a checkpoint."""
 
 import contextlib
+import functools
 import math
 import os
 import select
@@ -8,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ _LEAVE_S = 2.0  # until the other processes must have heard that this one leaves
 _ANSWER_S = 3.0  # until the other processes must have said whether they have begun a step
 _CLOSE, _WAKE = 0, 255  # bytes in the pipe that are no signal's number
 _NO_STEP = -1  # in place of a step: none was begun
+_active = list["weakref.ref[StopSignal]"]()  # the contexts that have the signals, the innermost last
 
 
 class TimeLimit:
@@ -92,7 +95,8 @@ class StopSignal:
         self._thread.start()
         if self._on_main:
             self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=self._leave_to_parent)
+            _hook_forks()
+            _active.append(weakref.ref(self))
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, _nothing)
         return self
@@ -102,22 +106,13 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._on_main:
             signal.set_wakeup_fd(self._wakeup)
+            _active.pop()
         if self._store is not None and error is None:
             self._store.set(f"at/{self._here.rank}", str(self._begun or 0))  # or the others would wait for it
         os.write(self._in, bytes([_CLOSE]))
         self._thread.join()
         os.close(self._in)
         os.close(self._out)
-
-    def _leave_to_parent(self) -> None:
-        """In a forked process, as a worker of a DataLoader is: its signals are not the run's.
-
-        Ctrl-C is sent to it too, and it works on until the run, which stops after a step, ends it.
-        """
-        if not self._closed:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def join(self) -> None:
         """Connect the processes of a job, once JAX has started: from now on they hear of each other's signals."""
@@ -244,6 +239,24 @@ def _way_on(folder: Path | None, newest: list[int]) -> str:
         return "there is no checkpoint yet: the same command begins again"
     found = f"the checkpoint of step {newest[0]}" if newest else "its newest checkpoint, if there is one"
     return f"the same command with --run-dir {folder} goes on from {found}"
+
+
+@functools.cache
+def _hook_forks() -> None:
+    """Have `_leave_to_parent` called in every forked process. A hook can not be taken away again."""
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    """In a forked process, as a worker of a DataLoader is, during a run: its signals are not the run's.
+
+    Ctrl-C is sent to it too, and it works on until the run, which stops after a step, ends it. A program that it
+    becomes heeds both signals, as a handler ends with `exec`; a signal that is ignored would stay so.
+    """
+    if _active and _active[-1]() is not None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, _nothing)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _nothing(number: int, frame: Any) -> None:

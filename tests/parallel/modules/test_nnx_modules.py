@@ -30,6 +30,16 @@ def test_a_module_is_given_back_and_evaluated_by_its_running_statistics() -> Non
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(nnx.state(model)))
 
 
+@pytest.mark.parametrize("writeable", [True, False])
+def test_numpy_arrays_of_the_caller_stay_as_they_are(writeable: bool) -> None:
+    loss = jaxdist.nnx_loss(with_layer(nnx.BatchNorm), squared)
+    params, model_state = jax.tree.map(np.array, (loss.params, loss.model_state))
+    jax.tree.map(lambda leaf: leaf.setflags(write=writeable), model_state)
+    *_, new = loss(params, np.eye(4, dtype=np.float32), None, model_state)
+    jax.tree.map(np.testing.assert_array_equal, model_state, jax.device_get(loss.model_state))
+    assert not np.array_equal(*(jax.tree.leaves(tree)[0] for tree in (new, model_state)))
+
+
 class Streams(nnx.Module):
     """Streams by themselves: of a name, of another, and of two layers that are stacked."""
 

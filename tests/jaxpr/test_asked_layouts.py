@@ -79,7 +79,7 @@ def test_a_layout_in_the_manual_region_is_one_line(name: str, kind: Callable[[As
         compile_step(kind(ASKED[name]))
     text = str(found.value)
     assert text.startswith(f"{name.partition(',')[0]}: in a loss or a layer (test_layouts.py:")
-    assert "leave it out: mesh and strategy say" in text
+    assert "leave it out: mesh and strategy say" in text and "; jax says: " in text and "\n" not in text
 
 
 @pytest.mark.parametrize("kind", [loss_with, model_with])
@@ -97,9 +97,27 @@ def test_another_error_stays_as_it_is() -> None:
 
 
 def wrong(x: jax.Array) -> jax.Array:
-    raise ValueError("of the user's own")
+    raise ValueError("of the user's own, no device_put()")  # nor reshard
 
 
-def test_an_error_of_the_users_own_stays_as_it_is() -> None:
-    with pytest.raises(ValueError, match="of the user's own"):
-        compile_step(loss_with(wrong))
+def beside(x: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.ones(5)) + x
+
+
+def handed_on(x: jax.Array) -> jax.Array:
+    return wrong(jax.device_put(x))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (wrong, "of the user's own"),
+        (handed_on, "of the user's own"),
+        (lambda x: jax.jit(wrong, in_shardings=None)(x), "of the user's own"),
+        (beside, "ncompatible shapes for broadcasting"),
+    ],
+)
+def test_an_error_of_the_users_own_stays_as_it_is(ask: Ask, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as found:
+        compile_step(loss_with(ask))
+    assert not isinstance(found.value, jaxdist.UserError)
