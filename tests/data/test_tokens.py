@@ -86,6 +86,14 @@ def some_data(name: str, folder: Path) -> DataConfig:
         return config(write_parquet(folder / "a.parquet", tokens=[[i, i + 1] * 9 for i in range(20)]), source=name)
     if name == "arrayrecord":
         return config(write_records(folder / "a.arrayrecord", [b"document %d" % i for i in range(20)]))
+    if name == "masked":
+        return config(ids_file(folder / "ids", np.arange(300) % 97), source=name, masked_source="tokens")
+    if name == "lines":
+        for i in range(9):
+            (folder / f"{i}.py").write_text(f"{i}+1\n# {i}\n")  # of at most seq_len bytes
+        return config(folder, source=name, held_out=0.3)
+    if name == "digits":
+        return config("sklearn.datasets.load_digits", source=name)
     return config(ids_file(folder / "ids", np.arange(300) % 97))
 
 
@@ -100,7 +108,8 @@ def test_every_source_keeps_the_contract(name: str, tmp_path: Path) -> None:
     keys = {"name", "path", "unit", "train", "held_out", "files", "held_out_files", "sha256"}
     assert set(source.info) == keys
     assert (source.info["name"], source.info["path"]) == (name, data.path)
-    assert (source.info["train"], source.info["held_out"]) == (source.train.size, source.held_out.size)
+    versions = 10 if name == "masked" else 1  # of a window that is trained on
+    assert (source.info["train"] * versions, source.info["held_out"]) == (source.train.size, source.held_out.size)
     again = registry.load("jaxdist.data.sources", name, key="data.source")(data)
     assert again.info == source.info and len(source.info["sha256"]) == 64
     made = make_loader(source, seq_len=4, global_batch=8, sharding=sharding(data=8), seed=0)

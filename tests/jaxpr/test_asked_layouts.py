@@ -78,7 +78,7 @@ def test_a_layout_in_the_manual_region_is_one_line(name: str, kind: Callable[[As
     with pytest.raises(jaxdist.UserError) as found:
         compile_step(kind(ASKED[name]))
     text = str(found.value)
-    assert text.startswith(f"{name.partition(',')[0]}: in a loss or a layer (test_layouts.py:")
+    assert text.startswith(f"{name.partition(',')[0]}: in a loss or a layer (test_asked_layouts.py:")
     assert "leave it out: mesh and strategy say" in text and "; jax says: " in text and "\n" not in text
 
 
