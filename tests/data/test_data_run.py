@@ -28,6 +28,7 @@ observe: {console: plain, report: false}
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_prepared_documents_that_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

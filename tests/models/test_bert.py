@@ -187,7 +187,12 @@ SLOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(name, marks=slow) for name in SLOW)])
+EVERYDAY = "mlm-zero3-tensor-sequence"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name == EVERYDAY else slow) for name in (*LAYOUTS, *SLOW)]
+)
 def test_a_layout_trains_as_one_device(case: str) -> None:
     head, mesh, options = (LAYOUTS | SLOW)[case]
     with jax.enable_x64(True):

@@ -134,7 +134,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[] if i < 2 else pytest.mark.slow) for i, each in enumerate(CASES)], ids=str
+    "case", [pytest.param(each, marks=[] if i < 1 else pytest.mark.slow) for i, each in enumerate(CASES)], ids=str
 )
 def test_layouts_train_and_evaluate_as_one_device(case: Case) -> None:
     """Losses, all gradients, the parameters after three steps; then the loss and the accuracy of an evaluation."""

@@ -83,7 +83,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", [*levels(EACH_SCHEDULE, everyday=2), *levels(SLOW, slow=6)], ids=str)
+@pytest.mark.parametrize("case", [*levels(EACH_SCHEDULE, everyday=4), *levels(SLOW, slow=6)], ids=str)
 def test_pipelines_equal_one_device(case: Case) -> None:
     check_wide(case)
 

@@ -168,7 +168,7 @@ def test_crossed_cases_hold_every_value_of_every_option() -> None:
     ("name", "sizes"),
     [
         pytest.param("ddp", {"pipe": 4, "data": 2}, marks=pytest.mark.slow),
-        ("zero3", {"pipe": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("zero3", {"pipe": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         *(pytest.param(name, {"pipe": 4, "fsdp": 2}, marks=pytest.mark.slow) for name in NAMES),
     ],
     ids=str,
