@@ -13,10 +13,8 @@ from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
+from jaxdist.models._encoder import encoder_block
 from jaxdist.nn import (
-    MLP,
-    Attention,
-    Block,
     LayerNorm,
     Linear,
     ModelDef,
@@ -131,25 +129,6 @@ class ClassificationHead(nnx.Module):
         return {"accuracy": label_accuracy(self.logits(h_BSD, embed), batch["label"], batch["weights"])}
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
-    out_scale = (2 * config.layers) ** -0.5
-    attention = Attention(
-        rngs,
-        config.width,
-        config.heads,
-        config.heads,
-        bias=True,
-        dropout=config.dropout,
-        out_scale=out_scale,
-        kernel=config.attention.replace("auto", "xla"),
-        causal=False,
-        **matmul,
-    )
-    mlp = MLP(rngs, config.width, config.mlp_width, kind="gelu_erf", bias=True, out_scale=out_scale, **matmul)
-    norm1, norm2 = (LayerNorm(config.width, eps=config.norm_eps) for _ in range(2))
-    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, post_norm=True, sequence=matmul["sequence"])
-
-
 def _key_mask(batch: Batch) -> jax.Array | None:
     mask, wanted = batch.get("attention_mask"), batch["inputs"].shape
     if mask is not None and mask.shape != wanted:
@@ -164,7 +143,7 @@ class BERT(nnx.Module):
 
     def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions) -> None:
         self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
-        self.blocks = nnx.List([_block(config, rngs, matmul) for _ in range(config.layers)])
+        self.blocks = nnx.List([encoder_block(config, rngs, matmul, post_norm=True) for _ in range(config.layers)])
         head = MaskedHead if config.head == "mlm" else ClassificationHead
         self.head = head(config, rngs, sequence=matmul["sequence"])
 

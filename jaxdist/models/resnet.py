@@ -118,8 +118,8 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     """(cross-entropy sum, weight, {"accuracy": (sum, weight)}) of a classifier of images, over these rows.
 
     batch: image [B, H, W, C], label [B], and weights [B] or none. A row of weight 0 enters nothing, nor the statistics
-        of norms. Pixels that are integers go from 0 to 255, and become
-        numbers from -1 to 1; floats are taken as they are.
+        of norms. Pixels that are integers go from 0 to 255, and become numbers from -1 to 1; floats are taken as they
+        are.
     """
     if not isinstance(batch, Mapping):
         raise UserError(

@@ -13,10 +13,8 @@ from flax import nnx
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
+from jaxdist.models._encoder import encoder_block
 from jaxdist.nn import (
-    MLP,
-    Attention,
-    Block,
     LayerNorm,
     Linear,
     ModelDef,
@@ -92,32 +90,14 @@ class Head(nnx.Module):
         return {"accuracy": label_accuracy(self.logits(h_BSD, embed), batch["label"], batch["weights"])}
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> Block:
-    assert config.mlp_width, "not resolved"
-    out_scale, width = (2 * config.layers) ** -0.5, config.width
-    attention = Attention(
-        rngs,
-        width,
-        config.heads,
-        config.heads,
-        bias=True,
-        dropout=config.dropout,
-        out_scale=out_scale,
-        kernel=config.attention.replace("auto", "xla"),
-        causal=False,
-        fp8=fp8,
-    )
-    mlp = MLP(rngs, width, config.mlp_width, kind="gelu_erf", bias=True, out_scale=out_scale, fp8=fp8)
-    norm1, norm2 = (LayerNorm(width, eps=config.norm_eps) for _ in range(2))
-    return Block(norm1, attention, norm2, mlp, dropout=config.dropout)
-
-
 class ViT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, fp8: bool) -> None:
         self.embed = Embed(config, rngs)
-        self.blocks = nnx.List([_block(config, rngs, fp8=fp8) for _ in range(config.layers)])
+        self.blocks = nnx.List(
+            [encoder_block(config, rngs, {"fp8": fp8}, post_norm=False) for _ in range(config.layers)]
+        )
         self.head = Head(config, rngs)
 
 

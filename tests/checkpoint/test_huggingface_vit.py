@@ -117,18 +117,20 @@ def test_a_pooler_is_passed_over(tmp_path: Path) -> None:
 
     config = config_of()
     export(save_run(tmp_path / "run", config, random_params(config)), tmp_path / "out")
-    found = load_file(tmp_path / "out" / SINGLE)
+    found, without = load_file(tmp_path / "out" / SINGLE), judge(tmp_path / "out", config)
     pooler = {
         "vit.pooler.dense.weight": np.ones((32, 32), np.float32),
         "vit.pooler.dense.bias": np.ones(32, np.float32),
     }
     save_file(found | pooler, tmp_path / "out" / SINGLE)
-    judge(tmp_path / "out", config)
+    assert judge(tmp_path / "out", config) == without
 
 
-def judge(folder: Path, config: Config) -> None:
+def judge(folder: Path, config: Config) -> Any:
     with TensorFiles(folder) as files:
-        check_model(files, read_json(folder / "config.json"), config.model.resolved(), positions=config.data.seq_len)
+        return check_model(
+            files, read_json(folder / "config.json"), config.model.resolved(), positions=config.data.seq_len
+        )
 
 
 def test_every_element_has_one_place() -> None:

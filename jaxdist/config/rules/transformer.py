@@ -1,10 +1,41 @@
-"""What the sizes of a transformer must be: of the model itself, and of what `tensor` splits."""
+"""Keys that all transformers have, and what their sizes must be: of the model itself, and of what `tensor` splits."""
 
 import math
 from typing import Any
 
+from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 from jaxdist.errors import UserError
+
+
+def attention_setting() -> Any:
+    """The key `attention`."""
+    return setting(
+        "auto",
+        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
+        choices=("auto", "xla", "cudnn"),
+        how=True,
+    )
+
+
+def scan_blocks_setting() -> Any:
+    """The key `scan_blocks`."""
+    return setting(
+        1,
+        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
+        at_least=0,
+        how=True,
+    )
+
+
+def loss_chunk_setting() -> Any:
+    """The key `loss_chunk`."""
+    return setting(
+        None,
+        "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB",
+        at_least=0,
+        how=True,
+    )
 
 
 def check_heads(model: Any) -> None:

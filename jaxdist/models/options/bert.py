@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxdist.config.rules.fields import setting
-from jaxdist.config.rules.transformer import check_heads, check_sequence, check_tensor
+from jaxdist.config.rules.transformer import (
+    attention_setting,
+    check_heads,
+    check_sequence,
+    check_tensor,
+    loss_chunk_setting,
+    scan_blocks_setting,
+)
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sources import check_source
 
@@ -30,24 +37,9 @@ class Options(ModelConfig):
     mlp_width: int | None = setting(None, "hidden size of the MLP; null: 4 x width", at_least=1)
     dropout: float = setting(0.1, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-12, "added to the variance in normalisation", above=0)
-    attention: str = setting(
-        "auto",
-        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
-        choices=("auto", "xla", "cudnn"),
-        how=True,
-    )
-    scan_blocks: int = setting(
-        1,
-        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
-        at_least=0,
-        how=True,
-    )
-    loss_chunk: int | None = setting(
-        None,
-        "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB",
-        at_least=0,
-        how=True,
-    )
+    attention: str = attention_setting()
+    scan_blocks: int = scan_blocks_setting()
+    loss_chunk: int | None = loss_chunk_setting()
 
     def resolved(self) -> Self:
         """With the width of the MLP filled in."""

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxdist.config.rules.fields import setting
-from jaxdist.config.rules.transformer import check_heads, check_sequence, check_tensor
+from jaxdist.config.rules.transformer import (
+    attention_setting,
+    check_heads,
+    check_sequence,
+    check_tensor,
+    loss_chunk_setting,
+    scan_blocks_setting,
+)
 from jaxdist.config.schema import Config, ModelConfig
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
@@ -36,24 +43,9 @@ class Options(ModelConfig):
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
-    attention: str = setting(
-        "auto",
-        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
-        choices=("auto", "xla", "cudnn"),
-        how=True,
-    )
-    scan_blocks: int = setting(
-        1,
-        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
-        at_least=0,
-        how=True,
-    )
-    loss_chunk: int | None = setting(
-        None,
-        "tokens whose logits exist at a time; 0: all; null: all, unless they are more than 256 MiB",
-        at_least=0,
-        how=True,
-    )
+    attention: str = attention_setting()
+    scan_blocks: int = scan_blocks_setting()
+    loss_chunk: int | None = loss_chunk_setting()
 
     def resolved(self) -> Self:
         """Every None replaced by what the style implies, but for `loss_chunk`."""

@@ -6,7 +6,7 @@ from typing import Self
 
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, near
-from jaxdist.config.rules.transformer import check_heads, check_tensor
+from jaxdist.config.rules.transformer import attention_setting, check_heads, check_tensor, scan_blocks_setting
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
@@ -28,18 +28,8 @@ class Options(ModelConfig):
     mlp_width: int | None = setting(None, "hidden size of the MLP; null: 4 x width", at_least=1)
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-12, "added to the variance in normalisation", above=0)
-    attention: str = setting(
-        "auto",
-        "kernel of attention; auto: cudnn on GPUs where it can compute this, else xla; docs/compiler.md",
-        choices=("auto", "xla", "cudnn"),
-        how=True,
-    )
-    scan_blocks: int = setting(
-        1,
-        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
-        at_least=0,
-        how=True,
-    )
+    attention: str = attention_setting()
+    scan_blocks: int = scan_blocks_setting()
 
     def resolved(self) -> Self:
         """With the width of the MLP filled in."""
