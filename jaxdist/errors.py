@@ -20,7 +20,8 @@ _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
 class UserError(ValueError):
     """A mistake in a configuration, a command line or a call.
 
-    The message is one line: the key or argument, its value, what is allowed, and how to mend it.
+    The message is one line: the key or argument, its value, what is allowed, and how to mend it. Characters that
+    cannot be printed, as files of others may hold them, are escaped.
 
     >>> jaxdist.make_mesh(dp=8)
     Traceback (most recent call last):
@@ -28,7 +29,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 class CommandParser(argparse.ArgumentParser):
