@@ -46,7 +46,7 @@ class RunStopped(Exception):
 
 
 def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorate a command. A `UserError` in it is one line on standard error, without a traceback, and its status is 2."""
+    """Decorate a command. A `UserError` in it is one line on standard error, without a traceback, and status 2."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
