@@ -552,7 +552,7 @@ def test_process_count(name: str, value: str, tmp_path: Path, monkeypatch: pytes
 
 def test_gpu_without_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxdist.config.resolve.GPU_PLUGINS", ())
-    with pytest.raises(UserError, match=r"devices\.platform: 'gpu'.*pip install 'jaxdist\[cuda12\]'"):
+    with pytest.raises(UserError, match=r"devices\.platform: 'gpu'.*pip install 'jaxdist\[cuda13\]'"):
         load_config(place(case("", OK), tmp_path), ["devices.platform=gpu"])
 
 
