@@ -29,7 +29,11 @@ _jaxdist() {
 }
 compdef _jaxdist jaxdist
 """,
-    "fish": "complete -c jaxdist -a '(jaxdist completion words -- (commandline -opc)[2..] (commandline -ct) 2> /dev/null)'\n",
+    "fish": """function __jaxdist
+    jaxdist completion words -- (commandline -opc)[2..] (commandline -ct) 2> /dev/null
+end
+complete -c jaxdist -a '(__jaxdist)'
+""",
 }
 CONFIGURED = ("train", "explain", "plan", "profile")  # commands that take a configuration, or its name
 EXAMPLES = (

@@ -6,8 +6,8 @@ from pathlib import Path
 from jaxdist.config.shipped import shipped_folder
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-DESCRIPTION = """Write a project into a new folder: a configuration, a small model of Flax NNX layers, a README, a recipe
-for SLURM, and a .gitignore."""
+DESCRIPTION = """Write a project into a new folder: a configuration, a small model of Flax NNX layers, a README, a
+recipe for SLURM, and a .gitignore."""
 EXAMPLES = ("jaxdist init my-project && cd my-project && jaxdist train config.yaml", "jaxdist init .")
 SCRIPT_LINE = 'python scripts/train.py --config "${CONFIG:-configs/quickstart.yaml}"'  # of the recipe that is shipped
 

@@ -23,7 +23,7 @@ def about(path: Path) -> str:
     """A line about a shipped configuration: the first of its comments that is no command."""
     comments = re.findall(r"^# ?(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     line = next((each for each in comments if not each.startswith("python ")), "")
-    return re.sub(r"(: python .*|\. On each host:)$", "", line)
+    return re.sub(r"(: python .*|\. On each host:|, anywhere:)$", "", line)
 
 
 def list_shipped() -> str:

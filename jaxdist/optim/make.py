@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jaxdist import registry
+from jaxdist.config.resolve import warmup_of
 from jaxdist.errors import UserError
 from jaxdist.optim.muon import muon
 from jaxdist.optim.norms import clip_by_ordered_norm

@@ -108,7 +108,7 @@ def quiet_gloo() -> Iterator[None]:
     os.set_inheritable(writing, True)
 
     def forward() -> None:
-        with open(reading, "rb") as lines:  # noqa: PTH123 (a descriptor)
+        with open(reading, "rb") as lines:
             for line in without_gloo(lines):
                 with contextlib.suppress(OSError):  # a full disk, a reader that has gone
                     os.write(file, line)
