@@ -4,8 +4,8 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, ParamSpec
+from collections.abc import Callable, Iterable
+from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
 _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
@@ -32,19 +32,7 @@ class UserError(ValueError):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of command lines whose errors are a `UserError`: the argument, what is allowed, and `--help`.
-
-    examples: command lines that the help ends with.
-    """
-
-    def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.examples = tuple(examples)
-
-    def format_help(self) -> str:
-        """The text of `--help`."""
-        shown = "".join(f"  {example}\n" for example in self.examples)
-        return super().format_help() + (f"\nexamples:\n{shown}" if shown else "")
+    """A parser of command lines whose errors are a `UserError`: the argument, what is allowed, and `--help`."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the error, for mistakes that this parser or its user finds."""

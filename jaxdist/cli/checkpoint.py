@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.config.shipped import find_config
+from jaxdist.config.shipped import find_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
-EXAMPLES = ("jaxdist checkpoint ls runs/mine", "jaxdist checkpoint export runs/mine --output hf")
+_EXAMPLES = ("jaxdist checkpoint ls runs/mine", "jaxdist checkpoint export runs/mine --output hf")
 
 
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
     """Exit status: 0; 1 a checkpoint is damaged; 2 the arguments, the configuration or a file is wrong."""
-    parser = CommandParser(prog=prog, description="List, check, convert and average checkpoints.", examples=EXAMPLES)
+    parser = CommandParser(
+        prog=prog, description="List, check, convert and average checkpoints.", **with_examples(_EXAMPLES)
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("ls", "the steps of a run"),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from jaxdist.cli.main import COMMANDS
-from jaxdist.config.shipped import shipped
+from jaxdist.config.shipped import shipped, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
 SCRIPTS = {
@@ -36,13 +36,13 @@ complete -c jaxdist -a '(__jaxdist)'
 """,
 }
 CONFIGURED = ("train", "explain", "plan", "profile")  # commands that take a configuration, or its name
-EXAMPLES = (
+_EXAMPLES = (
     'eval "$(jaxdist completion bash)"    # in ~/.bashrc',
     "jaxdist completion fish > ~/.config/fish/completions/jaxdist.fish",
 )
 
 
-def options_of(command: str) -> list[str]:
+def flags_of(command: str) -> list[str]:
     """The options of a command, read from its help."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
@@ -70,7 +70,7 @@ def candidates(words: Sequence[str]) -> list[str]:
     elif before[0] not in COMMANDS:
         found = []
     elif last.startswith("-"):
-        found = options_of(before[0])
+        found = flags_of(before[0])
     elif before[0] == "completion":
         found = list(SCRIPTS)
     elif before[0] in CONFIGURED:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist completion") -> int:
     if argv[:1] == ["words"]:  # asked by the scripts
         print("\n".join(candidates(argv[2:])))
         return 0
-    parser = CommandParser(prog=prog, description="Print the completion script of a shell.", examples=EXAMPLES)
+    parser = CommandParser(prog=prog, description="Print the completion script of a shell.", **with_examples(_EXAMPLES))
     parser.add_argument("shell", choices=tuple(SCRIPTS))
     print(SCRIPTS[parser.parse_args(argv).shell], end="")
     return 0

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
-EXAMPLES = (
+_EXAMPLES = (
     "jaxdist data books/ --out data/bytes",
     "jaxdist data pages.jsonl --tokenizer tokenizer.json --end '<|endoftext|>' --out data/tokens",
 )
@@ -14,7 +15,9 @@ EXAMPLES = (
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist data") -> int:
     """Exit status: 0 done, 2 something is wrong with the input."""
-    parser = CommandParser(prog=prog, description="Write text as token ids, for data.source=tokens.", examples=EXAMPLES)
+    parser = CommandParser(
+        prog=prog, description="Write text as token ids, for data.source=tokens.", **with_examples(_EXAMPLES)
+    )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl files, folders of them")
     parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="a new folder")
     parser.add_argument("--tokenizer", default="bytes", metavar="FILE", help="bytes, or a tokenizer.json")

@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
-DESCRIPTION = """A check of a machine or a job before it trains: versions, devices, ports, network, environment, clocks,
-and the bandwidth between all pairs. To be started like a run, on every host of the job."""
-EXAMPLES = ("jaxdist doctor", "jaxdist launch -n 2 -- jaxdist doctor --json")
+_DESCRIPTION = """A check of a machine or a job before it trains: versions, devices, ports, network, environment,
+clocks, and the bandwidth between all pairs. To be started like a run, on every host of the job."""
+_EXAMPLES = ("jaxdist doctor", "jaxdist launch -n 2 -- jaxdist doctor --json")
 
 
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist doctor") -> int:
     """Exit status: 0 nothing is wrong, 1 there are findings, 2 wrong arguments or no job can be joined."""
-    parser = CommandParser(prog=prog, description=DESCRIPTION, examples=EXAMPLES)
+    parser = CommandParser(prog=prog, description=_DESCRIPTION, **with_examples(_EXAMPLES))
     parser.add_argument("--simulated", type=int, default=1, metavar="N", help="simulated CPU devices a process")
     parser.add_argument("--platform", default="auto", choices=("auto", "cpu", "gpu"))
     parser.add_argument("--mib", type=float, help="of a message (default: 4 on CPUs, 256 on GPUs)")

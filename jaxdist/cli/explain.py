@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.config.shipped import add_config, take_config
+from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
-EXAMPLES = (
+_EXAMPLES = (
     "jaxdist explain quickstart",
     "jaxdist explain quickstart parallel.strategy=zero2 --json out.json --remedies",
 )
@@ -20,7 +20,7 @@ EXAMPLES = (
 def main(argv: Sequence[str], prog: str = "jaxdist explain") -> int:
     """Exit status: 0; 1 over budget; 2 the configuration is wrong."""
     parser = CommandParser(
-        prog=prog, description="The collectives, memory and layout of one train step.", examples=EXAMPLES
+        prog=prog, description="The collectives, memory and layout of one train step.", **with_examples(_EXAMPLES)
     )
     add_config(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")

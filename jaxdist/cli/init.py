@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist.config.shipped import shipped_folder
+from jaxdist.config.shipped import shipped_folder, with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-DESCRIPTION = """Write a project into a new folder: a configuration, a small model of Flax NNX layers, a README, a
+_DESCRIPTION = """Write a project into a new folder: a configuration, a small model of Flax NNX layers, a README, a
 recipe for SLURM, and a .gitignore."""
-EXAMPLES = ("jaxdist init my-project && cd my-project && jaxdist train config.yaml", "jaxdist init .")
+_EXAMPLES = ("jaxdist init my-project && cd my-project && jaxdist train config.yaml", "jaxdist init .")
 SCRIPT_LINE = 'python scripts/train.py --config "${CONFIG:-configs/quickstart.yaml}"'  # of the recipe that is shipped
 
 
@@ -29,7 +29,7 @@ def project_files() -> dict[str, str]:
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist init") -> int:
     """Exit status: 0 done, 2 the folder is in use or cannot be written."""
-    parser = CommandParser(prog=prog, description=DESCRIPTION, examples=EXAMPLES)
+    parser = CommandParser(prog=prog, description=_DESCRIPTION, **with_examples(_EXAMPLES))
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="new, or empty")
     folder = parser.parse_args(argv).folder
     try:

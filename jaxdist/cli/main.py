@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jaxdist
 from jaxdist.errors import UserError, nearest, reports_mistakes
 
 
@@ -59,9 +60,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
         print(overview())
         return 0
     if name == "--version":
-        from jaxdist import __version__
-
-        print(f"jaxdist {__version__}")
+        print(f"jaxdist {jaxdist.__version__}")
         return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.config.shipped import add_config, take_config
+from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-EXAMPLES = (
+_EXAMPLES = (
     "jaxdist plan --compile --gpu h200 llama_7b_h200",
     "jaxdist plan --compile --gpu h100 --hosts 32 my.yaml mesh.fsdp=256",
 )
@@ -20,7 +20,9 @@ EXAMPLES = (
 def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     """Exit status: 0 it fits; 1 it does not; 2 the configuration is wrong, or something is not installed."""
     parser = CommandParser(
-        prog=prog, description="The step of a configuration, compiled for GPUs that are not there.", examples=EXAMPLES
+        prog=prog,
+        description="The step of a configuration, compiled for GPUs that are not there.",
+        **with_examples(_EXAMPLES),
     )
     parser.add_argument("--compile", action="store_true", required=True, help="what it does so far")
     add_config(parser)

@@ -5,17 +5,19 @@ import os
 from collections.abc import Sequence
 
 from jaxdist.config.load import load_config
-from jaxdist.config.shipped import add_config, list_shipped, take_config
+from jaxdist.config.shipped import add_config, list_shipped, take_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.runtime.join.environment import add_job_flags, find_job, take_job_flags
 from jaxdist.runtime.output import lasting_output, quiet_gloo
 
-EXAMPLES = ("jaxdist train quickstart", "jaxdist train my.yaml mesh.data=8 optimizer.lr=1e-3 --run-dir runs/mine")
+_EXAMPLES = ("jaxdist train quickstart", "jaxdist train my.yaml mesh.data=8 optimizer.lr=1e-3 --run-dir runs/mine")
 
 
 @reports_mistakes
 def _train(argv: Sequence[str], prog: str) -> int:
-    parser = CommandParser(prog=prog, description="Train a model as a YAML configuration says.", examples=EXAMPLES)
+    parser = CommandParser(
+        prog=prog, description="Train a model as a YAML configuration says.", **with_examples(_EXAMPLES)
+    )
     add_config(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept; one that exists is resumed")
     parser.add_argument("--list", action="store_true", help="print the shipped configurations")

@@ -1,8 +1,10 @@
 """The configurations that come with jaxdist, by name, and the arguments of commands that take one. Imports no jax."""
 
 import re
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdist.errors import CommandParser, UserError, nearest
 
@@ -46,6 +48,12 @@ def find_config(given: str) -> str:
         f"config: {given!r} is neither a file nor a configuration of jaxdist; allowed: a YAML file, or"
         f" {', '.join(found)}{hint}"
     )
+
+
+def with_examples(lines: Sequence[str]) -> dict[str, Any]:
+    """The options of a parser whose help ends with these command lines."""
+    epilog = "\n  ".join(["examples:", *lines])
+    return {"epilog": epilog, "formatter_class": RawDescriptionHelpFormatter}
 
 
 def add_config(parser: CommandParser) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import clean, unavailable
 from jaxdist.lab.virtual_hosts import HostResult, Output, exit_status, run_on_hosts
@@ -12,7 +13,7 @@ of the given rate. The links add no delay: they limit bandwidth only. The hosts 
 Linux and root; COMMAND runs as root too. It finds the job in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
 JAX_PROCESS_ID, and HOST_INDEX, HOST_COUNT, VIRTUAL_HOSTS_INTERFACE and VIRTUAL_HOSTS_RATE."""
 LAB_USAGE = "{0} -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       {0} --clean"
-EXAMPLES = (
+_EXAMPLES = (
     "sudo jaxdist lab -n 3 --rate 200mbit -- jaxdist train quickstart mesh.data=-1 devices.simulated=4",
     "sudo jaxdist lab --clean",
 )
@@ -20,7 +21,9 @@ EXAMPLES = (
 
 def make_lab_parser(prog: str = "jaxdist lab") -> CommandParser:
     """The options before `--`."""
-    parser = CommandParser(prog=prog, description=LAB_DESCRIPTION, usage=LAB_USAGE.format(prog), examples=EXAMPLES)
+    parser = CommandParser(
+        prog=prog, description=LAB_DESCRIPTION, usage=LAB_USAGE.format(prog), **with_examples(_EXAMPLES)
+    )
     add = parser.add_argument
     add("-n", "--hosts", type=int, metavar="N", help="number of hosts, 1 to 64")
     add("--rate", help="of every link, both ways, as 200mbit; or one a host, with commas; or none")

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE, new_token, read_token
 from jaxdist.runtime.run_folder import given_run_directory, run_directory_of
 
-DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each
+_DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each
 process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. A job that
 fails is started again and resumes from its last checkpoint. Ctrl-C, or SIGTERM, stops the ranks together, with a
 checkpoint; a second one kills them. Exit status: 0 done, 2 the configuration is wrong, 75 stopped but resumable, 1
 anything else."""
-EXAMPLES = (
+_EXAMPLES = (
     "jaxdist launch -n 2 -- jaxdist train quickstart devices.simulated=4",
     "jaxdist launch -n 8 --nnodes 2 --node-rank 0 --coordinator host0:9876 -- jaxdist train my.yaml --run-dir my",
 )
@@ -60,7 +61,7 @@ class Plan(NamedTuple):
 def make_parser(prog: str = "jaxdist launch") -> CommandParser:
     """The options before `--`."""
     parser = CommandParser(
-        prog=prog, description=DESCRIPTION, usage=f"{prog} -n N [options] -- COMMAND ...", examples=EXAMPLES
+        prog=prog, description=_DESCRIPTION, usage=f"{prog} -n N [options] -- COMMAND ...", **with_examples(_EXAMPLES)
     )
     add = parser.add_argument
     add("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")

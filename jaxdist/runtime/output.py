@@ -108,7 +108,7 @@ def quiet_gloo() -> Iterator[None]:
     os.set_inheritable(writing, True)
 
     def forward() -> None:
-        with open(reading, "rb") as lines:
+        with os.fdopen(reading, "rb") as lines:
             for line in without_gloo(lines):
                 with contextlib.suppress(OSError):  # a full disk, a reader that has gone
                     os.write(file, line)
@@ -117,9 +117,7 @@ def quiet_gloo() -> Iterator[None]:
     os.dup2(writing, 1)
     os.close(writing)
     thread.start()
-    sys.stdout = open(  # noqa: PTH123, SIM115 (a descriptor, closed below)
-        file, "w", encoding=before.encoding, errors=before.errors, buffering=1, closefd=False
-    )
+    sys.stdout = os.fdopen(file, "w", encoding=before.encoding, errors=before.errors, buffering=1, closefd=False)
     try:
         yield
     finally:
