@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jaxdist
 from jaxdist.errors import UserError, nearest, reports_mistakes
 
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
         print(overview())
         return 0
     if name == "--version":
-        print(f"jaxdist {jaxdist.__version__}")
+        print(f"jaxdist {importlib.import_module('jaxdist').__version__}")
         return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
