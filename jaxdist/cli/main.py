@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
         print(overview())
         return 0
     if name == "--version":
-        print(f"jaxdist {importlib.import_module('jaxdist').__version__}")
+        print(f"jaxdist {sys.modules['jaxdist'].__version__}")
         return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
