@@ -72,44 +72,6 @@ for array in jax.tree.leaves((replicas, shares, grads, gathered, total, state)):
 held = Counter()
 for (device, _), nbytes in buffers.items():
     held[device] += nbytes
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-        sent[source] += size
-        received[target] += size
-    return jax.device_put(tree, four[target])
-
-
-def loss(params, x, y):
-    return ((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2).mean()
-
-
-make = jax.random.normal
-params = {"up": make(jax.random.key(0), (WIDTH, WIDTH)) / 12, "down": make(jax.random.key(1), (WIDTH, WIDTH)) / 12}
-params = jax.device_put(params, four[0])
-batch = jax.device_put((make(jax.random.key(2), (ROWS, WIDTH)), make(jax.random.key(3), (ROWS, WIDTH))), four[0])
-adam = optax.adam(1e-3)
-state = adam.init(params)
-grad = jax.jit(jax.grad(loss))
-
-# %%
-replicas = [send(params, 0, i) for i in range(N)]  # 1. replicate
-shares = [[jnp.split(part, N)[i] for part in batch] for i in range(N)]
-shares = [send(share, 0, i) for i, share in enumerate(shares)]  # 2. scatter
-grads = [grad(replica, *share) for replica, share in zip(replicas, shares, strict=True)]  # 3. parallel_apply
-gathered = [send(each, i, 0) for i, each in enumerate(grads)]  # 4. gather
-total = jax.tree.map(lambda *each: sum(each) / N, *gathered)
-expected = grad(params, *batch)
-error = max(float(abs(total[name] - expected[name]).max() / abs(expected[name]).max()) for name in params)
-print(f"the gradient is that of the whole batch: {error < 1e-5}")
-assert error < 1e-5
-
-# %% [markdown]
-# It is right. But look at who works: `jax.live_arrays` lists every array that is in memory at this moment.
-
-# %%
-held = Counter()
-for array in (*jax.tree.leaves((replicas, shares, grads, gathered, total, state)),):
-    if not any(array is seen for seen in ()):
-        held[next(iter(array.devices())).id] += array.nbytes
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 print(f"parameters: {size / 1024:.0f} KiB")
 for i in range(N):

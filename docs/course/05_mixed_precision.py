@@ -32,9 +32,9 @@ for name in ("float32", "float16", "bfloat16"):
 assert jnp.asarray(1e-8, "float16") == 0 and jnp.asarray(1e-8, "bfloat16") > 0
 
 # %% [markdown]
-# **Underflow**: 1e-8 becomes 0 in fp16. Gradients are often that small. In the network below most gradients vanish in fp16.
-# The mending: multiply the loss by a large number S, the **loss scale**. By the chain rule all gradients are multiplied by S.
-# After the backward pass, divide by S, in fp32.
+# **Underflow**: 1e-8 becomes 0 in fp16. Gradients are often that small. Below, a loss gets smaller and smaller, and fp16 loses
+# its gradients; the last ones all become 0. The mending: multiply the loss by a large number S, the **loss scale**. By the chain
+# rule all gradients are multiplied by S. After the backward pass, divide by S, in fp32.
 
 
 # %%
@@ -42,29 +42,25 @@ params = {name: jax.random.normal(jax.random.key(i), (32, 32)) / 6 for i, name i
 x = jax.random.normal(jax.random.key(2), (64, 32))
 
 
-def small_loss(params, x):
-    return ((jnp.tanh(x @ params["first"]) @ params["second"]) ** 2).mean() * jnp.asarray(1e-4, x.dtype)
+def gradients(dtype, factor, scale):
+    def loss(params, x):
+        squares = (jnp.tanh(x @ params["first"]) @ params["second"]) ** 2
+        return squares.mean() * jnp.asarray(factor * scale, dtype)
+
+    grads = jax.grad(loss)(jax.tree.map(lambda leaf: leaf.astype(dtype), params), x.astype(dtype))
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) / scale, grads)
 
 
-def gradients(dtype, scale):
-    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    scaled = jax.grad(lambda p: small_loss(p, x.astype(dtype)) * jnp.asarray(scale, dtype))(narrow)
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) / scale, scaled)
-
-
-def distance(grads):
-    """How far from the gradients in fp32, relative to these."""
-    right = gradients("float32", 1.0)
-    return float(optax.global_norm(jax.tree.map(jnp.subtract, grads, right)) / optax.global_norm(right))
-
-
-errors, zeros = {}, {}
-for name, dtype, scale in (("fp16", "float16", 1.0), ("fp16, S = 4096", "float16", 4096.0), ("bf16", "bfloat16", 1.0)):
-    grads = gradients(dtype, scale)
-    errors[name] = distance(grads)
-    zeros[name] = float(np.mean([np.mean(leaf == 0) for leaf in grads.values()]))
-    print(f"{name:15}: {zeros[name]:4.0%} of the gradients are 0, distance from fp32: {errors[name]:.0%}")
-assert zeros["fp16"] > 0.3 and zeros["fp16, S = 4096"] < 0.05 and errors["bf16"] < 0.05
+errors = {}
+for factor in (2.0**-10, 2.0**-12, 2.0**-14):
+    right = gradients("float32", factor, 1.0)
+    for name, dtype, scale in (("fp16", "float16", 1.0), ("fp16 with S", "float16", 2.0**14), ("bf16", "bfloat16", 1.0)):
+        difference = jax.tree.map(np.subtract, gradients(dtype, factor, scale), right)
+        errors[name, factor] = float(optax.global_norm(difference) / optax.global_norm(right))
+    each = ", ".join(f"{name} {errors[name, factor]:.1%}" for name in ("fp16", "fp16 with S", "bf16"))
+    print(f"loss x {factor:.0e}: gradients differ from fp32 by {each}")
+    assert errors["fp16 with S", factor] < errors["bf16", factor] < 0.01
+assert errors["fp16", 2.0**-14] == 1  # all of them are 0
 
 # %% [markdown]
 # **Small updates**: 1 + 0.001 is 1 in bf16. So a parameter of 1 never moves if it moves by 0.001 a step. Hence
@@ -117,15 +113,16 @@ state = jaxdist.init_state(params, sgd, mesh, precision=precision)
 step = jaxdist.make_train_step(loss, sgd, mesh, precision=precision)
 scale, good, history = 2.0**16, 0, []
 for i in range(10):
-    before = state.params["first"].sum()
+    before, skipped_before = state.params["first"] + 0, good if i == 0 else int(metrics["skipped"])
     state, metrics = step(state, x)
-    skipped = len(history) < 10 and int(metrics["skipped"]) > sum(not finite for _, finite in history)
-    history.append((float(metrics["loss_scale"]), not skipped))
-    print(f"step {i}: scale {history[-1][0]:8.0f}  {'skipped, nothing changed' if skipped else 'updated'}")
-    assert history[-1][0] == scale and (state.params["first"].sum() == before) == skipped
-    scale, good = next_scale(scale, good, not skipped, interval=3)
-assert any(finite for _, finite in history) and not history[0][1]
-show(bars("Gradients that are zero (percent)", {name: {"zero": 100 * share} for name, share in zeros.items()}, "%"))
+    finite = int(metrics["skipped"]) == skipped_before
+    scale, good = next_scale(scale, good, finite, interval=3)
+    history.append(finite)
+    print(f"step {i}: {'updated' if finite else 'skipped'}, the next scale is {metrics['loss_scale']:.0f}, by hand {scale:.0f}")
+    assert metrics["loss_scale"] == scale and (state.params["first"] == before).all() == (not finite)
+assert any(history) and not history[0]
+rows = {f"{name}, loss x {factor:.0e}": {"error": 100 * error} for (name, factor), error in errors.items()}
+show(bars("How far gradients are from those of fp32, S = 2^14", rows, "%"))
 
 # %% [markdown]
 # ## What you learned
