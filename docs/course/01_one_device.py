@@ -122,7 +122,8 @@ print(f"state of 86 million parameters (ViT-Base): {state_bytes(86e6) / 1e9:.2f}
 rows = {"as it is": memory}
 for name, size in {"accumulation": accumulated, "remat": again, "bfloat16": half}.items():
     rows[name] = memory | {"activations": size}
-show(bars("Memory of one device, with one remedy at a time", {n: {k: v / 1024 for k, v in m.items()} for n, m in rows.items()}, "KiB"))
+kib = {name: {part: size / 1024 for part, size in row.items()} for name, row in rows.items()}
+show(bars("Memory of one device, with one remedy at a time", kib, "KiB"))
 
 # %% [markdown]
 # ## What you learned

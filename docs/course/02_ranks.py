@@ -7,8 +7,21 @@
 # hosts), with the same number of GPUs each. The **world size** is the number of all ranks, and a **local rank** is counted
 # inside a node:
 
-
 # %%
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _course import devices, grid, show
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+devices()
+
+
 def rank(node_rank, local_rank, gpus_per_node):
     """The rank in the whole job, counted from 0."""
     return node_rank * gpus_per_node + local_rank
@@ -25,18 +38,6 @@ assert [rank(n, g, gpus) for n in range(nodes) for g in range(gpus)] == list(ran
 # `expert`, `context` and `tensor`; those of size 1 are not in use.
 
 # %%
-import math
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from _course import devices, grid, show
-from jax import lax
-from jax.sharding import PartitionSpec as P
-
-import jaxdist
-
-devices()
 mesh = jaxdist.make_mesh(data=4, tensor=2)
 ids = np.vectorize(lambda device: device.id)(mesh.devices).reshape(4, 2)
 print("mesh: rows along data, columns along tensor")

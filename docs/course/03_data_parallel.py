@@ -22,6 +22,7 @@ import optax
 from _course import bars, devices, show
 
 import jaxdist
+from jaxdist.plan.traced.rounds import rounds_of
 
 N, WIDTH, ROWS = 4, 128, 64
 four = devices()[:N]
@@ -75,7 +76,8 @@ for (device, _), nbytes in buffers.items():
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 print(f"parameters: {size / 1024:.0f} KiB")
 for i in range(N):
-    print(f"device {i}: sends {sent[i] / 1024:4.0f} KiB, receives {received[i] / 1024:4.0f} KiB, holds {held[i] / 1024:5.0f} KiB")
+    kib = [counter[i] / 1024 for counter in (sent, received, held)]
+    print(f"device {i}: sends {kib[0]:4.0f} KiB, receives {kib[1]:4.0f} KiB, holds {kib[2]:5.0f} KiB")
 assert received[0] == (N - 1) * size and held[0] > 2 * held[1]
 
 # %% [markdown]
@@ -97,10 +99,10 @@ def master_receives(devices, size):
 
 def traffic(algorithm):
     """Bytes that each device sends and receives, in all rounds together."""
-    from jaxdist.plan.traced.rounds import rounds_of
-
     array = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
-    rounds = rounds_of(lambda x: jaxdist.collectives.all_reduce(x, "data", algorithm=algorithm), array, mesh={"data": N})
+    rounds = rounds_of(
+        lambda x: jaxdist.collectives.all_reduce(x, "data", algorithm=algorithm), array, mesh={"data": N}
+    )
     both = Counter()
     for message in (message for messages in rounds for message in messages):
         both[message.source, "sends"] += message.nbytes
@@ -113,7 +115,8 @@ for algorithm in ("master_worker", "ring"):
     both = traffic(algorithm)
     for i in range(N):
         rows[f"{algorithm} {i}"] = {way: both[i, way] / 1024 for way in ("sends", "receives")}
-    print(f"{algorithm:13}: device 0 receives {both[0, 'receives'] / size:.2f} N, device 1 {both[1, 'receives'] / size:.2f} N")
+    first, second = (both[i, "receives"] / size for i in (0, 1))
+    print(f"{algorithm:13}: device 0 receives {first:.2f} N, device 1 {second:.2f} N")
     assert algorithm == "ring" or both[0, "receives"] == master_receives(N, size)
 
 show(bars("What a device sends and receives in one all-reduce (4 devices)", rows, "KiB"))

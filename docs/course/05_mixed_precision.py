@@ -28,7 +28,8 @@ from jaxdist.precision.policy import Precision
 devices()
 for name in ("float32", "float16", "bfloat16"):
     info, one = jnp.finfo(name), jnp.ones((), name)
-    print(f"{name:8}: largest {float(info.max):.3g}, 1e-8 becomes {float(jnp.asarray(1e-8, name)):.3g}, 1 + 0.001 becomes {float(one + jnp.asarray(0.001, name)):.4f}")
+    tiny, near = float(jnp.asarray(1e-8, name)), float(one + jnp.asarray(0.001, name))
+    print(f"{name:8}: largest {float(info.max):.3g}, 1e-8 becomes {tiny:.3g}, 1 + 0.001 becomes {near:.4f}")
 assert jnp.asarray(1e-8, "float16") == 0 and jnp.asarray(1e-8, "bfloat16") > 0
 
 # %% [markdown]
@@ -54,7 +55,11 @@ def gradients(dtype, factor, scale):
 errors = {}
 for factor in (2.0**-10, 2.0**-12, 2.0**-14):
     right = gradients("float32", factor, 1.0)
-    for name, dtype, scale in (("fp16", "float16", 1.0), ("fp16 with S", "float16", 2.0**14), ("bf16", "bfloat16", 1.0)):
+    for name, dtype, scale in (
+        ("fp16", "float16", 1.0),
+        ("fp16 with S", "float16", 2.0**14),
+        ("bf16", "bfloat16", 1.0),
+    ):
         difference = jax.tree.map(np.subtract, gradients(dtype, factor, scale), right)
         errors[name, factor] = float(optax.global_norm(difference) / optax.global_norm(right))
     each = ", ".join(f"{name} {errors[name, factor]:.1%}" for name in ("fp16", "fp16 with S", "bf16"))
@@ -105,7 +110,7 @@ precision = Precision("float32", "float16", "float32", loss_scale=rule)
 
 def loss(params, x, keys):
     rows = (jnp.tanh(x @ params["first"]) @ params["second"]) ** 2
-    return (rows.astype(jnp.float32) * 4000).sum(), x.shape[0]
+    return (rows.astype(jnp.float32) * 4).sum(), x.shape[0]
 
 
 mesh, sgd = jaxdist.make_mesh(data=8), optax.sgd(1e-7)
@@ -118,7 +123,9 @@ for i in range(10):
     finite = int(metrics["skipped"]) == skipped_before
     scale, good = next_scale(scale, good, finite, interval=3)
     history.append(finite)
-    print(f"step {i}: {'updated' if finite else 'skipped'}, the next scale is {metrics['loss_scale']:.0f}, by hand {scale:.0f}")
+    print(
+        f"step {i}: {'updated' if finite else 'skipped'}, the next scale is {metrics['loss_scale']:.0f}, by hand {scale:.0f}"
+    )
     assert metrics["loss_scale"] == scale and (state.params["first"] == before).all() == (not finite)
 assert any(history) and not history[0]
 rows = {f"{name}, loss x {factor:.0e}": {"error": 100 * error} for (name, factor), error in errors.items()}

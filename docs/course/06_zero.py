@@ -60,7 +60,10 @@ assert np.allclose(one[0], eight[0], atol=1e-5)
 # Now jaxdist, with Adam. The same model is trained by each strategy: the losses are the same, the bytes of the state are not.
 
 # %%
-params = {"up": jax.random.normal(jax.random.key(2), (32, 256)) / 6, "down": jax.random.normal(jax.random.key(3), (256, 32)) / 16}
+params = {
+    "up": jax.random.normal(jax.random.key(2), (32, 256)) / 6,
+    "down": jax.random.normal(jax.random.key(3), (256, 32)) / 16,
+}
 batch, adam = jax.random.normal(jax.random.key(4), (64, 32)), optax.adam(1e-2)
 
 
@@ -99,7 +102,8 @@ for strategy in ("ddp", "zero1", "zero2", "zero3"):
     names = ("parameters", "optimizer state", "gathered copies, the whole step", "gradients")
     table[strategy] = {name.partition(",")[0]: found.memory[name] / 1024 for name in names}
     sent[strategy] = found.ledger.wire_bytes / 1024
-    print(f"{strategy}: " + ", ".join(f"{name} {size:.0f}" for name, size in table[strategy].items()), f"KiB; sends {sent[strategy]:.0f} KiB")
+    each = ", ".join(f"{name} {size:.0f}" for name, size in table[strategy].items())
+    print(f"{strategy}: {each} KiB; sends {sent[strategy]:.0f} KiB")
 
 
 # %% [markdown]

@@ -46,7 +46,12 @@ specs = (P("data"), P(None, "tensor"), P("tensor", None))
 split = jax.shard_map(split_mlp, mesh=mesh, in_specs=specs, out_specs=P("data"))
 assert np.allclose(jax.jit(split)(x, up, down), mlp(x, up, down), atol=1e-5)
 print("column then row by hand = one device:", np.allclose(jax.jit(split)(x, up, down), mlp(x, up, down), atol=1e-5))
-print("a device has up", jax.device_put(up, jax.NamedSharding(mesh, specs[1])).addressable_shards[0].data.shape, "of", up.shape)
+print(
+    "a device has up",
+    jax.device_put(up, jax.NamedSharding(mesh, specs[1])).addressable_shards[0].data.shape,
+    "of",
+    up.shape,
+)
 
 
 # %% [markdown]
@@ -56,7 +61,7 @@ print("a device has up", jax.device_put(up, jax.NamedSharding(mesh, specs[1])).a
 
 # %%
 def psums(function, *args):
-    return sum('tensor' in line and "psum" in line for line in str(jax.make_jaxpr(function)(*args)).splitlines())
+    return sum("tensor" in line and "psum" in line for line in str(jax.make_jaxpr(function)(*args)).splitlines())
 
 
 def gradient(x, up, down):
@@ -136,10 +141,20 @@ def tensor_bytes(activations, tensor, sums):
 activations = ROWS // 2 * 4 * WIDTH * 4  # my rows, positions, width, 4 bytes
 blocks = [each for each in over_tensor if each.bytes_per_call == activations]
 sent = sum(each.wire_bytes for each in blocks)
-print(f"activations sent: {sent:.0f} bytes; by the formula {2 * tensor_bytes(activations, 4, 1) + tensor_bytes(activations, 4, 1):.0f}")
+formula = 2 * tensor_bytes(activations, 4, 2)  # two blocks, one sum forward and one backward
+print(f"activations sent: {sent:.0f} bytes, by the formula {formula:.0f}")
+assert sent == formula
 picture = {"x (whole)": [("x", 7)] * 4, "up, by columns": [(f"columns of device {i}", i) for i in range(4)]}
-picture |= {"gelu": [(f"hidden of device {i}", i) for i in range(4)], "down, by rows": [(f"rows of device {i}", i) for i in range(4)]}
-show(grid("Column, then row: each device keeps to its colour until the one psum", picture | {"psum": [("sum (whole)", 7)] * 4}))
+picture |= {
+    "gelu": [(f"hidden of device {i}", i) for i in range(4)],
+    "down, by rows": [(f"rows of device {i}", i) for i in range(4)],
+}
+show(
+    grid(
+        "Column, then row: each device keeps to its colour until the one psum",
+        picture | {"psum": [("sum (whole)", 7)] * 4},
+    )
+)
 
 # %% [markdown]
 # ## What you learned

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _course import devices, grid, show
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -97,10 +98,8 @@ for m in (6, 24):
 # The same bubble, but 1F1B keeps at most 2p - 1 microbatches here, however many there are. (In the papers p: there a tick has either an F
 # or a B, here it may have both.) Now a model of jaxdist's in both schedules. The pipeline is an argument of the step.
 
+
 # %%
-from flax import nnx
-
-
 class Part(nnx.Module):  # embedding and head, with one parameter each
     def __init__(self, rngs):
         self.scale = nnx.Param(jnp.ones(WIDTH))
@@ -149,7 +148,7 @@ for name, ticks in (("gpipe", gpipe.table(STAGES, 4)), ("1F1B", one_f_one_b.tabl
     for stage in range(STAGES):
         cells = []
         for f, b in zip(ticks.forward[:, stage, 0], ticks.backward[:, stage, 0], strict=True):
-            text = " ".join([f"F{f}"] * (f >= 0) + [f"B{b}"] * (b >= 0))
+            text = " ".join([f"F{f}"] * int(f >= 0) + [f"B{b}"] * int(b >= 0))
             cells.append((text, -1 if not text else 0 if b < 0 else 2 if f < 0 else 4))
         rows[f"{name}, stage {stage}"] = cells
 show(grid("4 stages, 4 microbatches, tick by tick (grey: waiting)", rows))

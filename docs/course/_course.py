@@ -61,7 +61,9 @@ def grid(title: str, rows: Mapping[str, Sequence[tuple[str, int]]]) -> str:
         body.append(_text(LEFT - 8, y + 18, name, anchor="end"))
         for column, (text, group) in enumerate(row):
             x = LEFT + wide * column
-            body.append(_box(x + 1, y + 1, wide - 2, ROW - 2, COLOURS[group % len(COLOURS)] if group >= 0 else "#eeeeee"))
+            body.append(
+                _box(x + 1, y + 1, wide - 2, ROW - 2, COLOURS[group % len(COLOURS)] if group >= 0 else "#eeeeee")
+            )
             body.append(_text(x + wide / 2, y + 19, text, anchor="middle"))
     return _svg(title, 60 + ROW * len(rows), body)
 
