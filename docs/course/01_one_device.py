@@ -10,7 +10,8 @@
 # - **optimizer state**: what the update rule remembers. Adam remembers two numbers for each parameter;
 # - **activations**: values of the forward pass that the backward pass reads again.
 #
-# The first three have the size of the model. Activations grow with the **batch**, the rows that are computed together.
+# The first three have the size of the model. Activations grow with the **batch**, the rows that are computed
+# together.
 
 # %%
 import jax
@@ -41,8 +42,9 @@ def nbytes(tree):
 
 
 # %% [markdown]
-# `jax.vjp` runs the forward pass and returns the backward pass, with all that it reads. `jax.eval_shape` does it without
-# computing: we only count bytes. The parameters are read too; the part that grows with the batch are the activations.
+# `jax.vjp` runs the forward pass and returns the backward pass, with all that it reads. `jax.eval_shape` does it
+# without computing: we only count bytes. The parameters are read too; the part that grows with the batch are the
+# activations.
 
 
 # %%
@@ -66,8 +68,9 @@ for name, size in memory.items():
 assert memory["gradients"] == model and round(memory["optimizer"] / model) == 2
 
 # %% [markdown]
-# **Remedy 1, accumulation.** Compute 4 small batches one after the other, add their gradients, divide by 4, and update once.
-# (A small batch is called a **microbatch**.) The gradient is that of the large batch; the activations are a quarter.
+# **Remedy 1, accumulation.** Compute 4 small batches one after the other, add their gradients, divide by 4, and
+# update once. (A small batch is called a **microbatch**.) The gradient is that of the large batch; the activations
+# are a quarter.
 
 # %%
 grad = jax.jit(jax.grad(loss))
@@ -80,8 +83,8 @@ print(f"accumulation: {accumulated / 1024:.0f} KiB of activations; gradients are
 assert error < 1e-5 and accumulated * 4 == memory["activations"]
 
 # %% [markdown]
-# **Remedy 2, rematerialisation** (PyTorch: gradient checkpointing). Keep only the input of each pair of layers, and compute
-# the pair again in the backward pass. It costs up to one more forward pass.
+# **Remedy 2, rematerialisation** (PyTorch: gradient checkpointing). Keep only the input of each pair of layers, and
+# compute the pair again in the backward pass. It costs up to one more forward pass.
 
 
 # %%
@@ -98,8 +101,8 @@ print(f"remat:        {again / 1024:.0f} KiB of activations; gradients are equal
 assert close and again < memory["activations"]
 
 # %% [markdown]
-# **Remedy 3, mixed precision.** Compute in a number type of 2 bytes, bfloat16, in place of 4. Activations are half. Lesson 5
-# says what is lost.
+# **Remedy 3, mixed precision.** Compute in a number type of 2 bytes, bfloat16, in place of 4. Activations are half.
+# Lesson 5 says what is lost.
 
 # %%
 half = activation_bytes(loss, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), ROWS)
@@ -127,10 +130,11 @@ show(bars("Memory of one device, with one remedy at a time", kib, "KiB"))
 
 # %% [markdown]
 # ## What you learned
-# - Memory is parameters + gradients + optimizer state + activations; with Adam in fp32 the first three are 16 bytes a parameter.
+# - Memory is parameters + gradients + optimizer state + activations; with Adam in fp32 the first three are 16 bytes a
+#   parameter.
 # - Activations grow with the batch: accumulation, rematerialisation and 2-byte numbers make them smaller.
 # - The three remedies need one device only. Try them before you buy a second one.
 #
 # ## Exercise
-# A model has 7 billion parameters and is trained by Adam in fp32. How many GB (10^9 bytes) are parameters, gradients and
-# optimizer state together? Check: `python docs/course/check.py 1 ANSWER`
+# A model has 7 billion parameters and is trained by Adam in fp32. How many GB (10^9 bytes) are parameters, gradients
+# and optimizer state together? Check: `python docs/course/check.py 1 ANSWER`

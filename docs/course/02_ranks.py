@@ -3,9 +3,9 @@
 # %% [markdown]
 # # 2. Ranks and groups
 #
-# In PyTorch each GPU has a **process** of its own. A process has a number, its **rank**. Several computers are **nodes** (here:
-# hosts), with the same number of GPUs each. The **world size** is the number of all ranks, and a **local rank** is counted
-# inside a node:
+# In PyTorch each GPU has a **process** of its own. A process has a number, its **rank**. Several computers are
+# **nodes** (here: hosts), with the same number of GPUs each. The **world size** is the number of all ranks, and a
+# **local rank** is counted inside a node:
 
 # %%
 import math
@@ -33,9 +33,9 @@ for node in range(nodes):
 assert [rank(n, g, gpus) for n in range(nodes) for g in range(gpus)] == list(range(nodes * gpus))
 
 # %% [markdown]
-# JAX counts **devices**. One process may have several, and all run the same program (SPMD: single program, multiple data).
-# A **mesh** arranges the devices in a table, and its dims have names: its **axes**. jaxdist's axes are `pipe`, `data`, `fsdp`,
-# `expert`, `context` and `tensor`; those of size 1 are not in use.
+# JAX counts **devices**. One process may have several, and all run the same program (SPMD: single program, multiple
+# data). A **mesh** arranges the devices in a table, and its dims have names: its **axes**. jaxdist's axes are `pipe`,
+# `data`, `fsdp`, `expert`, `context` and `tensor`; those of size 1 are not in use.
 
 # %%
 mesh = jaxdist.make_mesh(data=4, tensor=2)
@@ -45,9 +45,9 @@ print(ids)
 
 
 # %% [markdown]
-# An axis gives **groups** for nothing (PyTorch: `new_group`): along `tensor` the devices of a row, along `data` those of a
-# column. A function inside `jax.shard_map` runs on every device, with that device's part of the array. `P(("data", "tensor"))`
-# says how an array is cut: here one row for each device.
+# An axis gives **groups** for nothing (PyTorch: `new_group`): along `tensor` the devices of a row, along `data` those
+# of a column. A function inside `jax.shard_map` runs on every device, with that device's part of the array.
+# `P(("data", "tensor"))` says how an array is cut: here one row for each device.
 
 
 # %%
@@ -77,8 +77,9 @@ def group(axis, rank, shape=(4, 2)):
 print("rank 5 sums along tensor with", group(1, 5), "and along data with", group(0, 5))
 
 # %% [markdown]
-# A **collective** is an operation in which all devices of a group take part. Here are those that training uses, on 4 devices
-# (the group along `data`). Each device begins with four numbers: device i has 10 i, 10 i + 1, 10 i + 2, 10 i + 3.
+# A **collective** is an operation in which all devices of a group take part. Here are those that training uses, on 4
+# devices (the group along `data`). Each device begins with four numbers: device i has 10 i, 10 i + 1, 10 i + 2, 10 i
+# + 3.
 
 # %%
 four = jaxdist.make_mesh(data=4, devices=jax.devices()[:4])
@@ -107,9 +108,10 @@ for name, result in after.items():
     print(f"{name:14}", *[row.tolist() for row in result])
 
 # %% [markdown]
-# Read the rows: `all_reduce` gives everybody the sums. `reduce_scatter` gives each device one of the sums, and `all_gather`
-# gives everybody what each had. So **reduce_scatter, then all_gather, is all_reduce**: lesson 4 lives on that. `all_to_all`
-# exchanges rows and columns, `broadcast` copies what one device (here 2) has, `send_recv` sends to a neighbour.
+# Read the rows: `all_reduce` gives everybody the sums. `reduce_scatter` gives each device one of the sums, and
+# `all_gather` gives everybody what each had. So **reduce_scatter, then all_gather, is all_reduce**: lesson 4 lives on
+# that. `all_to_all` exchanges rows and columns, `broadcast` copies what one device (here 2) has, `send_recv` sends to
+# a neighbour.
 
 # %%
 sums = np.asarray(begin).sum(0)
@@ -127,10 +129,11 @@ show(grid("Six collectives on four devices (grey: from all of them)", picture))
 
 # %% [markdown]
 # ## What you learned
-# - A rank is node rank x GPUs of a node + local rank; JAX counts devices, and a mesh gives them coordinates with names.
+# - A rank is node rank x GPUs of a node + local rank; JAX counts devices, and a mesh gives them coordinates with
+#   names.
 # - A collective runs in a group: the devices that differ along the named axis only.
 # - all_reduce = reduce_scatter + all_gather.
 #
 # ## Exercise
-# On a mesh with `data=4, tensor=2` (ranks counted as above), with which ranks does rank 3 sum along `data`, itself included?
-# Check: `python docs/course/check.py 2 "A B C D"`
+# On a mesh with `data=4, tensor=2` (ranks counted as above), with which ranks does rank 3 sum along `data`, itself
+# included? Check: `python docs/course/check.py 2 "A B C D"`

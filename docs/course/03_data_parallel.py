@@ -3,8 +3,8 @@
 # %% [markdown]
 # # 3. DataParallel, and why not
 #
-# **Data parallelism**: every device has a copy of the model and computes other rows of the batch. The oldest form of it is
-# PyTorch's `DataParallel`: one process, in which device 0 is the **master**. In each step it
+# **Data parallelism**: every device has a copy of the model and computes other rows of the batch. The oldest form of
+# it is PyTorch's `DataParallel`: one process, in which device 0 is the **master**. In each step it
 #
 # 1. **replicates** the parameters: sends them to all others;
 # 2. **scatters** the batch: sends each its rows;
@@ -63,7 +63,8 @@ print(f"the gradient is that of the whole batch: {error < 1e-5}")
 assert error < 1e-5
 
 # %% [markdown]
-# It is right. But look at who works. We add up the arrays of this step on each device (an array that has two names, once).
+# It is right. But look at who works. We add up the arrays of this step on each device (an array that has two names,
+# once).
 
 # %%
 buffers = {}
@@ -81,14 +82,14 @@ for i in range(N):
 assert received[0] == (N - 1) * size and held[0] > 2 * held[1]
 
 # %% [markdown]
-# The master receives the gradients of all others: with P devices and N bytes of parameters, **(P-1) N**. Each added device
-# adds work to the one that is already the slowest. The others have one copy and wait.
+# The master receives the gradients of all others: with P devices and N bytes of parameters, **(P-1) N**. Each added
+# device adds work to the one that is already the slowest. The others have one copy and wait.
 #
-# "Balanced" DataParallel lets each device compute its own loss, as we did here; the plain form even gathers the outputs and
-# computes the loss on the master, which needs more memory there.
+# "Balanced" DataParallel lets each device compute its own loss, as we did here; the plain form even gathers the
+# outputs and computes the loss on the master, which needs more memory there.
 #
-# Now the same exchange as a collective. jaxdist has it for comparison: `algorithm="master_worker"`. `rounds_of` reads all messages
-# from the program, without running it.
+# Now the same exchange as a collective. jaxdist has it for comparison: `algorithm="master_worker"`. `rounds_of` reads
+# all messages from the program, without running it.
 
 
 # %%
@@ -122,7 +123,8 @@ for algorithm in ("master_worker", "ring"):
 show(bars("What a device sends and receives in one all-reduce (4 devices)", rows, "KiB"))
 
 # %% [markdown]
-# The second line is another algorithm for the same sum. Nobody is the master, and everybody receives the same. It is lesson 4.
+# The second line is another algorithm for the same sum. Nobody is the master, and everybody receives the same. It is
+# lesson 4.
 #
 # ## What you learned
 # - Data parallelism: the same parameters on every device, other rows of the batch, gradients added.
@@ -130,5 +132,5 @@ show(bars("What a device sends and receives in one all-reduce (4 devices)", rows
 # - So it gets worse with every device that you add.
 #
 # ## Exercise
-# ViT-Base has 86 million parameters, and its gradients are in half precision (2 bytes each). How many MB (10^6 bytes) does
-# the master receive in a step with 8 devices? Check: `python docs/course/check.py 3 ANSWER`
+# ViT-Base has 86 million parameters, and its gradients are in half precision (2 bytes each). How many MB (10^6 bytes)
+# does the master receive in a step with 8 devices? Check: `python docs/course/check.py 3 ANSWER`

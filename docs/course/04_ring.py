@@ -3,13 +3,14 @@
 # %% [markdown]
 # # 4. DDP and the ring
 #
-# **DDP** (distributed data parallel): every device has the parameters *and* the optimizer state, computes the gradient of its
-# own rows, and all add their gradients by an **all_reduce**. Then each updates its own copy, and all copies stay equal. There
-# is no master. What is left is: how do n devices add an array of N bytes with the fewest bytes sent?
+# **DDP** (distributed data parallel): every device has the parameters *and* the optimizer state, computes the
+# gradient of its own rows, and all add their gradients by an **all_reduce**. Then each updates its own copy, and all
+# copies stay equal. There is no master. What is left is: how do n devices add an array of N bytes with the fewest
+# bytes sent?
 #
-# The **ring**: cut the array into n chunks. In each round a device sends one chunk to its right neighbour, and adds the chunk
-# that it gets from the left. After n-1 rounds every device has one chunk with the sum of all: a reduce_scatter. In n-1 more
-# rounds the finished chunks go round: an all_gather. `lax.ppermute` sends to a neighbour.
+# The **ring**: cut the array into n chunks. In each round a device sends one chunk to its right neighbour, and adds
+# the chunk that it gets from the left. After n-1 rounds every device has one chunk with the sum of all: a
+# reduce_scatter. In n-1 more rounds the finished chunks go round: an all_gather. `lax.ppermute` sends to a neighbour.
 
 # %%
 import jax
@@ -59,8 +60,8 @@ print("ours = jaxdist's ring:", np.allclose(ours, library, atol=1e-5))
 assert np.allclose(ours, np.asarray(x).sum(0), atol=1e-5) and np.allclose(ours, library, atol=1e-5)
 
 # %% [markdown]
-# How much did each device send? We do not believe a formula, we read it from the program. Each round sends a chunk of N/n
-# bytes, and there are 2(n-1) rounds: **2 (n-1)/n N**. That is less than 2 N for any number of devices.
+# How much did each device send? We do not believe a formula, we read it from the program. Each round sends a chunk of
+# N/n bytes, and there are 2(n-1) rounds: **2 (n-1)/n N**. That is less than 2 N for any number of devices.
 
 
 # %%
@@ -78,8 +79,8 @@ for n in (2, 4, 7, 8):
     assert sent == round(ring_bytes(n, size)) and len(rounds) == 2 * (n - 1)
 
 # %% [markdown]
-# Two weak points are left. A round costs time even if it sends nothing, and there are 2(n-1) of them: for small arrays and many
-# devices a tree is faster. And all wait for the slowest link: lesson 9.
+# Two weak points are left. A round costs time even if it sends nothing, and there are 2(n-1) of them: for small
+# arrays and many devices a tree is faster. And all wait for the slowest link: lesson 9.
 #
 # Now DDP in one function: gradient of my rows, ring, update. Beside it jaxdist's step with the same ring.
 
@@ -130,4 +131,5 @@ show(grid("The ring on 4 devices: after 3 rounds each has one sum, after 6 all",
 # - Latency grows with n, and the slowest link sets the pace.
 #
 # ## Exercise
-# 16 devices add gradients of 172 MB in a ring. How many MB does each device send? Check: `python docs/course/check.py 4 ANSWER`
+# 16 devices add gradients of 172 MB in a ring. How many MB does each device send? Check: `python docs/course/check.py
+# 4 ANSWER`

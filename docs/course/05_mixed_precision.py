@@ -3,8 +3,8 @@
 # %% [markdown]
 # # 5. Mixed precision
 #
-# fp32 numbers have 4 bytes. Two types have 2 bytes, so that activations and messages are half as large, and GPUs multiply
-# them faster:
+# fp32 numbers have 4 bytes. Two types have 2 bytes, so that activations and messages are half as large, and GPUs
+# multiply them faster:
 #
 # | | bits of exponent (range) | bits of mantissa (accuracy) |
 # |---|---|---|
@@ -33,9 +33,9 @@ for name in ("float32", "float16", "bfloat16"):
 assert jnp.asarray(1e-8, "float16") == 0 and jnp.asarray(1e-8, "bfloat16") > 0
 
 # %% [markdown]
-# **Underflow**: 1e-8 becomes 0 in fp16. Gradients are often that small. Below, a loss gets smaller and smaller, and fp16 loses
-# its gradients; the last ones all become 0. The mending: multiply the loss by a large number S, the **loss scale**. By the chain
-# rule all gradients are multiplied by S. After the backward pass, divide by S, in fp32.
+# **Underflow**: 1e-8 becomes 0 in fp16. Gradients are often that small. Below, a loss gets smaller and smaller, and
+# fp16 loses its gradients; the last ones all become 0. The mending: multiply the loss by a large number S, the **loss
+# scale**. By the chain rule all gradients are multiplied by S. After the backward pass, divide by S, in fp32.
 
 
 # %%
@@ -79,8 +79,8 @@ print(f"1000 steps of 0.001 from 1: in fp32 {float(master):.2f}, in bf16 {float(
 assert abs(master - 2) < 0.01 and narrow == 1
 
 # %% [markdown]
-# **Overflow**: if S is too large, a gradient becomes infinite. Then the step is **skipped**: nothing is updated, and S is
-# halved. After many good steps in a row S is doubled. This is a **dynamic** loss scale (PyTorch: `GradScaler`).
+# **Overflow**: if S is too large, a gradient becomes infinite. Then the step is **skipped**: nothing is updated, and
+# S is halved. After many good steps in a row S is doubled. This is a **dynamic** loss scale (PyTorch: `GradScaler`).
 
 
 # %%
@@ -100,8 +100,8 @@ def scale_after(scale, steps, interval=2000):
 
 
 # %% [markdown]
-# jaxdist does all of it with `precision="fp16"`: fp32 parameters, fp16 computing, a dynamic scale. Here with a scale that doubles
-# after 3 good steps, and a loss that is too large for it at first. By hand beside it.
+# jaxdist does all of it with `precision="fp16"`: fp32 parameters, fp16 computing, a dynamic scale. Here with a scale
+# that doubles after 3 good steps, and a loss that is too large for it at first. By hand beside it.
 
 # %%
 rule = LossScale(mode="dynamic", init_scale=2.0**16, growth_interval=3)
@@ -118,14 +118,13 @@ state = jaxdist.init_state(params, sgd, mesh, precision=precision)
 step = jaxdist.make_train_step(loss, sgd, mesh, precision=precision)
 scale, good, history = 2.0**16, 0, []
 for i in range(10):
-    before, skipped_before = state.params["first"] + 0, good if i == 0 else int(metrics["skipped"])
+    before, skipped = state.params["first"] + 0, int(state.guard.skipped)
     state, metrics = step(state, x)
-    finite = int(metrics["skipped"]) == skipped_before
+    finite = int(state.guard.skipped) == skipped
     scale, good = next_scale(scale, good, finite, interval=3)
     history.append(finite)
-    print(
-        f"step {i}: {'updated' if finite else 'skipped'}, the next scale is {metrics['loss_scale']:.0f}, by hand {scale:.0f}"
-    )
+    what = "updated" if finite else "skipped"
+    print(f"step {i}: {what}, the next scale is {metrics['loss_scale']:.0f}, by hand {scale:.0f}")
     assert metrics["loss_scale"] == scale and (state.params["first"] == before).all() == (not finite)
 assert any(history) and not history[0]
 rows = {f"{name}, loss x {factor:.0e}": {"error": 100 * error} for (name, factor), error in errors.items()}
@@ -138,5 +137,5 @@ show(bars("How far gradients are from those of fp32, S = 2^14", rows, "%"))
 # - A dynamic scale skips a step that overflowed and halves; after many good steps it doubles.
 #
 # ## Exercise
-# A run begins with the scale 65,536, which doubles after 2,000 good steps in a row. Its first 3 steps overflow, then 4,000 steps
-# are good. Which scale has the next step? Check: `python docs/course/check.py 5 ANSWER`
+# A run begins with the scale 65,536, which doubles after 2,000 good steps in a row. Its first 3 steps overflow, then
+# 4,000 steps are good. Which scale has the next step? Check: `python docs/course/check.py 5 ANSWER`

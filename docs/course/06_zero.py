@@ -3,22 +3,22 @@
 # %% [markdown]
 # # 6. ZeRO 1 to 3
 #
-# Under DDP every device stores the same parameters, gradients and optimizer state: 8 devices store them 8 times. **ZeRO** (zero
-# redundancy) gives each device one part, a **shard**:
+# Under DDP every device stores the same parameters, gradients and optimizer state: 8 devices store them 8 times.
+# **ZeRO** (zero redundancy) gives each device one part, a **shard**:
 #
 # - **ZeRO-1**: each has 1/n of the optimizer state, and updates this part of the parameters only;
 # - **ZeRO-2**: also of the gradients: a device keeps 1/n of the sums;
 # - **ZeRO-3** (PyTorch: FSDP): also of the parameters: a layer is gathered when it runs, and dropped after it.
 #
-# By hand first, ZeRO-1 with a momentum (an optimizer that remembers one number a parameter). Lesson 2 said that all_reduce =
-# reduce_scatter + all_gather. ZeRO-1 does the update between the two.
+# By hand first, ZeRO-1 with a momentum (an optimizer that remembers one number a parameter). Lesson 2 said that
+# all_reduce = reduce_scatter + all_gather. ZeRO-1 does the update between the two.
 
 # %%
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _course import bars, devices, show
+from _course import bars, devices, quickstart, show
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +57,8 @@ print("momentum of one device:", eight[1].addressable_shards[0].data.shape, "of"
 assert np.allclose(one[0], eight[0], atol=1e-5)
 
 # %% [markdown]
-# Now jaxdist, with Adam. The same model is trained by each strategy: the losses are the same, the bytes of the state are not.
+# Now jaxdist, with Adam. The same model is trained by each strategy: the losses are the same, the bytes of the state
+# are not.
 
 # %%
 params = {
@@ -89,16 +90,16 @@ for strategy in ("ddp", "zero1", "zero2", "zero3"):
 assert all(np.allclose(each, all_losses["ddp"], rtol=1e-5) for each in all_losses.values())
 
 # %% [markdown]
-# Between two steps all three ZeROs store shards only. (In PyTorch's ZeRO-1 and 2 each device keeps whole parameters as well;
-# jaxdist gathers them when the step begins.) The difference is *in* the step. `explain` traces a step and counts, without running
-# it: a small GPT with 4 microbatches, one after the other.
+# Between two steps all three ZeROs store shards only. (In PyTorch's ZeRO-1 and 2 each device keeps whole parameters
+# as well; jaxdist gathers them when the step begins.) The difference is *in* the step. `explain` traces a step and
+# counts, without running it: a small GPT with 4 microbatches, one after the other.
 
 # %%
 table, sent = {}, {}
 for strategy in ("ddp", "zero1", "zero2", "zero3"):
     sizes = ["mesh.fsdp=8", "mesh.data=1", "mesh.tensor=1", f"parallel.strategy={strategy}", "parallel.microbatches=4"]
     small = ["data.seq_len=16", "data.global_batch=32", "optimizer.name=adamw", "parallel.prefetch=0"]
-    found = explain(load_config("configs/quickstart.yaml", [*sizes, *small]))
+    found = explain(load_config(quickstart(), [*sizes, *small]))
     names = ("parameters", "optimizer state", "gathered copies, the whole step", "gradients")
     table[strategy] = {name.partition(",")[0]: found.memory[name] / 1024 for name in names}
     sent[strategy] = found.ledger.wire_bytes / 1024
@@ -107,18 +108,18 @@ for strategy in ("ddp", "zero1", "zero2", "zero3"):
 
 
 # %% [markdown]
-# Read it line by line. ZeRO-1 gathers a copy once a step, and has whole gradients until the end: fewest bytes sent. ZeRO-2 adds each
-# microbatch's gradients into the shard: less memory, more sent. ZeRO-3 gathers each block again for each microbatch and pass:
-# least memory, most sent. (It is a little more than 1/8: jaxdist does not shard arrays of few numbers, such as biases, since a
-# message for each would cost more than it saves.)
+# Read it line by line. ZeRO-1 gathers a copy once a step, and has whole gradients until the end: fewest bytes sent.
+# ZeRO-2 adds each microbatch's gradients into the shard: less memory, more sent. ZeRO-3 gathers each block again for
+# each microbatch and pass: least memory, most sent. (It is a little more than 1/8: jaxdist does not shard arrays of
+# few numbers, such as biases, since a message for each would cost more than it saves.)
 #
 # With fp32 and Adam (16 bytes a parameter, lesson 1), on n devices:
 
 
 # %%
 def bytes_per_parameter(stage, devices):
-    """Bytes of one device, a parameter, while a step runs: parameters, gradients, optimizer state. ZeRO shards, from the last."""
-    parts = [4.0, 4.0, 8.0]
+    """Bytes of one device for each parameter, while a step runs. ZeRO shards from the last of the three."""
+    parts = [4.0, 4.0, 8.0]  # parameters, gradients, optimizer state
     return sum(part / devices if index >= 3 - stage else part for index, part in enumerate(parts))
 
 
@@ -136,5 +137,6 @@ show(bars("Memory of one of 8 devices, activations left out", table, "KiB"))
 # - Memory is paid for by bytes sent. Take the lowest stage that fits.
 #
 # ## Exercise
-# 7 billion parameters, fp32, Adam, 8 devices, ZeRO-2 with whole parameters on each device during the step. How many GB (10^9
-# bytes) are parameters, gradients and optimizer state of one device? Check: `python docs/course/check.py 6 ANSWER`
+# 7 billion parameters, fp32, Adam, 8 devices, ZeRO-2 with whole parameters on each device during the step. How many
+# GB (10^9 bytes) are parameters, gradients and optimizer state of one device? Check: `python docs/course/check.py 6
+# ANSWER`

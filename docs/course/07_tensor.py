@@ -3,15 +3,15 @@
 # %% [markdown]
 # # 7. Tensor parallelism
 #
-# What if one layer is too large, or a step must be faster than one device can be? **Tensor parallelism** splits the weights of a
-# layer, and all devices work on the *same* rows. Take the MLP of a transformer, `gelu(x @ up) @ down`. There are two ways to split a
-# matrix between t devices:
+# What if one layer is too large, or a step must be faster than one device can be? **Tensor parallelism** splits the
+# weights of a layer, and all devices work on the *same* rows. Take the MLP of a transformer, `gelu(x @ up) @ down`.
+# There are two ways to split a matrix between t devices:
 #
 # - by **columns**: each device computes some of the outputs. Every device needs all of x, and nothing is added;
 # - by **rows**: each device multiplies some of the inputs. The results are parts of a sum: one all_reduce (`psum`).
 #
-# Megatron-LM's idea: columns first, then rows. The outputs of the first are just the inputs that the second needs, and gelu works
-# number by number. So the pair needs **one psum** forward.
+# Megatron-LM's idea: columns first, then rows. The outputs of the first are just the inputs that the second needs,
+# and gelu works number by number. So the pair needs **one psum** forward.
 
 # %%
 import jax
@@ -55,8 +55,8 @@ print(
 
 
 # %% [markdown]
-# Backward, x gets a gradient from every device's columns: one more psum. Nobody has to write it, `jax.grad` finds it. We count the
-# psums over `tensor` in the programs. (`jax.make_jaxpr` gives the program as text.)
+# Backward, x gets a gradient from every device's columns: one more psum. Nobody has to write it, `jax.grad` finds it.
+# We count the psums over `tensor` in the programs. (`jax.make_jaxpr` gives the program as text.)
 
 
 # %%
@@ -75,8 +75,9 @@ print(f"psums over tensor: forward {forward}, forward and backward {both}; the g
 assert (forward, both) == (1, 2) and close
 
 # %% [markdown]
-# jaxdist has these layers: they know their own split, and a model of them names no axis. Below is a model of two blocks. On
-# `tensor=1` it is an ordinary one; on `tensor=4` each device has a quarter of each block. The losses are the same.
+# jaxdist has these layers: they know their own split, and a model of them names no axis. Below is a model of two
+# blocks. On `tensor=1` it is an ordinary one; on `tensor=4` each device has a quarter of each block. The losses are
+# the same.
 
 
 # %%
@@ -163,5 +164,6 @@ show(
 # - A transformer block is two such pairs, attention (split by heads) and MLP: 4 psums in a step.
 #
 # ## Exercise
-# A block's activations are 8 rows x 2048 positions x width 4096 in bf16 (2 bytes), `tensor=4`, all_reduce by a ring. How many MiB
-# (2^20 bytes) does a device send in one transformer block, forward and backward? Check: `python docs/course/check.py 7 ANSWER`
+# A block's activations are 8 rows x 2048 positions x width 4096 in bf16 (2 bytes), `tensor=4`, all_reduce by a ring.
+# How many MiB (2^20 bytes) does a device send in one transformer block, forward and backward? Check: `python
+# docs/course/check.py 7 ANSWER`

@@ -3,11 +3,12 @@
 # %% [markdown]
 # # 8. Pipeline
 #
-# **Pipeline parallelism** gives each device some of the layers, a **stage**. A device sends its activations to the next one, once a
-# microbatch: few bytes, also over slow links. But while the first microbatch is in stage 0, the other stages have nothing to do.
+# **Pipeline parallelism** gives each device some of the layers, a **stage**. A device sends its activations to the
+# next one, once a microbatch: few bytes, also over slow links. But while the first microbatch is in stage 0, the
+# other stages have nothing to do.
 #
-# By hand: p stages, one layer each, m microbatches. In tick t, stage s computes microbatch t - s, and `ppermute` passes the
-# result on. After m + p - 1 ticks the last microbatch has left the last stage.
+# By hand: p stages, one layer each, m microbatches. In tick t, stage s computes microbatch t - s, and `ppermute`
+# passes the result on. After m + p - 1 ticks the last microbatch has left the last stage.
 
 # %%
 import jax
@@ -58,8 +59,8 @@ print("pipeline by hand = one device after the other: outputs", same[0], "gradie
 assert all(same)
 
 # %% [markdown]
-# `jax.grad` runs the pipeline backward as well: from the last stage to the first. This is **GPipe**: all forwards, then all
-# backwards. jaxdist has a table of each schedule; F is forward, B backward, numbers are microbatches.
+# `jax.grad` runs the pipeline backward as well: from the last stage to the first. This is **GPipe**: all forwards,
+# then all backwards. jaxdist has a table of each schedule; F is forward, B backward, numbers are microbatches.
 
 # %%
 print(table_text(gpipe.table(STAGES, MICRO)))
@@ -82,8 +83,8 @@ for m in (1, 6, 24):
     assert np.isclose(found, bubble(STAGES, m))
 
 # %% [markdown]
-# More microbatches, less bubble. But GPipe keeps the activations of *all* m microbatches until their backward passes. **1F1B** (one
-# forward, one backward) starts the backward pass of a microbatch as soon as it has left the last stage:
+# More microbatches, less bubble. But GPipe keeps the activations of *all* m microbatches until their backward passes.
+# **1F1B** (one forward, one backward) starts the backward pass of a microbatch as soon as it has left the last stage:
 
 # %%
 print(table_text(one_f_one_b.table(STAGES, MICRO)))
@@ -95,8 +96,9 @@ for m in (6, 24):
     assert np.isclose(kept["gpipe"].bubble, kept["1F1B"].bubble)
 
 # %% [markdown]
-# The same bubble, but 1F1B keeps at most 2p - 1 microbatches here, however many there are. (In the papers p: there a tick has either an F
-# or a B, here it may have both.) Now a model of jaxdist's in both schedules. The pipeline is an argument of the step.
+# The same bubble, but 1F1B keeps at most 2p - 1 microbatches here, however many there are. (In the papers p: there a
+# tick has either an F or a B, here it may have both.) Now a model of jaxdist's in both schedules. The pipeline is an
+# argument of the step.
 
 
 # %%
@@ -160,5 +162,5 @@ show(grid("4 stages, 4 microbatches, tick by tick (grey: waiting)", rows))
 # - The result is that of one device, in any schedule.
 #
 # ## Exercise
-# With 4 stages, what is the smallest number of microbatches with a bubble of at most 10 %? Check:
-# `python docs/course/check.py 8 ANSWER`
+# With 4 stages, what is the smallest number of microbatches with a bubble of at most 10 %? Check: `python
+# docs/course/check.py 8 ANSWER`

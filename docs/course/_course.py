@@ -1,4 +1,4 @@
-"""What the lessons of the course share: simulated devices, and pictures as SVG text. Nothing about training is in it."""
+"""What the lessons share: simulated devices, and pictures as SVG text. Nothing about training is in it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,16 @@ WIDTH, LEFT, ROW = 680, 150, 30
 
 def devices(count: int = 8) -> list[jax.Device]:
     """Eight simulated devices on any computer: each has its own memory and its own program, all share the processor."""
-    if not jax.config.jax_num_cpu_devices == count:
+    if jax.config.jax_num_cpu_devices != count:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     return jax.devices()
+
+
+def quickstart() -> Path:
+    """The configuration of the quickstart, in the checkout that holds this file or the folder that you stand in."""
+    folders = (*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents)
+    return next(path for folder in folders if (path := folder / "configs" / "quickstart.yaml").exists())
 
 
 class Picture(str):
