@@ -137,4 +137,6 @@ show(bars("Memory of one device, with one remedy at a time", kib, "KiB"))
 #
 # ## Exercise
 # A model has 7 billion parameters and is trained by Adam in fp32. How many GB (10^9 bytes) are parameters, gradients
-# and optimizer state together? Check: `python docs/course/check.py 1 ANSWER`
+# and optimizer state together?
+#
+# Check: `python docs/course/check.py 1 ANSWER`

@@ -136,4 +136,6 @@ show(grid("Six collectives on four devices (grey: from all of them)", picture))
 #
 # ## Exercise
 # On a mesh with `data=4, tensor=2` (ranks counted as above), with which ranks does rank 3 sum along `data`, itself
-# included? Check: `python docs/course/check.py 2 "A B C D"`
+# included?
+#
+# Check: `python docs/course/check.py 2 "A B C D"`

@@ -133,4 +133,6 @@ show(bars("What a device sends and receives in one all-reduce (4 devices)", rows
 #
 # ## Exercise
 # ViT-Base has 86 million parameters, and its gradients are in half precision (2 bytes each). How many MB (10^6 bytes)
-# does the master receive in a step with 8 devices? Check: `python docs/course/check.py 3 ANSWER`
+# does the master receive in a step with 8 devices?
+#
+# Check: `python docs/course/check.py 3 ANSWER`

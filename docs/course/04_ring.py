@@ -131,5 +131,6 @@ show(grid("The ring on 4 devices: after 3 rounds each has one sum, after 6 all",
 # - Latency grows with n, and the slowest link sets the pace.
 #
 # ## Exercise
-# 16 devices add gradients of 172 MB in a ring. How many MB does each device send? Check: `python docs/course/check.py
-# 4 ANSWER`
+# 16 devices add gradients of 172 MB in a ring. How many MB does each device send?
+#
+# Check: `python docs/course/check.py 4 ANSWER`

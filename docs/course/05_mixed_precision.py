@@ -138,4 +138,6 @@ show(bars("How far gradients are from those of fp32, S = 2^14", rows, "%"))
 #
 # ## Exercise
 # A run begins with the scale 65,536, which doubles after 2,000 good steps in a row. Its first 3 steps overflow, then
-# 4,000 steps are good. Which scale has the next step? Check: `python docs/course/check.py 5 ANSWER`
+# 4,000 steps are good. Which scale has the next step?
+#
+# Check: `python docs/course/check.py 5 ANSWER`

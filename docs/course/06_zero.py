@@ -138,5 +138,6 @@ show(bars("Memory of one of 8 devices, activations left out", table, "KiB"))
 #
 # ## Exercise
 # 7 billion parameters, fp32, Adam, 8 devices, ZeRO-2 with whole parameters on each device during the step. How many
-# GB (10^9 bytes) are parameters, gradients and optimizer state of one device? Check: `python docs/course/check.py 6
-# ANSWER`
+# GB (10^9 bytes) are parameters, gradients and optimizer state of one device?
+#
+# Check: `python docs/course/check.py 6 ANSWER`

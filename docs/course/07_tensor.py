@@ -7,8 +7,10 @@
 # weights of a layer, and all devices work on the *same* rows. Take the MLP of a transformer, `gelu(x @ up) @ down`.
 # There are two ways to split a matrix between t devices:
 #
-# - by **columns**: each device computes some of the outputs. Every device needs all of x, and nothing is added;
-# - by **rows**: each device multiplies some of the inputs. The results are parts of a sum: one all_reduce (`psum`).
+# - by **columns** (column-parallel): each device computes some of the outputs. Every device needs all of x, and
+#   nothing is added;
+# - by **rows** (row-parallel): each device multiplies some of the inputs. The results are parts of a sum: one
+#   all_reduce (`psum`).
 #
 # Megatron-LM's idea: columns first, then rows. The outputs of the first are just the inputs that the second needs,
 # and gelu works number by number. So the pair needs **one psum** forward.
@@ -150,12 +152,8 @@ picture |= {
     "gelu": [(f"hidden of device {i}", i) for i in range(4)],
     "down, by rows": [(f"rows of device {i}", i) for i in range(4)],
 }
-show(
-    grid(
-        "Column, then row: each device keeps to its colour until the one psum",
-        picture | {"psum": [("sum (whole)", 7)] * 4},
-    )
-)
+picture |= {"psum": [("sum (whole)", 7)] * 4}
+show(grid("Column, then row: each device keeps to its colour until the one psum", picture))
 
 # %% [markdown]
 # ## What you learned
@@ -165,5 +163,6 @@ show(
 #
 # ## Exercise
 # A block's activations are 8 rows x 2048 positions x width 4096 in bf16 (2 bytes), `tensor=4`, all_reduce by a ring.
-# How many MiB (2^20 bytes) does a device send in one transformer block, forward and backward? Check: `python
-# docs/course/check.py 7 ANSWER`
+# How many MiB (2^20 bytes) does a device send in one transformer block, forward and backward?
+#
+# Check: `python docs/course/check.py 7 ANSWER`

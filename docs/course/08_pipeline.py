@@ -162,5 +162,6 @@ show(grid("4 stages, 4 microbatches, tick by tick (grey: waiting)", rows))
 # - The result is that of one device, in any schedule.
 #
 # ## Exercise
-# With 4 stages, what is the smallest number of microbatches with a bubble of at most 10 %? Check: `python
-# docs/course/check.py 8 ANSWER`
+# With 4 stages, what is the smallest number of microbatches with a bubble of at most 10 %?
+#
+# Check: `python docs/course/check.py 8 ANSWER`

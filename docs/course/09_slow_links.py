@@ -148,4 +148,6 @@ show(bars("Seconds of a step of ViT-Base on 3 hosts", times, "s"))
 #
 # ## Exercise
 # ViT-Huge: 632 million parameters, gradients in 2 bytes, 4 hosts, links of 25 Gbit/s. How many seconds does the ring
-# take? Check: `python docs/course/check.py 9 ANSWER`
+# take?
+#
+# Check: `python docs/course/check.py 9 ANSWER`

@@ -34,7 +34,7 @@ def choose(*, nodes, fits_one_device, fast_links=True, layer_fits=True):
 # | one node, it does not fit | pipeline, then ZeRO, then tensor | a pipeline sends least, ZeRO asks for no change |
 # | one node, even one layer does not fit | tensor | ZeRO gathers a layer whole, unless it just fits |
 # | several nodes, fast links | ZeRO | no change of the model |
-# | several nodes, slow links, it fits on one device | `ddp`, with lesson 9's remedies | one sum a step over slow links |
+# | several nodes, slow links, it fits on one device | `ddp`, with lesson 9's remedies | one sum crosses slow links |
 # | several nodes, slow links, it does not | ddp + pipeline + tensor + zero1 | little crosses the slow links |
 
 # %%
@@ -112,4 +112,6 @@ show(bars("Peak memory of a device, 8 devices", {name: {"peak": peak} for name, 
 #
 # ## Exercise
 # Measured by `explain`, in GiB at the peak and GiB sent: ddp (70, 2.0), zero1 (52, 2.0), zero2 (44, 4.5), zero3 (21,
-# 6.0), tensor (38, 9.0). A device has 48 GiB. Which one do you take? Check: `python docs/course/check.py 10 ANSWER`
+# 6.0), tensor (38, 9.0). A device has 48 GiB. Which one do you take?
+#
+# Check: `python docs/course/check.py 10 ANSWER`

@@ -1,16 +1,19 @@
-"""Runs a lesson cell by cell and says which cell printed what: python docs/course/_run.py 4 [--picture FILE]
+"""Runs a lesson and says which cell printed what: python docs/course/_run.py 4 [--picture FILE]
 
-`scripts/docs/course.py --output` keeps this as output/NN.txt, so that a page shows real output without running a lesson.
+`python docs/course/_run.py --keep` runs all lessons and keeps output/NN.txt and their pictures for pages and notebooks.
 """
 
 import contextlib
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PICTURES = HERE.parent / "pictures" / "course"
 HEAD = re.compile(r"^# %%.*$", re.MULTILINE)
+TITLE = re.compile(r'^show\((?:bars|grid)\(\s*"([^"]+)"', re.MULTILINE)  # of a picture
 MARK = re.compile(r"^--- cell (\d+)\n", re.MULTILINE)
 
 
@@ -43,6 +46,17 @@ def run(path: Path) -> str:
     return "".join(text)
 
 
+def keep() -> None:
+    """Run every lesson in a process of its own; keep what it prints and draws."""
+    for number, path in enumerate(lessons(), start=1):
+        command = [sys.executable, __file__, str(number), "--picture", str(PICTURES / f"{path.stem}.svg")]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        (HERE / "output" / f"{number:02}.txt").write_text(printed, encoding="utf-8")
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
-    print(run(lessons()[int(sys.argv[1]) - 1]), end="")
+    if sys.argv[1:] == ["--keep"]:
+        keep()
+    else:
+        print(run(lessons()[int(sys.argv[1]) - 1]), end="")

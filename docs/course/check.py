@@ -41,8 +41,7 @@ EXERCISES = {
         lambda rules: rules["state_bytes"](7e9) / 1e9,
         {
             "these are the parameters alone": lambda rules: 7 * 4,
-            "gradients are missing": lambda rules: rules["state_bytes"](7) - 7 * 4,
-            "Adam remembers two numbers for each parameter": lambda rules: 7 * 12,
+            "gradients are missing, or one of the two numbers that Adam remembers": lambda rules: 7 * 12,
         },
         "how many bytes has each parameter, with its gradient and its two memories?",
     ),
