@@ -107,7 +107,7 @@ copies = jnp.stack([params["w"]] * 8)
 for i in range(3):
     copies, losses = step_by_hand(copies, batch)
     state, metrics = step(state, batch)
-    print(f"step {i}: loss by hand {losses.sum() / 64:.4f}, jaxdist {metrics['loss']:.4f}")
+    print(f"step {i}: loss by hand {losses.sum() / 64:.2f}, jaxdist {metrics['loss']:.2f}")
     assert np.isclose(losses.sum() / 64, metrics["loss"], rtol=1e-5)
 print("all 8 copies are equal:", bool((copies == copies[0]).all()))
 assert (copies == copies[0]).all()

@@ -86,7 +86,7 @@ for strategy in ("ddp", "zero1", "zero2", "zero3"):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     all_losses[strategy] = losses
-    print(f"{strategy}: stores {stored / 1024:5.1f} KiB between two steps, losses {losses[0]:.4f} {losses[1]:.4f}")
+    print(f"{strategy}: stores {stored / 1024:5.1f} KiB between two steps, losses {losses[0]:.2f} {losses[1]:.2f}")
 assert all(np.allclose(each, all_losses["ddp"], rtol=1e-5) for each in all_losses.values())
 
 # %% [markdown]

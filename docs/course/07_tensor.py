@@ -124,7 +124,7 @@ for sizes in ({"data": 2}, {"data": 2, "tensor": 4}):
     for _ in range(2):
         state, metrics = step(state, batch)
         losses[len(sizes)].append(float(metrics["loss"]))
-    print(f"{sizes}: losses {losses[len(sizes)][0]:.4f} {losses[len(sizes)][1]:.4f}, a device stores {stored} bytes")
+    print(f"{sizes}: losses {losses[len(sizes)][0]:.2f} {losses[len(sizes)][1]:.2f}, a device stores {stored} bytes")
 assert np.allclose(losses[1], losses[2], rtol=1e-5)
 
 # %% [markdown]

@@ -142,7 +142,7 @@ for name, sizes, schedule in (("one device", {}, "accumulate"), ("1F1B", {"pipe"
     for _ in range(2):
         state, metrics = step(state, batch)
         losses[name].append(float(metrics["loss"]))
-    print(f"{name:10}: losses {losses[name][0]:.4f} {losses[name][1]:.4f}")
+    print(f"{name:10}: losses {losses[name][0]:.2f} {losses[name][1]:.2f}")
 assert np.allclose(losses["one device"], losses["1F1B"], rtol=1e-5)
 
 rows = {}

@@ -51,7 +51,8 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
         for part, value in row.items():
             body.append(_box(x, y, value * scale, ROW - 8, colour[part]))
             x += value * scale
-        body.append(_text(x + 6, y + 16, f"{sum(row.values()):.3g} {unit}"))
+        total = sum(row.values())
+        body.append(_text(x + 6, y + 16, f"{total:,.0f} {unit}" if total >= 100 else f"{total:.2g} {unit}"))
     for number, part in enumerate(parts if len(parts) > 1 else []):
         x = 20 + (WIDTH - 40) / len(parts) * number
         body += [_box(x, 42, 12, 12, colour[part]), _text(x + 17, 52, part)]
