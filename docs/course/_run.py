@@ -3,11 +3,11 @@
 `python docs/course/_run.py --keep` runs all lessons and keeps output/NN.txt and their pictures for pages and notebooks.
 """
 
-import contextlib
-import io
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,19 +31,18 @@ def cells(source: str) -> list[tuple[bool, str]]:
 def outputs(kept: str) -> dict[int, str]:
     """{number of the cell: what it printed}, from the text of output/NN.txt."""
     _, *parts = MARK.split(kept)
-    return {int(number): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
+    found = {int(number): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
+    return {number: text for number, text in found.items() if text}
 
 
-def run(path: Path) -> str:
-    """The output of a lesson, with a line before that of each cell that printed."""
-    space, text = {"__name__": "__main__", "__file__": str(path)}, []
-    for number, (is_text, body) in enumerate(cells(path.read_text(encoding="utf-8"))):
-        if not is_text:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                exec(compile(body, f"{path.name}, cell {number}", "exec"), space)
-            if printed.getvalue():
-                text.append(f"--- cell {number}\n{printed.getvalue()}")
-    return "".join(text)
+def run(path: Path) -> None:
+    """Run a lesson; before each cell of code print a line with its number."""
+    code = [(number, body) for number, (text, body) in enumerate(cells(path.read_text(encoding="utf-8"))) if not text]
+    marked = "\n".join(f'print("--- cell {number}")\n{body}\n' for number, body in code)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        copy.write_text(marked, encoding="utf-8")
+        runpy.run_path(str(copy), run_name="__main__")
 
 
 def keep() -> None:
@@ -59,4 +58,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--keep"]:
         keep()
     else:
-        print(run(lessons()[int(sys.argv[1]) - 1]), end="")
+        run(lessons()[int(sys.argv[1]) - 1])

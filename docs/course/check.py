@@ -7,7 +7,9 @@ import argparse
 import ast
 import math
 import re
+import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,11 +131,12 @@ def lesson_file(number: int) -> Path:
 
 def rules_of(number: int) -> Rules:
     """The functions of a lesson by name. They are defined; nothing of the lesson is run."""
-    tree = ast.parse(lesson_file(number).read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    space: Rules = {"math": math, "np": np}
-    exec(compile(ast.Module(functions, []), str(lesson_file(number)), "exec"), space)
-    return space
+    source = lesson_file(number).read_text(encoding="utf-8")
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "rules.py"
+        copy.write_text("\n\n".join(map(ast.unparse, functions)), encoding="utf-8")
+        return runpy.run_path(str(copy), {"math": math, "np": np})
 
 
 def same(given: str, value: Any) -> bool:

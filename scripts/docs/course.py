@@ -15,14 +15,13 @@ RUN = runpy.run_path(str(COURSE / "_run.py"))
 
 def notebook(path: Path) -> Any:
     """A lesson as a notebook with its output."""
-    import jupytext  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    from nbformat.v4 import new_output  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from jupytext import reads  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     source = path.read_text(encoding="utf-8")
-    made = jupytext.reads(source[source.index("# %%") :], fmt="py:percent")
+    made = reads(source[source.index("# %%") :], fmt="py:percent")
     kept = (COURSE / "output" / f"{path.name[:2]}.txt").read_text(encoding="utf-8")
     for number, text in RUN["outputs"](kept).items():
-        made.cells[number].outputs = [new_output("stream", name="stdout", text=text)]
+        made.cells[number].outputs = [type(made)(output_type="stream", name="stdout", text=text)]
     return made
 
 
@@ -54,4 +53,6 @@ if __name__ == "__main__":
         if arguments.ipynb:
             arguments.ipynb.mkdir(parents=True, exist_ok=True)
             shutil.copy(COURSE / "_course.py", arguments.ipynb)
-            __import__("jupytext").write(made, arguments.ipynb / f"{lesson.stem}.ipynb")
+            from jupytext import write
+
+            write(made, arguments.ipynb / f"{lesson.stem}.ipynb")
