@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -143,7 +144,8 @@ def test_a_lesson_prints_what_is_kept(number: int, tmp_path: Path) -> None:
 def test_pages_and_notebooks_have_output_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("jupytext", reason="the extra `docs` is not installed")
     command = [sys.executable, str(child.ROOT / "scripts/docs/course.py"), "--md", "pages", "--ipynb", "books"]
-    subprocess.run(command, check=True, cwd=tmp_path, env=child.environment(), timeout=120)
+    found = {"PYTHONPATH": os.pathsep.join([str(child.ROOT), *filter(None, sys.path)])}  # jupytext may lie beside
+    subprocess.run(command, check=True, cwd=tmp_path, env=child.environment() | found, timeout=120)
     for number in NUMBERS:
         name = lesson(number).stem
         page = (tmp_path / "pages" / f"{name}.md").read_text(encoding="utf-8")
