@@ -91,6 +91,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [record for _, record in found.lines]
 
 
+def good_records(path: str | Path) -> tuple[list[dict[str, Any]], str]:
+    """(the records of the good lines, what is wrong with the first of the others; "" without any)."""
+    found = _parse(read_regular(path))
+    return [record for _, record in found.lines], found.problem
+
+
 class MetricsWriter:
     """The writer of metrics.jsonl, on process 0.
 

@@ -79,14 +79,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Seque
     """A table; on a narrow page each row becomes a block with the heads in front. right: the columns of numbers. A long
     one is folded."""
 
+    kinds = [' class="n"' if i in right else "" for i in range(len(head))]
+
     def row(cells: Sequence[object]) -> str:
-        made = []
-        for i, (name, cell) in enumerate(zip(head, cells, strict=True)):
-            kind = ' class="n"' if i in right else ""
-            made.append(f'<td{kind} data-head="{text(name)}">{text(cell)}</td>')
+        each = zip(kinds, head, cells, strict=True)
+        made = (f'<td{kind} data-head="{text(name)}">{text(cell)}</td>' for kind, name, cell in each)
         return f"<tr>{''.join(made)}</tr>"
 
-    top = "".join(f"<th{' class="n"' if i in right else ''}>{text(name)}</th>" for i, name in enumerate(head))
+    top = "".join(f"<th{kind}>{text(name)}</th>" for kind, name in zip(kinds, head, strict=True))
     body = "\n".join(map(row, rows))
     made = Markup(f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>')
     return folded(f"{len(rows):,} rows", made) if len(rows) > 5 * LONG else made
