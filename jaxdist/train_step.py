@@ -1,6 +1,5 @@
 """The compiled train step: a callable object, compiled once for the layout of its state."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,6 @@ class TrainStep:
         self._jitted: Any = None
         self._layout: Any = None
         self._checked = False
-        self.waited_s = 0.0  # seconds in which calls have waited for the devices
         self._under_way: deque[jax.Array] = deque()  # losses of the last steps, on CPU devices
 
     def __repr__(self) -> str:
@@ -83,14 +81,12 @@ class TrainStep:
                 "batch)` and go on with the state that it returns"
             )
         check_global(batch)
-        before = time.perf_counter()
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
             self._under_way.popleft().block_until_ready()
         state, metrics = self._call(self.jitted(state), state, batch)
         metrics |= metrics.pop("own")
-        if self._on_cpu:  # which computes within the call, or lets it wait
-            self.waited_s += time.perf_counter() - before
+        if self._on_cpu:
             self._under_way.append(metrics["loss"])
         return state, metrics
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,7 +27,7 @@ from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
-from jaxdist.observe import Console, MetricsWriter, environment, read_metrics, redact_settings, write_environment
+from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
 from jaxdist.plan.compiled.memory import sample_of
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
@@ -38,7 +37,6 @@ from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
 from jaxdist.trainer.failures.same_program import facts_of_program
-from jaxdist.trainer.measures.clock import process_start
 from jaxdist.trainer.resume import changed_settings, check_identity, identity, record, show_changes
 
 Sampler = Callable[[PyTree], str]  # parameters -> text
@@ -138,17 +136,6 @@ class Outputs:
         except OSError as error:
             what = f"--run-dir: {str(error.filename or self.folder)!r} cannot be written: {error.strerror}"
             raise UserError(f"{what}; mend it, or give another folder") from error
-
-    def last_time(self) -> float | None:
-        """The time of the last line of metrics.jsonl; None without one."""
-        records = [] if self.metrics is None or not self.metrics.path.exists() else read_metrics(self.metrics.path)
-        return records[-1].get("time") if records else None
-
-    def began(self, called: float) -> float:
-        """When this session began, by `time.monotonic`: with its process, or, where an earlier session of the same
-        process wrote the last line, when training was called."""
-        start, last = process_start(), self.last_time()
-        return called if last is not None and last > time.time() - (time.monotonic() - start) else start
 
     def close_metrics(self) -> None:
         """Close metrics.jsonl. A full disk is said, and does not end the run."""
