@@ -28,7 +28,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        # Files of others, which messages quote, may hold what cannot be printed.
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())))
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -45,8 +46,7 @@ class RunStopped(Exception):
 
 
 def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorate a command, which returns an exit status: a `UserError` in it is printed to standard error as one line,
-    without a traceback, and the status is 2."""
+    """Decorate a command. A `UserError` in it is one line on standard error, without a traceback, and status 2."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:

@@ -16,6 +16,7 @@ import pytest
 
 import jaxdist
 from jaxdist.config.load import load_config
+from jaxdist.errors import UserError
 from jaxdist.mesh import _tell_idle, abstract_mesh
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -229,3 +230,9 @@ def test_a_ledger_and_a_sharding_table_are_printed_as_tables() -> None:
     for each in (found, table):
         shown = each._repr_html_()
         assert shown.startswith("<pre>") and shown.endswith("</pre>") and "<1>" not in shown
+
+
+def test_what_cannot_be_printed_is_escaped() -> None:
+    """Messages quote files of others, such as a dtype in the header of safetensors."""
+    line = str(UserError("a\0b,\n  c\ud800 \x1b[2J é 한"))
+    assert line == r"a\x00b, c\ud800 \x1b[2J é 한" and line.isprintable()

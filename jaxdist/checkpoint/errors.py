@@ -47,5 +47,4 @@ def reading(what: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"{what} cannot be read: {why(error)}; use another one"
-        raise UserError("".join(c if c.isprintable() else "?" for c in text)) from error
+        raise UserError(f"{what} cannot be read: {why(error)}; use another one") from error

@@ -337,14 +337,14 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # and what README's table says
 def test_digits_are_learned(tmp_path: Path) -> None:
     """By the command of README. The commonest digit of those held out is 13 % of them."""
     assert train(tmp_path / "run")[-1]["eval/accuracy"] >= 0.97
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "O1"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("O1", marks=pytest.mark.exhaustive)])
 def test_half_precision_learns(precision: str, tmp_path: Path) -> None:
     layout = ("mesh.data=1", "mesh.fsdp=1", "devices.simulated=2")
     steps = ("train.steps=150", "train.eval_every=150", "optimizer.warmup_steps=10")
