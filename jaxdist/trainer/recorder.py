@@ -1,15 +1,19 @@
 """Metrics of finished steps, for the console and metrics.jsonl. They are read one step late."""
 
 import math
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import jax
 
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, leaves_of
+from jaxdist.mesh import on_cpu
+from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.trainer.measures.clock import Clock
+from jaxdist.trainer.measures.clock import Clock, process_start
 from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes
 from jaxdist.trainer.run import Outputs, RunPlan, Work
@@ -21,6 +25,20 @@ def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
     if source.vocab and "targets" in leaves:
         return math.prod(leaves["targets"].shape), "tokens"
     return config.data.global_batch, "samples"
+
+
+def last_time(outputs: Outputs) -> float | None:
+    """The time of the last line of metrics.jsonl; None without one, and on processes that write none."""
+    writer = outputs.metrics
+    records = [] if writer is None or not writer.path.exists() else read_metrics(writer.path)
+    return records[-1].get("time") if records else None
+
+
+def session_start(outputs: Outputs, called: float) -> float:
+    """When this session began, by `time.monotonic`: with its process; where an earlier session of the same process
+    wrote the last line, when training was called."""
+    start, last = process_start(), last_time(outputs)
+    return called if last is not None and last > time.time() - (time.monotonic() - start) else start
 
 
 class Measured(NamedTuple):
@@ -41,15 +59,18 @@ class Recorder:
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
         self._unwritten = False
         self._rates, self._recorded = work.rates, work.recorded
-        self._step, self._waited_s = plan.parts.step, plan.parts.step.waited_s
+        # XLA:CPU computes within the call of a step, or lets it wait; with GPUs it returns at once.
+        self._calls_wait = on_cpu(plan.mesh)
         self._clock, self._figures = measured
         self._clock.restart()
         self.awaited = self._clock.awaited
 
+    def calling(self) -> AbstractContextManager[None]:
+        """The context in which a step is called."""
+        return self._clock.spending("device") if self._calls_wait else nullcontext()
+
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it, which never waits for this one."""
-        self._clock.add("device", self._step.waited_s - self._waited_s)
-        self._waited_s = self._step.waited_s
         for value in metrics.values():
             value.copy_to_host_async()
         self._record()

@@ -43,7 +43,7 @@ from jaxdist.trainer.header import describe
 from jaxdist.trainer.measures.clock import Clock
 from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
-from jaxdist.trainer.recorder import Measured, Recorder, work_of_a_step
+from jaxdist.trainer.recorder import Measured, Recorder, last_time, session_start, work_of_a_step
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, build
 from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
@@ -80,7 +80,7 @@ def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Returns the last step, and whether the run is complete."""
     config, watch = run.plan.config, run.watch
     spikes = Spikes(config.train.loss_spike)
-    started = run.outputs.began(stop.started)
+    started = session_start(run.outputs, stop.started)
     measured = Measured(Clock(*work.per_step, started=started), StepFigures(run.plan, run.outputs.console.line))
     while True:
         try:
@@ -99,7 +99,7 @@ def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
         run.outputs.note(record | {"batches_passed": run.progress.passed, "found": found})
         if why:
             raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
-        measured.clock.rewind(run.outputs.last_time())
+        measured.clock.rewind(last_time(run.outputs))
         work.restored(run.progress.meta)
 
 
@@ -137,7 +137,8 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal, measur
             loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
-                progress.state, metrics = plan.parts.step(progress.state, batch)
+                with recorder.calling():
+                    progress.state, metrics = plan.parts.step(progress.state, batch)
                 step += 1
                 measured.figures.begin(batch)
                 crumbs.at_step("wait")

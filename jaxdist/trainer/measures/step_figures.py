@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import to_varying
+from jaxdist.collectives import psum, to_varying
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
@@ -54,9 +54,10 @@ def _forward(model: ModelDef) -> Callable[..., Any]:
             return to_varying(model.block(block, h, *model.read_by_blocks(batch)), BATCH_LIKE), None
 
         h, _ = lax.scan(through, to_varying(h, BATCH_LIKE), length=model.layers)
-        return to_varying(model.head(params["head"], params["embed"] if model.tied else None, h, batch), BATCH_LIKE)
+        loss = model.head(params["head"], params["embed"] if model.tied else None, h, batch)
+        return psum(to_varying(loss, BATCH_LIKE), BATCH_LIKE)
 
-    return jax.shard_map(region, mesh=abstract_mesh(), in_specs=P(), out_specs=P(BATCH_LIKE))
+    return jax.shard_map(region, mesh=abstract_mesh(), in_specs=P(), out_specs=P())
 
 
 class StepFigures:
