@@ -46,7 +46,7 @@ def predict(config: Config, parts: Parts, mesh: AnyMesh, batch: PyTree) -> Predi
     sums = {name: found.memory[name] for name in ("parameters", "optimizer state", "batch")}
     temporary, peak = found.memory[ESTIMATED_TEMPORARY], found.memory[ESTIMATED_PEAK]
     rest = peak - temporary - sum(sums.values())
-    sums |= {"temporary": temporary} | ({"rest of the state": rest} if rest > 0 else {})
+    sums |= {"temporary": temporary} | ({"counters": rest} if rest > 0 else {})
     shown = {*sums, ESTIMATED_TEMPORARY, ESTIMATED_PEAK, NOT_HERE}
     inside = {name: size for name, size in found.memory.items() if name not in shown and size}
     return Prediction(layout, sums, inside, _sent(found.ledger.collectives, found.ledger.busiest))

@@ -13,6 +13,7 @@ PURPOSES = {
     "eval": "evaluating",
     "save": "saving",
     "start": "starting",
+    "lost": "steps of rollbacks",
     "stopped": "stopped",
     "rest": "not recorded",
 }

@@ -90,7 +90,7 @@ def _framed(inside: str, x: Axis, y: Axis | None, over: str = "", *, small: bool
     )
     below = "".join(
         f'<span style="left:{100 * float(x.place(value)):.2f}%">{x.words(value)}</span>'
-        for value in x.ticks(3 if small else 6)
+        for value in x.ticks(5 if small else 6)
     )
     svg = f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" preserveAspectRatio="none" aria-hidden="true">{inside}</svg>'
     kind = " ".join(["plot", "small" if small else "", kind, "" if y is None else "with-y"]).strip()

@@ -86,6 +86,7 @@ def _times(record: RunRecord, found: Curve) -> np.ndarray:
     return np.cumsum([seconds.get(step, 0.0) for step in found.steps.tolist()])
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a damaged file may hold any numbers
 def comparison_page(records: Sequence[RunRecord]) -> str:
     """The page about several runs."""
     names = [record.title for record in records]

@@ -46,7 +46,7 @@ def seconds_text(seconds: float) -> str:
 
 def timing(record: RunRecord, words: str) -> Markup:
     """A measured time or rate. On simulated devices it says so: it is that of a CPU, not of the layout."""
-    return Markup(f'<span class="timing">{text(words)}{" (simulated)" if record.simulated else ""}</span>')
+    return Markup(f'<span class="timing">{text(words)}{" <em>(simulated)</em>" if record.simulated else ""}</span>')
 
 
 def sentence(*parts: object) -> Markup:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from jaxdist.files.regular import replace_file
 from jaxdist.observe.report.account import account_of
 from jaxdist.observe.report.sections.cost import memory_section, remedies_section, sent_section
@@ -26,6 +28,7 @@ def page(title: str, top: str, sections: list[tuple[str, Markup]]) -> str:
     return f"{head}\n<body><main><header>{top}</header><nav>{links}</nav>\n{body}</main></body></html>\n"
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a damaged file may hold any numbers
 def report_page(record: RunRecord) -> str:
     """The page about a run, whatever was recorded of it."""
     losses, account = losses_of(record), account_of(record.metrics)

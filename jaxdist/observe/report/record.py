@@ -138,11 +138,13 @@ class RunRecord(NamedTuple):
     @property
     def work(self) -> float:
         """Tokens or samples of a step; NaN where that is not known."""
-        timed = [record for record in self.metrics if "step_s" in record and f"{self.unit}_per_s" in record]
+        unit = self.unit
+        timed = [record for record in self.metrics if "step_s" in record and f"{unit}_per_s" in record]
         if timed:
-            return median(np.array([record["step_s"] * record[f"{self.unit}_per_s"] for record in timed], float))
+            work = median(np.array([record["step_s"] * record[f"{unit}_per_s"] for record in timed], float))
+            return round(work) if math.isfinite(work) else work
         data = mapping(self.settings.get("data"))
-        sizes = [data.get("global_batch"), data.get("seq_len") if self.unit == "tokens" else 1]
+        sizes = [data.get("global_batch"), data.get("seq_len") if unit == "tokens" else 1]
         return math.prod(sizes) if all(type(size) is int for size in sizes) else math.nan
 
     @property

@@ -14,6 +14,7 @@ AXIS_COLOURS = {
 FILLS = {
     "device": ("#2563b8", "#6aa5f5"), "data": ("#d97706", "#f0a347"), "host": ("#7c3aed", "#b196f8"),
     "eval": ("#0d8577", "#43c7b5"), "save": ("#a8326e", "#ec86b8"), "start": ("#64748b", "#94a3b8"),
+    "lost": ("#8a5a13", "#c99a52"),
     "stopped": ("#c3ccd8", "#3b4757"), "rest": ("#a8a29e", "#6b6660"), "bad": ("#b91c1c", "#f87171"),
     "train": ("#2563b8", "#6aa5f5"), "whole": ("#cfdbec", "#33445c"), "params": ("#2563b8", "#6aa5f5"),
     "optim": ("#7c3aed", "#b196f8"), "batch": ("#0d8577", "#43c7b5"), "temp": ("#d97706", "#f0a347"),
@@ -53,7 +54,8 @@ p { margin: .4rem 0 .9rem; } b { font-weight: 650; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(13.5rem, 46%), 1fr)); gap: .7rem; margin: 0; }
 .cards div, pre { background: var(--panel); border: 1px solid var(--line); border-radius: .55rem; padding: .65rem .85rem; }
 .cards dd { margin: 0; font-size: 1.3rem; font-weight: 650; line-height: 1.35; }
-small { display: block; font-size: .8rem; font-weight: 400; } dd .timing { font-size: 1.15rem; }
+small { display: block; font-size: .8rem; font-weight: 400; } .timing em { font-style: normal; font-weight: 400; font-size: .85em; }
+dd .timing em { font-size: .8rem; white-space: nowrap; }
 small, dt, figcaption, thead th, .values th, .ys, .xs, .x-name { color: var(--muted); } dt, figcaption { font-size: .87rem; }
 figure { margin: .6rem 0 1.4rem; min-width: 0; } figcaption { margin-top: .4rem; }
 .two { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: .4rem 1.6rem; }

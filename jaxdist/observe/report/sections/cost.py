@@ -17,7 +17,10 @@ from jaxdist.observe.report.elements import (
     timing,
 )
 from jaxdist.observe.report.record import Prediction, RunRecord, mapping
+from jaxdist.observe.report.sections.settings import flat, shown
 
+# Settings that say how a run saves memory.
+_SAVERS = ("parallel.strategy", "parallel.microbatches", "memory.remat", "memory.offload.optimizer", "precision.policy")
 _KINDS = ("params", "optim", "batch", "temp", "other")  # colours of the parts of memory, in their order
 
 
@@ -112,8 +115,11 @@ def remedies_section(record: RunRecord) -> tuple[str, Markup]:
     if not record.remedies:
         return section("Remedies", sentence("The settings of the run are not known, so nothing is proposed."))
     compiled = any(each.saves is not None for each in record.remedies)
+    settings = flat(record.settings)
+    said = ", ".join(f"{key} {shown(settings[key])}" for key in _SAVERS if key in settings)
+    said = f"The run was made with {said}." if said else ""
     used = [each.name for each in record.remedies if each.state == "in use"]
-    said = f"The run uses {', '.join(used)}." if used else "The run uses none of these."
+    said += f" It uses {', '.join(used)}." if used else ""
     if not compiled:
         said += " What each other would free was not compiled: jaxdist report RUN --remedies does that."
     rows = []
@@ -126,6 +132,6 @@ def remedies_section(record: RunRecord) -> tuple[str, Markup]:
         ]
         rows.append((each.name, each.state, frees, ", ".join(costs) or "-", each.overrides or "-", each.why or "-"))
     head = ["remedy", "state", "would free", "would cost", "settings", "why not"]
-    shown = rows if compiled else [(a, b, e, f) for a, b, _, _, e, f in rows]
+    kept = rows if compiled else [(a, b, e, f) for a, b, _, _, e, f in rows]
     head = head if compiled else ["remedy", "state", "settings", "why not"]
-    return section("Remedies", sentence(said), table(head, shown, right=[2] if compiled else []))
+    return section("Remedies", sentence(said), table(head, kept, right=[2] if compiled else []))

@@ -157,7 +157,8 @@ def learning_section(record: RunRecord, losses: Losses) -> tuple[str, Markup]:
         ]
         parts.append(table(["baseline", losses.unit, "the run"], rows, right=[1]))
     else:
-        parts.append(sentence("There are no baselines for these data."))
+        known = "baselines" in record.environment
+        parts.append(sentence("There are no baselines for these data." if known else "Baselines were not recorded."))
     evaluations = [each for each in record.metrics if any(key.startswith("eval/") for key in each)]
     keys = list(dict.fromkeys(key for each in evaluations for key in each if key.startswith("eval/")))[:8]
     if evaluations:
@@ -203,8 +204,9 @@ def steps_section(record: RunRecord) -> tuple[str, Markup]:
     if math.isfinite(usual):
         low = rates.values < usual / 2
         what = f"{record.unit} per second, all devices together" + (", simulated" if record.simulated else "")
-        if low.any():
-            what += f"; {int(low.sum()):,} steps slower than half the median are left out (compilation)"
+        if left := int(low.sum()):
+            steps = "step" if left == 1 else "steps"
+            what += f"; {left:,} {steps} slower than half the median left out (compilation)"
         shown = np.where(low, np.nan, rates.values)
         made.append(_small(record, "Throughput", what, rates.steps, shown, "eval", f"median {usual:,.0f}"))
     parts.append(Markup(f'<div class="two">{"".join(made)}</div>') if made else sentence("Nothing was recorded."))

@@ -32,7 +32,8 @@ _WHAT = {
     "save": "saving checkpoints, as far as training waits for it",
     "start": "importing, restoring, compiling and the first step, in each session",
     "stopped": "between two sessions, with the steps that were lost and taken again",
-    "rest": "between lines that a rollback has cut",
+    "lost": "taken, and dropped by a rollback",
+    "rest": "between lines, and in none of their accounts",
 }
 
 

@@ -12,6 +12,7 @@ def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{before}{key}"
+        value = list(value) if isinstance(value, tuple) else value  # as YAML gives it back
         found |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
     return found
 
@@ -28,6 +29,9 @@ def settings_section(record: RunRecord) -> tuple[str, Markup]:
     ours, usual = flat(record.settings), flat(record.defaults)
     if not ours:
         return section("Settings", sentence("The run has no config.yaml: it was started from Python, or the file is gone."))
+    if not usual:
+        every = table(["setting", "value"], [(key, shown(value)) for key, value in ours.items()])
+        return section("Settings", sentence("Which of them are defaults is not known."), every)
     changed = [(key, shown(value), shown(usual.get(key, "-"))) for key, value in ours.items() if usual.get(key) != value]
     rest = [(key, shown(value)) for key, value in ours.items() if usual.get(key) == value]
     said = f"{len(changed)} of {len(ours)} settings differ from their defaults."
