@@ -1,41 +1,8 @@
-"""Look after checkpoints: python scripts/checkpoint.py ls|verify|export|import|average ... (docs/huggingface.md)"""
+"""Look after checkpoints: python scripts/checkpoint.py ls|verify|export|import|average, or `jaxdist checkpoint`"""
 
 import sys
-from pathlib import Path
 
-from jaxdist.config.load import load_config
-from jaxdist.errors import CommandParser, reports_mistakes
-
-
-@reports_mistakes
-def main() -> int:
-    """Exit status: 0; 1 a checkpoint is damaged; 2 the arguments, the configuration or a file is wrong."""
-    parser = CommandParser(description="List, check, convert and average checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("ls", "the steps of a run"),
-        ("verify", "whether their files are as written"),
-        ("export", "to Hugging Face safetensors"),
-        ("average", "the mean of steps"),
-    ):
-        commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    for name in ("export", "average"):
-        commands.choices[name].add_argument("--output", required=True, metavar="DIR", type=Path)
-    commands.choices["export"].add_argument("--step", type=int, help="the newest if left out")
-    commands.choices["export"].add_argument("--vocab", type=int, help="rows of the vocabulary that are no padding")
-    commands.choices["average"].add_argument("--last", required=True, metavar="N", type=int, help="newest steps")
-    importer = commands.add_parser("import", help="from Hugging Face safetensors, into step 0 of a new run")
-    importer.add_argument("folder", metavar="HF_DIR", type=Path)
-    importer.add_argument("--config", required=True, metavar="FILE", help="of the run; [section.key=value ...] on top")
-    importer.add_argument("--run-dir", required=True, metavar="DIR", type=Path, help="a new run directory")
-    arguments, overrides = parser.parse_known_args()
-    if overrides and (arguments.command != "import" or any(text[0] == "-" for text in overrides)):
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    config = load_config(arguments.config, overrides) if arguments.command == "import" else None
-    from jaxdist.cli.checkpoint import checkpoint_command
-
-    return checkpoint_command(arguments, config)
-
+from jaxdist.cli.checkpoint import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:], "checkpoint.py"))

@@ -1,8 +1,8 @@
-"""What is wrong with this machine or job? Alone, or on every host like train.py: python scripts/doctor.py [--json]"""
+"""What is wrong with this machine or job? python scripts/doctor.py [--json], or `jaxdist doctor`"""
 
 import sys
 
-from jaxdist.cli.doctor import run_doctor
+from jaxdist.cli.doctor import main
 
 if __name__ == "__main__":
-    sys.exit(run_doctor(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], "doctor.py"))

@@ -1,45 +1,8 @@
-"""What a configuration will communicate and hold, without running a step: python scripts/explain.py --config FILE"""
+"""What a configuration will communicate and hold: python scripts/explain.py --config FILE, or `jaxdist explain`"""
 
-import math
 import sys
-from dataclasses import asdict
-from pathlib import Path
 
-from jaxdist.config.load import load_config
-from jaxdist.errors import CommandParser, reports_mistakes
-
-
-@reports_mistakes
-def main() -> int:
-    """Exit status: 0; 1 over budget; 2 the configuration is wrong."""
-    parser = CommandParser(description="The collectives, memory and layout of one train step.")
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")
-    parser.add_argument("--timeline", metavar="FILE", type=Path, help="a picture: the stages of a pipeline in time")
-    parser.add_argument("--rows", type=int, default=24, help="collectives, and activations, that are printed; 0: all")
-    parser.add_argument("--parameters", action="store_true", help="also print how every parameter is sharded")
-    parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
-    parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices, and compare")
-    parser.add_argument("--remedies", action="store_true", help="also compile what would save memory, and rank it")
-    parser.add_argument("--devices-per-host", type=int, default=8)
-    parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
-    parser.add_argument("--write-budget", metavar="FILE", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_intermixed_args()
-    config = load_config(arguments.config, arguments.overrides, planned=True)
-    import jax  # not before the configuration holds
-
-    jax.config.update("jax_platforms", "cpu")
-    if arguments.compile or arguments.remedies:
-        jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
-    from jaxdist.cli.explain import run_explain
-
-    over = run_explain(config, arguments)
-    for line in over:
-        print(f"over budget: {line}", file=sys.stderr)
-    return 1 if over else 0
-
+from jaxdist.cli.explain import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:], "explain.py"))

@@ -1,28 +1,8 @@
-"""Text to token ids: python scripts/prepare_data.py INPUT ... --out DIR [--tokenizer FILE]"""
+"""Text to token ids: python scripts/prepare_data.py INPUT ... --out DIR, or `jaxdist data`"""
 
 import sys
-from pathlib import Path
 
-from jaxdist.errors import CommandParser, reports_mistakes
-
-
-@reports_mistakes
-def main() -> int:
-    """Exit status: 0 done, 2 something is wrong with the input."""
-    parser = CommandParser(description="Write text as token ids, for data.source=tokens.")
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl files, folders of them")
-    parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="a new folder")
-    parser.add_argument("--tokenizer", default="bytes", metavar="FILE", help="bytes, or a tokenizer.json")
-    parser.add_argument("--field", default="text", help="the key of the text in .jsonl files")
-    parser.add_argument("--end", default="", help="added to the end of each document, such as '<|endoftext|>'")
-    parser.add_argument("--held-out", type=float, default=0.05, help="fraction of the documents for val.bin")
-    arguments = parser.parse_args()
-    from jaxdist.data.prepare import prepare, summary  # slow to import: not for --help
-
-    manifest = prepare(**vars(arguments))
-    print("\n".join(summary(manifest, arguments.out)))
-    return 0
-
+from jaxdist.cli.data import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:], "prepare_data.py"))

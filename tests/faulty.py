@@ -8,7 +8,6 @@ finish: takes seconds after the last step, and then may fail; none.
 The moment is written to the standard error as "fault SECONDS", by time.time().
 """
 
-import importlib
 import json
 import os
 import sys
@@ -137,8 +136,7 @@ if __name__ == "__main__":
     chosen = json.loads(sys.argv.pop(1))
     if chosen.get("rank") == int(os.environ["RANK"]):
         spoil(chosen)
-    sys.path.insert(0, str(SCRIPTS))
     sys.argv[0] = str(SCRIPTS / "train.py")
-    train = importlib.import_module("train")
+    from jaxdist.cli.train import main
 
-    sys.exit(train.main())
+    sys.exit(main(sys.argv[1:], "train.py"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from syntax import ROOT
 
-from jaxdist.cli import explain
+from jaxdist.cli.work import explain
 from jaxdist.config.load import load_config
 from jaxdist.train_step import TrainStep
 from jaxdist.trainer.train import train

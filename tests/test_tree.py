@@ -25,6 +25,7 @@ REGISTRIES = (  # of these a folder has as many files as there are entries, and 
     "jaxdist/collectives/algorithms/",
     "jaxdist/data/sources/",
     "jaxdist/models/",
+    "jaxdist/cli/",  # a command each, whose function is main
 )
 ADVERBS = {
     *("about", "above", "after", "again", "ahead", "almost", "alone", "already", "always", "apart", "around", "aside"),

@@ -1,1 +1,1 @@
-"""The commands behind `scripts/explain.py`, `scripts/checkpoint.py` and `scripts/doctor.py`."""
+"""The command `jaxdist`: a table of subcommands, and a module for each; `scripts/*.py` call the same functions."""

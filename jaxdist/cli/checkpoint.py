@@ -1,177 +1,42 @@
-"""The command `checkpoint`: list, verify, export, import and average the checkpoints of runs."""
+"""The command `checkpoint`: ls, verify, export, import, average (docs/huggingface.md)."""
 
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import unflatten_dict
+from jaxdist.config.load import load_config
+from jaxdist.config.shipped import find_config, with_examples
+from jaxdist.errors import CommandParser, reports_mistakes
 
-from jaxdist.build import make_model
-from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
-from jaxdist.checkpoint.block_order import without_order
-from jaxdist.checkpoint.checksums import newer_format
-from jaxdist.checkpoint.huggingface.convert import check_model, export, load_params
-from jaxdist.checkpoint.huggingface.family import CONFIG
-from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
-from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
-from jaxdist.config.load import to_yaml
-from jaxdist.config.schema import Config
-from jaxdist.data import load_source
-from jaxdist.errors import UserError
-from jaxdist.files.regular import DAMAGED, read_regular, replace_file
-from jaxdist.model import ModelDef
-from jaxdist.observe import read_metrics, redact_settings
-from jaxdist.optim import only_trained
-from jaxdist.optim.make import make_optimizer
-from jaxdist.plan.traced.sharding import aligned
-from jaxdist.precision.loss_scale import fresh_guard
-from jaxdist.precision.policy import enable_x64, precision_of
-from jaxdist.specs import leaves_by_name
-from jaxdist.state import TrainState
-from jaxdist.trainer.resume import record
-from jaxdist.trainer.run import check_vocabulary
+_EXAMPLES = ("jaxdist checkpoint ls runs/mine", "jaxdist checkpoint export runs/mine --output hf")
 
 
-def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
-    """Run the subcommand in `arguments`, and print its result. Returns the exit status.
+@reports_mistakes
+def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
+    """Exit status: 0; 1 a checkpoint is damaged; 2 the arguments, the configuration or a file is wrong."""
+    parser = CommandParser(
+        prog=prog, description="List, check, convert and average checkpoints.", **with_examples(_EXAMPLES)
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("ls", "the steps of a run"),
+        ("verify", "whether their files are as written"),
+        ("export", "to Hugging Face safetensors"),
+        ("average", "the mean of steps"),
+    ):
+        commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    for name in ("export", "average"):
+        commands.choices[name].add_argument("--output", required=True, metavar="DIR", type=Path)
+    commands.choices["export"].add_argument("--step", type=int, help="the newest if left out")
+    commands.choices["export"].add_argument("--vocab", type=int, help="rows of the vocabulary that are no padding")
+    commands.choices["average"].add_argument("--last", required=True, metavar="N", type=int, help="newest steps")
+    importer = commands.add_parser("import", help="from Hugging Face safetensors, into step 0 of a new run")
+    importer.add_argument("folder", metavar="HF_DIR", type=Path)
+    importer.add_argument("--config", required=True, metavar="FILE", help="of the run; [section.key=value ...] on top")
+    importer.add_argument("--run-dir", required=True, metavar="DIR", type=Path, help="a new run directory")
+    arguments, overrides = parser.parse_known_args(argv)
+    if overrides and (arguments.command != "import" or any(text[0] == "-" for text in overrides)):
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    config = load_config(find_config(arguments.config), overrides) if arguments.command == "import" else None
+    from jaxdist.cli.work.checkpoint import checkpoint_command
 
-    config: for `import`, None for the others.
-    """
-    jax.config.update("jax_platforms", "cpu")  # nothing here needs more
-    try:
-        if arguments.command == "ls":
-            print("\n".join(listing(arguments.run_dir)))
-        elif arguments.command == "verify":
-            return check_all(arguments.run_dir)
-        elif arguments.command == "export":
-            (stored,) = open_steps(arguments.run_dir, step=arguments.step)
-            said = export(stored, arguments.output, vocab=arguments.vocab)
-            print(f"step {stored.step} to {arguments.output}: {said}")
-        elif arguments.command == "import":
-            assert config is not None
-            said = import_model(arguments.folder, config, arguments.run_dir)
-            print(f"{arguments.folder} to {arguments.run_dir}: {said}")
-        else:
-            print(average(arguments.run_dir, arguments.output, last=arguments.last))
-    except (SaveFailed, OSError) as error:
-        writes = arguments.command not in ("ls", "verify")
-        mend = "nothing complete was written: remove what there is of it, and try again" if writes else "mend it"
-        raise UserError(f"{arguments.command}: {error}; {mend}") from error
-    return 0
-
-
-def listing(run_dir: Path) -> list[str]:
-    """The table of a run's steps, in lines."""
-    metrics = run_dir / "metrics.jsonl"
-    records = {each["step"]: each for each in read_metrics(metrics)} if metrics.exists() else {}
-    rows: list[tuple[str, ...]] = [("step", "MiB", "written", "loss", "eval loss", "state")]
-    for folder in step_folders(run_dir):
-        found = records.get(int(folder.name), {}) if folder.name.isdigit() else {}
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
-        written = f"{datetime.fromtimestamp(folder.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
-        losses = [f"{found[key]:.4f}" if key in found else "-" for key in ("loss", "eval/loss")]
-        aside = f"damaged, moved aside ({folder.name})" if DAMAGED in folder.name else f"not complete ({folder.name})"
-        newer = newer_format(folder)
-        state = f"of format {newer}, a later version's" if newer else "complete" if is_complete(folder) else aside
-        rows.append((folder.name.partition(".")[0], f"{size:.1f}", written, *losses, state))
-    return aligned(rows, right=range(5))
-
-
-def check_all(run_dir: Path) -> int:
-    """Print for each step whether it is as it was written. Returns 1 if one is not, else 0."""
-    status = 0
-    for folder in step_folders(run_dir):
-        if DAMAGED in folder.name:
-            print(f"{folder.name}: was damaged, and is no step any more")
-            continue
-        problems = verify(folder) if is_complete(folder) else ["not complete"]
-        print(f"{folder.name}: {'; '.join(problems) or 'ok'}")
-        status = 1 if problems else status
-    return status
-
-
-def import_model(folder: Path, config: Config, run_dir: Path) -> str:
-    """Make a run directory with a checkpoint of step 0: the parameters of a Hugging Face folder, and a new optimizer
-    state. Returns a line about it."""
-    _check_new(run_dir, "--run-dir")
-    model, positions = config.model.resolved(), config.data.seq_len
-    enable_x64(config.precision.policy)
-    with TensorFiles(folder) as files:
-        vocab, before = check_model(files, read_json(folder / CONFIG), model, positions=positions)
-        source = load_source(config.data)
-        check_vocabulary(config, source)
-        whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
-        made = make_model(whole, precision_of(config.precision), stages=1, training=True)
-        assert isinstance(made, ModelDef), "a loss has no format of Hugging Face, which check_model has said"
-        shapes = leaves_by_name(made.shapes)
-        named = load_params(files, model, shapes, positions=positions)
-        params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")
-    deterministic = config.parallel.grad_sync.deterministic
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
-    opt_state = jax.jit(only_trained(optimizer, config.optimizer.freeze).init)(params)
-    state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
-    with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
-        checkpoints.save(0, state, record(config, source))
-    replace_file(run_dir / "config.yaml", to_yaml(config, redact_settings).encode())
-    now = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
-    cast = f", {' and '.join(before)} cast to {' and '.join(now)}" if before != now else ""
-    padding = 0 if vocab is None else model.vocab - vocab
-    said = f"; the vocabulary has {vocab} rows there, {padding} were added: the mean of the others" if padding else ""
-    return f"{made.parameters:,} parameters{cast}{said}"
-
-
-def average(run_dir: Path, output: Path, *, last: int) -> str:
-    """Make a run directory with the newest checkpoint of a run, its parameters the mean of the newest `last`.
-
-    The mean is computed in float64. The residual of lossy gradient sums is left out. Returns a line about it.
-    """
-    if last < 1:
-        raise UserError(f"--last: {last}; allowed: 1 and more")
-    _check_new(output, "--output")
-    steps = open_steps(run_dir, last=last)
-    newest = steps[-1]
-    for other in steps[:-1]:
-        _check_same(newest, other)
-    enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
-    params = unflatten_dict({name: jnp.asarray(_mean(steps, name)) for name in newest.params()}, sep=".")
-    rest = jax.tree.map(jnp.asarray, newest.rest())
-    others = {name: rest[name] for name in ("guard", "model_state") if name in rest}
-    state = TrainState(rest["step"], params, rest["opt_state"], **others)
-    with Checkpoints(output / FOLDER, keep=1) as checkpoints:
-        checkpoints.save(newest.step, state, without_order(newest.meta))
-    if (run_dir / "config.yaml").exists():
-        replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
-    return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}"
-
-
-def _mean(steps: Sequence[Stored], name: str) -> np.ndarray:
-    first = steps[0].param(name)
-    total = first.astype(np.float64)
-    for stored in steps[1:]:
-        total += stored.param(name)
-    total /= len(steps)
-    return total.astype(first.dtype)
-
-
-def _check_same(newest: Stored, other: Stored) -> None:
-    mine, its = newest.params(), other.params()
-    for name in sorted(mine.keys() | its.keys()):
-        kinds = [
-            f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"
-            for leaves in (mine, its)
-        ]
-        if kinds[0] != kinds[1]:
-            raise UserError(
-                f"{name}: is {kinds[0]} in step {newest.step} and {kinds[1]} in step {other.step}; give"
-                " --last a smaller number"
-            )
-
-
-def _check_new(run_dir: Path, key: str) -> None:
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise UserError(f"{key}: {run_dir} is there already; give a new run directory")
+    return checkpoint_command(arguments, config)

@@ -1,35 +1,49 @@
-"""The work of `scripts/explain.py`, once its arguments are read and jax has its devices."""
+"""The command `explain`: what a configuration will communicate and hold, without running a step."""
 
-import json
+import math
 import sys
-from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-from jaxdist.config.schema import Config
-from jaxdist.plan import budget
-from jaxdist.plan.explain import explain, explanation_to_json
-from jaxdist.plan.remedies import remedies
-from jaxdist.plan.report import pipeline, text
+from jaxdist.config.load import load_config
+from jaxdist.config.shipped import add_config, take_config, with_examples
+from jaxdist.errors import CommandParser, reports_mistakes
+
+_EXAMPLES = (
+    "jaxdist explain quickstart",
+    "jaxdist explain quickstart parallel.strategy=zero2 --json out.json --remedies",
+)
 
 
-def run_explain(config: Config, arguments: Namespace) -> list[str]:
-    """Print the report and write the files that the arguments name. Returns a line for each collective over budget."""
-    ticks = None if arguments.timeline is None else pipeline.configured_ticks(config)
-    found = explain(config, compiled=arguments.compile, devices_per_host=arguments.devices_per_host)
-    print(
-        text.explanation_text(
-            found, rows=arguments.rows, parameters=arguments.parameters, activations=arguments.activations
-        )
+@reports_mistakes
+def main(argv: Sequence[str], prog: str = "jaxdist explain") -> int:
+    """Exit status: 0; 1 over budget; 2 the configuration is wrong."""
+    parser = CommandParser(
+        prog=prog, description="The collectives, memory and layout of one train step.", **with_examples(_EXAMPLES)
     )
-    table = None
-    if arguments.remedies:
-        table = remedies(config, progress=lambda text: print(text, file=sys.stderr, flush=True))
-        print("", text.remedies_text(table), sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(explanation_to_json(found, table), indent=1) + "\n")
-    if arguments.plot is not None:
-        text.draw_explanation(found, arguments.plot)
-    if ticks is not None:
-        print("", pipeline.show_pipeline(config, ticks, arguments.timeline), sep="\n")
-    if arguments.write_budget is not None:
-        arguments.write_budget.write_text(json.dumps(budget.budget_of(found.ledger), indent=1) + "\n")
-    return budget.over_budget(found.ledger, budget.read_budget(arguments.budget)) if arguments.budget else []
+    add_config(parser)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="everything, for programs")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="a picture: bytes by purpose, memory")
+    parser.add_argument("--timeline", metavar="FILE", type=Path, help="a picture: the stages of a pipeline in time")
+    parser.add_argument("--rows", type=int, default=24, help="collectives, and activations, that are printed; 0: all")
+    parser.add_argument("--parameters", action="store_true", help="also print how every parameter is sharded")
+    parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
+    parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices, and compare")
+    parser.add_argument("--remedies", action="store_true", help="also compile what would save memory, and rank it")
+    parser.add_argument("--devices-per-host", type=int, default=8)
+    parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
+    parser.add_argument("--write-budget", metavar="FILE", type=Path)
+    arguments = parser.parse_intermixed_args(argv)
+    config = load_config(*take_config(parser, arguments), planned=True)
+    import jax  # not before the configuration holds
+
+    jax.config.update("jax_platforms", "cpu")
+    if arguments.compile or arguments.remedies:
+        jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
+    from jaxdist.cli.work.explain import run_explain
+
+    over = run_explain(config, arguments)
+    for line in over:
+        print(f"over budget: {line}", file=sys.stderr)
+    return 1 if over else 0

@@ -40,11 +40,6 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
 
     planned: nothing will run here, so neither the devices nor the data need to be here.
     """
-    if config.optimizer.warmup_steps > config.train.steps:
-        raise UserError(
-            f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than train.steps"
-            f" {config.train.steps}; allowed: 0 to {config.train.steps}"
-        )
     if config.checkpoint.keep_best and not config.train.eval_every:
         raise UserError(
             f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations, and train.eval_every"

@@ -73,6 +73,11 @@ def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T
     return made
 
 
+def key_names(cls: Any) -> list[str]:
+    """The whole names of all keys, those of the default entries among them, in order."""
+    return list(_section(cls, {}).everywhere())
+
+
 def _section(cls: Any, given: Mapping[str, Any], name: str = "") -> _Section:
     """The section `cls` with the keys of the entries that `given` names, a tree of values that are not checked yet."""
     prefix = f"{name}." if name else ""

@@ -1,4 +1,4 @@
-"""Values that a configuration leaves open, filled in: sizes of the mesh, the number of devices.
+"""Values that a configuration leaves open, filled in: sizes of the mesh, the number of devices, the warm-up.
 
 Nothing here imports jax.
 """
@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.config.rules.mesh import read_count
@@ -21,6 +22,30 @@ if TYPE_CHECKING:
 
 SHRINK_ORDER = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+INSTALL_CUDA = "pip install 'jaxdist[cuda13]', or 'jaxdist[cuda12]' for CUDA 12"
+
+
+def warmup_of(asked: int, steps: int) -> int:
+    """The steps of warm-up in a run of so many steps: what is asked for, or half of the run if that is longer than it.
+
+    Whoever tries a configuration with few steps then sees the rate rise, and fall.
+    """
+    return asked if asked <= steps else steps // 2
+
+
+def unused_gpus(root: Path = Path("/")) -> str | None:
+    """A line about NVIDIA GPUs that jax cannot use, as it has no plugin for them. None where there are none, or one is.
+
+    root: the folder that has dev/ and proc/.
+    """
+    there = any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia"))
+    if not there or _plugins():
+        return None
+    return f"NVIDIA GPUs are here, but jax has no CUDA plugin and uses the CPU; {INSTALL_CUDA}"
+
+
+def _plugins() -> list[str]:
+    return [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
 
 
 def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bool = False) -> MeshConfig:
@@ -104,11 +129,11 @@ def known_devices(devices: DevicesConfig) -> int | None:
 
     platform "gpu" without a plugin for one is a `UserError`; so is a process count in the environment that is no count.
     """
-    plugins = [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
+    plugins = _plugins()
     if devices.platform == "gpu" and not plugins:
         raise UserError(
-            "devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; pip install"
-            " 'jaxdist[cuda12]' or 'jaxdist[cuda13]', or use devices.platform=auto"
+            f"devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; {INSTALL_CUDA}, or use"
+            " devices.platform=auto"
         )
     processes = _process_count()
     if (devices.platform != "cpu" and plugins) or processes is None:

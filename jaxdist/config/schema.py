@@ -174,7 +174,9 @@ class OptimizerConfig:
     schedule: str = setting(
         "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"), dotted=True
     )
-    warmup_steps: int = setting(0, "steps over which the rate rises from 0; at most train.steps", at_least=0)
+    warmup_steps: int = setting(
+        0, "steps over which the rate rises from 0; above train.steps it is half of these", at_least=0
+    )
     final_lr_ratio: float = setting(0.1, "last learning rate as a fraction of lr", at_least=0, at_most=1)
     b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
     b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)

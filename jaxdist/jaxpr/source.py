@@ -1,5 +1,6 @@
 """The source line of an equation."""
 
+import functools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ def line_of_user(equation: Any) -> str:
 
 def is_installed(file: str | Path) -> bool:
     """Whether a file is Python's own, or of an installed package."""
+    return _is_installed(str(file))
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
     path = Path(file)
     return bool({"site-packages", "dist-packages"} & set(path.parts) or INSTALLED & set(path.parents))
 

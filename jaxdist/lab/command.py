@@ -1,7 +1,8 @@
-"""The command line of the laboratory for slow networks: `scripts/virtual_hosts.py`."""
+"""The command line of the laboratory for slow networks, `jaxdist lab`."""
 
 import sys
 
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import clean, unavailable
 from jaxdist.lab.virtual_hosts import HostResult, Output, exit_status, run_on_hosts
@@ -11,12 +12,18 @@ LAB_DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N pr
 of the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs
 Linux and root; COMMAND runs as root too. It finds the job in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
 JAX_PROCESS_ID, and HOST_INDEX, HOST_COUNT, VIRTUAL_HOSTS_INTERFACE and VIRTUAL_HOSTS_RATE."""
-LAB_USAGE = "virtual_hosts.py -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       virtual_hosts.py --clean"
+LAB_USAGE = "{0} -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       {0} --clean"
+_EXAMPLES = (
+    "sudo jaxdist lab -n 3 --rate 200mbit -- jaxdist train quickstart mesh.data=-1 devices.simulated=4",
+    "sudo jaxdist lab --clean",
+)
 
 
-def make_lab_parser() -> CommandParser:
+def make_lab_parser(prog: str = "jaxdist lab") -> CommandParser:
     """The options before `--`."""
-    parser = CommandParser(description=LAB_DESCRIPTION, usage=LAB_USAGE)
+    parser = CommandParser(
+        prog=prog, description=LAB_DESCRIPTION, usage=LAB_USAGE.format(prog), **with_examples(_EXAMPLES)
+    )
     add = parser.add_argument
     add("-n", "--hosts", type=int, metavar="N", help="number of hosts, 1 to 64")
     add("--rate", help="of every link, both ways, as 200mbit; or one a host, with commas; or none")
@@ -30,10 +37,10 @@ def make_lab_parser() -> CommandParser:
 
 
 @reports_mistakes
-def run_lab(arguments: list[str]) -> int:
+def run_lab(arguments: list[str], prog: str = "jaxdist lab") -> int:
     """Exit status: 0 done, that of the host that failed first, 128 + n after signal n, 2 when it cannot run."""
     before, command = split_command(arguments)
-    parser, signals = make_lab_parser(), list[int]()
+    parser, signals = make_lab_parser(prog), list[int]()
     options = parser.parse_args(before)
     if options.clean:
         if reason := unavailable():

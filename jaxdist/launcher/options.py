@@ -6,17 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE, new_token, read_token
 from jaxdist.runtime.run_folder import given_run_directory, run_directory_of
 
-DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each
+_DESCRIPTION = """Start COMMAND N times on this host, as the processes of one job; with --nnodes, on every host. Each
 process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. A job that
 fails is started again and resumes from its last checkpoint. Ctrl-C, or SIGTERM, stops the ranks together, with a
 checkpoint; a second one kills them. Exit status: 0 done, 2 the configuration is wrong, 75 stopped but resumable, 1
 anything else."""
-USAGE = "launch.py -n N [options] -- COMMAND ..."
+_EXAMPLES = (
+    "jaxdist launch -n 2 -- jaxdist train quickstart devices.simulated=4",
+    "jaxdist launch -n 8 --nnodes 2 --node-rank 0 --coordinator host0:9876 -- jaxdist train my.yaml --run-dir my",
+)
 MAX_COUNT = 100_000  # of processes or hosts
 
 
@@ -54,9 +58,11 @@ class Plan(NamedTuple):
     backoff: float  # seconds
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(prog: str = "jaxdist launch") -> CommandParser:
     """The options before `--`."""
-    parser = CommandParser(prog="launch.py", description=DESCRIPTION, usage=USAGE)
+    parser = CommandParser(
+        prog=prog, description=_DESCRIPTION, usage=f"{prog} -n N [options] -- COMMAND ...", **with_examples(_EXAMPLES)
+    )
     add = parser.add_argument
     add("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")
     add("--nnodes", type=int, default=1, metavar="N", help="hosts in the job (default: 1)")
@@ -80,10 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = "jaxdist launch") -> Plan:
     """Read a command line. Raises `UserError`."""
     before, command = split_command(arguments)
-    options = make_parser().parse_args(before)
+    options = make_parser(prog).parse_args(before)
     check_command(command)
     _check_numbers(options)
     if options.nnodes > 1 and options.coordinator is None:

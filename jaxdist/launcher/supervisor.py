@@ -1,4 +1,4 @@
-"""The launcher behind `scripts/launch.py`: starts the processes of a job, and again from its last checkpoint.
+"""The launcher, `jaxdist launch`: starts the processes of a job, and again from its last checkpoint.
 
 JAX cannot go on without a lost rank, so a launcher ends them all and starts the whole job again, which resumes. The
 global batch is the configuration's, whatever the number of processes (`mesh.data: -1` is all devices that are there).
@@ -24,6 +24,7 @@ from jaxdist.runtime.join.environment import FREE_PORT, INIT_METHOD, JOB_ID, NUM
 from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
 from jaxdist.runtime.network.addresses import free_port, split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
+from jaxdist.runtime.output import lasting_output
 from jaxdist.runtime.run_folder import ATTEMPT, RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
 
 MAX_BACKOFF_S = 60.0
@@ -229,8 +230,13 @@ class Supervisor:
 
 
 @reports_mistakes
-def run_launcher(arguments: Sequence[str]) -> int:
-    """Run a job as a command line says. Returns the exit status."""
-    plan, signals = make_plan(arguments, os.environ), list[int]()
+def _run(arguments: Sequence[str], prog: str) -> int:
+    plan, signals = make_plan(arguments, os.environ, prog), list[int]()
     with noted_signals(signals, SAME_S), contextlib.closing(Supervisor(plan, signals)) as supervisor:
         return supervisor.run()
+
+
+def run_launcher(arguments: Sequence[str], prog: str = "jaxdist launch") -> int:
+    """Run a job as a command line says. Returns the exit status."""
+    with lasting_output():
+        return _run(arguments, prog)

@@ -136,6 +136,7 @@ class Console:
             "grad_norm": ("grad", lambda norm: f"{norm:.3g}"),
             "tokens_per_s": ("tokens/s", _rate),
             "samples_per_s": ("samples/s", _rate),
+            "mfu": ("MFU", lambda share: f"{share:.1%}"),
         }
         return [f"{name} {text(metrics[key])}" for key, (name, text) in shown.items() if key in metrics]
 

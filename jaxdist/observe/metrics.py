@@ -44,8 +44,8 @@ def _decode(line: bytes) -> dict[str, Any]:
     """One line as a record. ValueError when it is not a JSON object with a whole number "step"."""
     record = log_record(line, mark=_MARK, lists="samples")
     step = record.get("step")
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise ValueError('"step" is missing or not a whole number')
+    if not isinstance(step, int) or isinstance(step, bool) or not -(2**63) <= step < 2**63:
+        raise ValueError('"step" is missing or not a whole number of 64 bits')
     for mark in [key for key in record if key.endswith(_MARK)]:
         record[mark.removesuffix(_MARK)] = float(record.pop(mark))
     return record
@@ -89,6 +89,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     if found.problem:
         raise UserError(f"{path}, {found.problem}; mend or remove it")
     return [record for _, record in found.lines]
+
+
+def good_records(path: str | Path) -> tuple[list[dict[str, Any]], str]:
+    """(the records of the good lines, what is wrong with the first of the others; "" without any)."""
+    found = _parse(read_regular(path))
+    return [record for _, record in found.lines], found.problem
 
 
 class MetricsWriter:

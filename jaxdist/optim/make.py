@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jaxdist import registry
+from jaxdist.config.resolve import warmup_of
 from jaxdist.errors import UserError
 from jaxdist.optim.muon import muon
 from jaxdist.optim.norms import clip_by_ordered_norm
@@ -35,17 +36,18 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
             raise UserError(f"{key}: {config.schedule!r} gives a {type(made).__name__}; allowed: step -> learning rate")
         return made
 
-    after, final = max(1, steps - config.warmup_steps - 1), config.lr * config.final_lr_ratio
+    warmup = warmup_of(config.warmup_steps, steps)
+    after, final = max(1, steps - warmup - 1), config.lr * config.final_lr_ratio
     tail = {
         "cosine": lambda: optax.cosine_decay_schedule(config.lr, after, alpha=config.final_lr_ratio),
         "linear": lambda: optax.linear_schedule(config.lr, final, after),
         "constant": lambda: optax.constant_schedule(config.lr),
     }.get(config.schedule, own)()
-    if not config.warmup_steps:
+    if not warmup:
         return tail
-    # Step 0 must change the parameters, so it has lr / warmup_steps, the first of warmup_steps equal rises.
-    rise = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, max(1, config.warmup_steps - 1))
-    return optax.join_schedules([rise, tail], [config.warmup_steps])
+    # Step 0 must change the parameters, so it has lr / warmup, the first of so many equal rises.
+    rise = optax.linear_schedule(config.lr / warmup, config.lr, max(1, warmup - 1))
+    return optax.join_schedules([rise, tail], [warmup])
 
 
 def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:

@@ -65,7 +65,16 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     sizes = asdict(config.mesh)
     mesh: AnyMesh = make_mesh(**sizes, devices=jax.devices()) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
-    batch = batch_of(config, mesh)
+    return explain_parts(config, parts, mesh, batch_of(config, mesh), compiled=compiled, devices_per_host=devices_per_host)
+
+
+def explain_parts(
+    config: Config, parts: Parts, mesh: AnyMesh, batch: PyTree, *, compiled: bool = False, devices_per_host: int = 8
+) -> Explanation:
+    """`explain` of parts that are assembled already, as those of a run; a step that was traced is not traced again.
+
+    batch: shapes with shardings
+    """
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
     kept = saved_activations(parts.step, parts.target, batch)

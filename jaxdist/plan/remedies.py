@@ -151,23 +151,47 @@ def _check_available(config: Config, other: Config) -> None:
         raise UserError("simulated devices have no host memory, and run it as memory.remat=full")
 
 
-def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
-    """Compile the step as it is and with each change, for the devices of this process: as many as the mesh has.
+class Candidate(NamedTuple):
+    """A change that may be compiled: a remedy before its cost is known.
 
-    progress: called with a line of text before each compilation
+    config: the configuration with the change; None where there is none
+    refused: why there is none; "" where nothing would change: `in_use`, or it does not apply
     """
-    wanted: list[tuple[str, tuple[str, ...], Config]] = []
-    found: list[Remedy] = []
+
+    name: str
+    overrides: tuple[str, ...]
+    config: Config | None
+    refused: str = ""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the configuration has these values already."""
+        return self.config is None and not self.refused and bool(self.overrides)
+
+
+def candidates(config: Config) -> list[Candidate]:
+    """All remedies, without compiling anything."""
+    found = []
     for name, change in REMEDIES:
         overrides: tuple[str, ...] = ()
         try:
             values = change(config)
             overrides = tuple(typed(key, value) for key, value in values.items())
             other = changed(config, values)
-            if other != config:
-                wanted.append((name, overrides, check_config(other, planned=True)))
+            found.append(Candidate(name, overrides, None if other == config else check_config(other, planned=True)))
         except UserError as error:
-            found.append(Remedy(name, overrides, None, str(error)))
+            found.append(Candidate(name, overrides, None, str(error)))
+    return found
+
+
+def remedies(config: Config, *, progress: Callable[[str], None]) -> Table:
+    """Compile the step as it is and with each change, for the devices of this process: as many as the mesh has.
+
+    progress: called with a line of text before each compilation
+    """
+    known = candidates(config)
+    found = [Remedy(each.name, each.overrides, None, each.refused) for each in known if each.refused]
+    wanted = [(each.name, each.overrides, each.config) for each in known if each.config is not None]
     progress(f"compiling 1/{len(wanted) + 1}: as it is")
     now = cost_of(config)
     for i, (name, overrides, other) in enumerate(wanted, start=2):

@@ -3,9 +3,10 @@
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -82,6 +83,49 @@ def _lasting(stream: TextIO | None, gone: Callable[[], None]) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+GLOO_WORDS = r"\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : | "
+_GLOO = re.compile(rf"({GLOO_WORDS})*".encode())
+
+
+def without_gloo(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines without those that gloo prints when it connects. It prints word by word from several threads at once,
+    so that a line of its words may be without a beginning, and a number or an empty line may follow."""
+    after = False
+    for line in lines:
+        after = _GLOO.fullmatch(line.rstrip(b"\n")) is not None and (after or b"Gloo" in line or b"peer ranks" in line)
+        if not after:
+            yield line
+
+
+@contextlib.contextmanager
+def quiet_gloo() -> Iterator[None]:
+    """A context in which gloo is not heard on standard output, to which it prints from C++, with no way to switch it
+    off. What else is printed from C++ there passes; Python's own standard output goes on to the file it had."""
+    sys.stdout.flush()
+    file, (reading, writing), before = os.dup(1), os.pipe(), sys.stdout
+    os.set_inheritable(writing, True)
+
+    def forward() -> None:
+        with os.fdopen(reading, "rb") as lines:
+            for line in without_gloo(lines):
+                with contextlib.suppress(OSError):  # a full disk, a reader that has gone
+                    os.write(file, line)
+
+    thread = threading.Thread(target=forward, name="quiet gloo", daemon=True)
+    os.dup2(writing, 1)
+    os.close(writing)
+    thread.start()
+    sys.stdout = os.fdopen(file, "w", encoding=before.encoding, errors=before.errors, buffering=1, closefd=False)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        sys.stdout = before
+        os.dup2(file, 1)  # closes the pipe, which ends the thread
+        thread.join(5)
 
 
 @contextlib.contextmanager

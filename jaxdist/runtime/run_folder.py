@@ -59,7 +59,9 @@ def given_run_directory(command: Sequence[str], environ: Mapping[str, str]) -> s
 def run_directory_of(command: Sequence[str], environ: Mapping[str, str]) -> Path:
     """The run directory that a training command will use: the one that is given, or a new one."""
     given = given_run_directory(command, environ)
-    return Path(given) if given else new_run_directory(_option(command, "--config") or "run.yaml")
+    after = command[list(command).index("train") + 1 :] if "train" in command else ()
+    named = next((word for word in after if not word.startswith("-") and "=" not in word), "run.yaml")
+    return Path(given) if given else new_run_directory(_option(command, "--config") or named)
 
 
 def refuse_strangers(folder: Path) -> None:

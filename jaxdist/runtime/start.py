@@ -12,10 +12,11 @@ from typing import Any
 import jax
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.resolve import GPU_PLUGINS, resolve_mesh
+from jaxdist.config.resolve import GPU_PLUGINS, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
+from jaxdist.processes import place
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
 from jaxdist.runtime.exit_status import FAILED, status_of
@@ -93,6 +94,15 @@ def _count(devices: DevicesConfig) -> int:
         raise UserError(f"devices.platform: 'gpu', but JAX cannot use one ({reason}); set auto or cpu") from error
 
 
+def _greet(devices: DevicesConfig) -> None:
+    """A line from each rank other than 0, which else prints nothing; from rank 0, about GPUs that jax cannot use."""
+    rank, processes = place()
+    if rank:
+        print(f"rank {rank} of {processes} joined; rank 0 prints", flush=True)
+    elif devices.platform == "auto" and os.environ.get("JAX_PLATFORMS") != "cpu" and (found := unused_gpus()):
+        print(f"warning: {found}", file=sys.stderr, flush=True)
+
+
 def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any]] = contextlib.nullcontext) -> Config:
     """Start JAX and its compiler for a configuration, which is returned with the mesh that the devices allow.
 
@@ -109,6 +119,7 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
     job = find_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():
         join_job(job, heartbeat_s(config.train.watchdog_s))
+    _greet(config.devices)
     with fail_alone(), watched(config):
         config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
         set_options(config, jax.default_backend())

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.resolve import warmup_of
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
 from jaxdist.observe import redact, redact_settings
 from jaxdist.parallel.grad_sync import order_of_work
@@ -89,6 +90,9 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "state": f"{near:.2f} MiB a device (parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
+    asked, steps = config.optimizer.warmup_steps, config.train.steps
+    if (warmup := warmup_of(asked, steps)) != asked:
+        rows["warm-up"] = f"{warmup} {plural('step', warmup)} in place of {asked}: train.steps is {steps}"
     if ModelFacts.of(config.model.name).kernels:
         kernel, why = parts.attention
         rows["attention"] = kernel + (f", because {why}" if why else "")

@@ -2,54 +2,21 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import jax
 
 from jaxdist.config.schema import Config
 from jaxdist.data import Source, leaves_of
+from jaxdist.mesh import on_cpu
+from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.trainer.measures.clock import Clock, process_start
+from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes
 from jaxdist.trainer.run import Outputs, RunPlan, Work
-
-_Batch = TypeVar("_Batch")
-
-
-class Clock:
-    """The time between finished steps, evaluations left out."""
-
-    def __init__(self, per_step: int, unit: str = "tokens") -> None:
-        """A step has `per_step` tokens, or samples, as `unit` says."""
-        self._rate, self._per_step = f"{unit}_per_s", per_step
-        self.restart()
-
-    def restart(self) -> None:
-        """Do not count the time since the last step."""
-        self._mark, self._waited = time.perf_counter(), 0.0
-
-    def awaited(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The same batches; the time that the loop waits for each is counted."""
-        rest = iter(batches)
-        while True:
-            before = time.perf_counter()
-            try:
-                batch = next(rest)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - before
-            yield batch
-
-    def read(self) -> dict[str, float]:
-        """The metrics of the step that has just finished:
-
-        - tokens_per_s or samples_per_s.
-        - data_wait: the fraction of its time that the loop waited for the next batch.
-        """
-        now = time.perf_counter()
-        seconds, waited = now - self._mark, self._waited
-        self._mark, self._waited = now, 0.0
-        return {self._rate: self._per_step / seconds, "data_wait": waited / seconds}
 
 
 def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
@@ -60,17 +27,47 @@ def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
     return config.data.global_batch, "samples"
 
 
+def last_time(outputs: Outputs) -> float | None:
+    """The time of the last line of metrics.jsonl; None without one, and on processes that write none."""
+    writer = outputs.metrics
+    records = [] if writer is None or not writer.path.exists() else read_metrics(writer.path)
+    return records[-1].get("time") if records else None
+
+
+def session_start(outputs: Outputs, called: float) -> float:
+    """When this session began, by `time.monotonic`: with its process; where an earlier session of the same process
+    wrote the last line, when training was called."""
+    start, last = process_start(), last_time(outputs)
+    return called if last is not None and last > time.time() - (time.monotonic() - start) else start
+
+
+class Measured(NamedTuple):
+    """What measures the steps of a session, over its rollbacks."""
+
+    clock: Clock
+    figures: StepFigures
+
+
 class Recorder:
     """Writes finished steps to the console and metrics.jsonl, and raises `NonFinite` for what must not go on."""
 
-    def __init__(self, plan: RunPlan, work: Work, outputs: Outputs, watch: Watch, spikes: Spikes) -> None:
+    def __init__(
+        self, plan: RunPlan, work: Work, outputs: Outputs, watch: Watch, spikes: Spikes, measured: Measured
+    ) -> None:
         self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
         self._max_skips = plan.parts.options.max_skips
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
         self._unwritten = False
         self._rates, self._recorded = work.rates, work.recorded
-        self._clock = Clock(*work.per_step)
+        # XLA:CPU computes within the call of a step, or lets it wait; with GPUs it returns at once.
+        self._calls_wait = on_cpu(plan.mesh)
+        self._clock, self._figures = measured
+        self._clock.restart()
         self.awaited = self._clock.awaited
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context in which a step is called."""
+        return self._clock.spending("device") if self._calls_wait else nullcontext()
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """A step was handed to the device: record the one before it, which never waits for this one."""
@@ -82,30 +79,32 @@ class Recorder:
     def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
         """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes.
         Returns that evaluation, {} without one."""
-        evaluation = self._record(evaluate)
-        self._clock.restart()
-        return evaluation
+        return self._record(evaluate)
 
     def _record(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
         """Wait for the dispatched step, if there is one, and record it. Returns its evaluation."""
         if self._dispatched is None:
             return {}
         (step, waiting), self._dispatched = self._dispatched, None
-        values = {name: float(value) for name, value in jax.device_get(waiting).items()}
+        with self._clock.spending("device"):
+            values = {name: float(value) for name, value in jax.device_get(waiting).items()}
         self._crumbs.at_step("record")
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         metrics = {"loss": loss, **values}
         if self._rates is not None:  # the optimizer has not counted skipped steps
             metrics["lr"] = float(self._rates[step - 1 - skipped + (in_a_row > 0)])
-        metrics |= self._clock.read()
+        metrics |= self._clock.finished()
+        metrics |= self._figures.metrics(metrics["step_s"])
         metrics |= {"skipped": skipped} if in_a_row else {}
         self._outputs.console.step(step, metrics)
-        evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
+        with self._clock.spending("eval"):
+            evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._outputs.console.evaluation(step, evaluation)
-        self._write(step, metrics | evaluation)
-        self._recorded(step, metrics | evaluation)
+        whole = metrics | evaluation | self._clock.line()
+        self._write(step, whole)
+        self._recorded(step, whole)
         if in_a_row or not (math.isfinite(loss) and math.isfinite(norm)):
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:

@@ -28,7 +28,7 @@ from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
-from jaxdist.plan.compiled.memory import sample_of
+from jaxdist.plan.compiled.memory import held_bytes, sample_of
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
@@ -219,10 +219,16 @@ def build(
     watch.crumbs.enter("restore")
     fresh = lambda: init_state(parts.model, parts.optimizer, mesh, parts.options)  # noqa: E731
     progress = restore_or_init(config, parts.target, outputs, fresh, identity(config, plan.source))
-    lead = jax.process_index() == 0
+    lead, baselines = jax.process_index() == 0, dict[str, float]()
     if lead:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
-        described = {**run_environment(mesh), "data": redact_settings(plan.source.info)}
+        baselines = ngram_baselines(plan.source)
+        described = {
+            **run_environment(mesh),
+            "data": redact_settings(plan.source.info),
+            "baselines": baselines,
+            "state_bytes": held_bytes(progress.state),
+        }
         outputs.open_files(
             stack,
             resume_step=resumed,
@@ -235,7 +241,7 @@ def build(
         progress=progress,
         outputs=outputs,
         record=lambda step: record(config, plan.source, passed=progress.passed, forced=progress.forced),
-        baselines=ngram_baselines(plan.source) if lead else {},
+        baselines=baselines,
         watch=watch,
         cache=cache,
         sample=sample,

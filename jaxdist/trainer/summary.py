@@ -3,52 +3,134 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
-import jax
-
-from jaxdist.config.load import to_yaml
+from jaxdist.build import Parts
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
-from jaxdist.mesh import sizes_of
+from jaxdist.mesh import AnyMesh
 from jaxdist.observe import read_metrics, redact_settings, work_unit
-from jaxdist.specs import bytes_per_device, path_name, shard_count
-from jaxdist.trainer.recorder import work_of_a_step
-from jaxdist.trainer.run import TrainingRun, run_environment
+from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, Sent, read_run, write_report
+from jaxdist.observe.report.read import defaults_of
+from jaxdist.optim.muon import OPTIMIZER
+from jaxdist.plan.compiled.memory import batch_of, resident_bytes
+from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, NOT_HERE, explain_parts
+from jaxdist.plan.remedies import Table, candidates
+from jaxdist.plan.traced.ledger import GRADIENT, SENDS, Collective
+from jaxdist.specs import PyTree, axes_by_dim
+from jaxdist.trainer.run import TrainingRun
 
 WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
 
 
-def write_run_report(run: TrainingRun, records: Sequence[dict[str, Any]], samples: str) -> None:
-    """Write report.html. records: of metrics.jsonl."""
-    from jaxdist.observe.report import LayoutRow, write_report  # imports matplotlib, which is slow
+def predict(config: Config, parts: Parts, mesh: AnyMesh, batch: PyTree) -> Prediction:
+    """What the traced step says of memory and communication, for a report. Raises `UserError` as `ledger` does.
 
-    plan, folder = run.plan, run.outputs.folder
-    layout = [
+    batch: shapes with shardings
+    """
+    found = explain_parts(config, parts, mesh, batch)
+    layout = tuple(
         LayoutRow(
-            path_name(path),
-            leaf.shape,
-            str(leaf.dtype),
-            str(leaf.sharding.spec),
-            shard_count(leaf.sharding.spec, plan.mesh),
-            bytes_per_device(leaf, leaf.sharding.spec, plan.mesh),
-            math.prod(leaf.shape) * leaf.dtype.itemsize,
+            row.path,
+            row.shape,
+            row.dtype,
+            tuple(axes_by_dim(row.spec, len(row.shape))),
+            mesh.size // row.copies,
+            row.bytes_per_device,
+            row.bytes_per_device * (mesh.size // row.copies),
         )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(plan.parts.target.params)
-    ]
-    work, unit = work_of_a_step(plan.config, plan.source)
-    write_report(
-        folder / "report.html",
-        title=folder.name,
-        config_yaml=to_yaml(plan.config, redact_settings),
-        environment=run_environment(plan.mesh),
-        metrics=records,
-        layout=layout,
-        mesh_axes=sizes_of(plan.mesh),
-        devices=[device.device_kind for device in plan.mesh.devices.flat],
-        baselines=run.baselines,
-        samples=samples,
-        data_info={**redact_settings(plan.source.info), f"{unit}_per_step": work},
+        for row in found.parameters
     )
+    sums = {name: found.memory[name] for name in ("parameters", "optimizer state", "batch")}
+    temporary, peak = found.memory[ESTIMATED_TEMPORARY], found.memory[ESTIMATED_PEAK]
+    rest = peak - temporary - sum(sums.values())
+    sums |= {"temporary": temporary} | ({"counters": rest} if rest > 0 else {})
+    shown = {*sums, ESTIMATED_TEMPORARY, ESTIMATED_PEAK, NOT_HERE}
+    inside = {name: size for name, size in found.memory.items() if name not in shown and size}
+    return Prediction(layout, sums, inside, _sent(found.ledger.collectives, found.ledger.busiest))
+
+
+def _sent(collectives: Sequence[Collective], stage: int) -> tuple[Sent, ...]:
+    """The collectives of the busiest stage, those of one purpose together."""
+    merged: dict[tuple[Any, ...], Sent] = {}
+    for each in collectives:
+        key = (each.axes, purpose_of(each), each.op, each.link)
+        calls = each.stages[stage]
+        if not calls or not each.wire_bytes:
+            continue
+        before = merged.get(key, Sent(each.axes, key[1], each.op, (), 0, 0.0, each.link))
+        phases = dict.fromkeys([*before.phases, each.phase])
+        merged[key] = before._replace(
+            phases=tuple(phases),
+            calls=before.calls + calls,
+            nbytes=before.nbytes + each.wire_bytes * calls / each.calls,
+        )
+    return tuple(merged.values())
+
+
+def purpose_of(each: Collective) -> str:
+    """What a collective is for, without the name of the parameter or the layer."""
+    purpose = each.purpose
+    if (each.phase, purpose) in SENDS.values():
+        return purpose
+    if purpose.startswith(OPTIMIZER):
+        return "the optimizer's own"
+    if purpose.startswith("gradients of activations"):
+        return "gradients of activations"
+    if purpose.startswith((GRADIENT, "gradients")):
+        return "gradients of parameters"
+    if purpose.startswith("activations"):
+        return "activations"
+    return "loss and weight" if purpose == "loss_and_weight" else "parameters" if each.op == "all_gather" else "sums"
+
+
+def remedy_rows(config: Config, table: Table | None = None) -> list[RemedyRow]:
+    """The changes that save memory. table: what each would free, where they were compiled."""
+    costs = {each.name: each for each in table.remedies} if table else {}
+    rows = []
+    for each in candidates(config):
+        overrides, row = " ".join(each.overrides), costs.get(each.name)
+        refused = each.refused or (row.refused if row else "")
+        if each.in_use:
+            rows.append(RemedyRow(each.name, overrides, "in use"))
+        elif refused or each.config is None:
+            why = refused or "it changes nothing here"
+            rows.append(RemedyRow(each.name, overrides, "not here", why))
+        elif table is None or row is None or row.cost is None:
+            rows.append(RemedyRow(each.name, overrides, "possible"))
+        else:
+            flops, sent = (
+                after / before if before else None
+                for after, before in ((row.cost.flops, table.now.flops), (row.cost.wire_bytes, table.now.wire_bytes))
+            )
+            rows.append(RemedyRow(each.name, overrides, "possible", "", table.saved(row), flops, sent))
+    return sorted(rows, key=lambda row: (row.state != "in use", row.state == "not here", -(row.saves or 0)))
+
+
+def compiled_memory(config: Config, parts: Parts, batch: PyTree, table: Table) -> dict[str, int]:
+    """The memory of a device by the compiler, by the parts of a prediction. table: of remedies, with the step as it is."""
+    peak = table.now.memory.peak
+    return {"temporary": max(0, peak - resident_bytes((parts.target, batch))), "peak": peak}
+
+
+def write_run_report(run: TrainingRun, samples: str) -> None:
+    """Write report.html."""
+    plan = run.plan
+    try:
+        batch = batch_of(plan.config, plan.mesh, plan.source)
+        prediction: Prediction | str = predict(plan.config, plan.parts, plan.mesh, batch)
+    except UserError as error:  # a step that the ledger does not know: the rest of the page is as good
+        prediction = f"The step cannot be read: {error}."
+    record = read_run(run.outputs.folder)._replace(
+        settings=redact_settings(asdict(plan.config)),
+        defaults=defaults_of(plan.config),
+        samples=samples,
+        prediction=prediction,
+        remedies=remedy_rows(plan.config),
+    )
+    write_report(run.outputs.folder / "report.html", record)
 
 
 def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
@@ -82,7 +164,7 @@ def write_summary(run: TrainingRun, samples: str) -> None:
     records = read_metrics(metrics) if metrics.exists() else []  # a directory that was removed was made again
     if run.plan.config.observe.report and records:
         with _told(run, "report.html"):
-            write_run_report(run, records, samples)
+            write_run_report(run, samples)
     evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]

@@ -40,8 +40,10 @@ from jaxdist.trainer.evaluation import Evaluator, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
+from jaxdist.trainer.measures.clock import Clock
+from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
-from jaxdist.trainer.recorder import Recorder, work_of_a_step
+from jaxdist.trainer.recorder import Measured, Recorder, last_time, session_start, work_of_a_step
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, build
 from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
@@ -78,9 +80,11 @@ def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Returns the last step, and whether the run is complete."""
     config, watch = run.plan.config, run.watch
     spikes = Spikes(config.train.loss_spike)
+    started = session_start(run.outputs, stop.started)
+    measured = Measured(Clock(*work.per_step, started=started), StepFigures(run.plan, run.outputs.console.line))
     while True:
         try:
-            return steps(run, work, spikes, stop)
+            return steps(run, work, spikes, stop, measured)
         except NonFinite as error:
             failed = error.with_traceback(None)  # its frames would keep the old state in memory
         run.outputs.console.line(f"step {failed.step}: {failed}")
@@ -95,6 +99,7 @@ def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
         run.outputs.note(record | {"batches_passed": run.progress.passed, "found": found})
         if why:
             raise failed if not rolling else NonFinite(failed.step, f"{failed}; {why}", guarded=failed.guarded)
+        measured.clock.rewind(last_time(run.outputs))
         work.restored(run.progress.meta)
 
 
@@ -112,11 +117,11 @@ def save(run: TrainingRun, step: int, loss: float | None = None) -> None:
     raise NonFinite(step, text, guarded=False)  # not within `except`: the first error's frames hold the state
 
 
-def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal) -> tuple[int, bool]:
+def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal, measured: Measured) -> tuple[int, bool]:
     """`loop`, up to the first step that the run cannot take: raises `NonFinite`."""
     plan, progress, crumbs = run.plan, run.progress, run.watch.crumbs
     config, last = plan.config, plan.config.train.steps
-    recorder = Recorder(plan, work, run.outputs, run.watch, spikes)
+    recorder = Recorder(plan, work, run.outputs, run.watch, spikes, measured)
     step, saved, stopped, ended = progress.first_step, 0, False, False
     check = ReplicaCheck(plan.parts.target, plan.mesh) if config.train.check_replicas_every else None
     batches = prefetch(lambda i: work.batch(i + progress.passed), step, last, config.data.prefetch)
@@ -132,8 +137,10 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal) -> tup
             loaded = run.cache.count
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
-                progress.state, metrics = plan.parts.step(progress.state, batch)
+                with recorder.calling():
+                    progress.state, metrics = plan.parts.step(progress.state, batch)
                 step += 1
+                measured.figures.begin(batch)
                 crumbs.at_step("wait")
                 recorder.dispatched(step, metrics)
             if config.observe.samples:
@@ -159,7 +166,8 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal) -> tup
                 evaluation = recorder.catch_up(after)
                 ended = bool(evaluation) and work.ends(evaluation)
             if saving or ended:
-                save(run, step, evaluation.get("eval/loss"))
+                with measured.clock.spending("save"):
+                    save(run, step, evaluation.get("eval/loss"))
                 saved = step
             if stopped or ended:
                 break

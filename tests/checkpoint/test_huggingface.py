@@ -19,7 +19,7 @@ from jaxdist.checkpoint.huggingface.convert import check_model, config_json, exp
 from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import open_steps
-from jaxdist.cli.checkpoint import import_model
+from jaxdist.cli.work.checkpoint import import_model
 from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
 from jaxdist.errors import UserError

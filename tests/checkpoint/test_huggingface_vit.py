@@ -15,7 +15,7 @@ from jaxdist.checkpoint.huggingface.convert import check_model, config_differenc
 from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import SINGLE, TensorFiles, read_json
 from jaxdist.checkpoint.reader import open_steps
-from jaxdist.cli.checkpoint import import_model
+from jaxdist.cli.work.checkpoint import import_model
 from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh

@@ -17,7 +17,7 @@ from saved_runs import NEEDS, bits, config_of, random_params, restored, save_run
 from jaxdist.build import assemble
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.reader import Stored, open_steps
-from jaxdist.cli.checkpoint import average, check_all, listing
+from jaxdist.cli.work.checkpoint import average, check_all, listing
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import DevicesConfig, MeshConfig, ParallelConfig
 from jaxdist.data import Source
@@ -73,7 +73,7 @@ def test_verify(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
     assert check_all(run_dir) == 1  # 12
     assert capsys.readouterr().out.splitlines() == ["2: ok", "4: ok", "10: ok", "12.orbax-checkpoint-tmp: not complete"]
-    monkeypatch.setattr("jaxdist.cli.checkpoint.verify", problems)
+    monkeypatch.setattr("jaxdist.cli.work.checkpoint.verify", problems)
     assert check_all(run_dir) == 1
     assert "4: state/d/a: is missing; b" in capsys.readouterr().out.splitlines()
 

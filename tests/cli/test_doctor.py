@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.cli.doctor import addresses_shared, differing, environment_of
-from jaxdist.cli.link_bandwidth import ALL_PAIRS, SlowLink, bandwidths, pairs, slow_links
+from jaxdist.cli.work.doctor import addresses_shared, differing, environment_of
+from jaxdist.cli.work.link_bandwidth import ALL_PAIRS, SlowLink, bandwidths, pairs, slow_links
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.runtime.network.addresses import port_problem

@@ -392,7 +392,6 @@ TOGETHER = [
         "parallel.grad_sync.deterministic",
     ),
     case("batch-small", b"data: {global_batch: 2}\nmesh: {data: 8}\n", "data.global_batch", "2", "8", args=(CPU,)),
-    case("warmup", b"optimizer: {warmup_steps: 300}\n", "optimizer.warmup_steps", "300", "train.steps 200"),
     case("two-rests", b"mesh: {data: -1, fsdp: -1}\n", "mesh", "data=-1 and fsdp=-1"),
     case("rest-ragged", b"mesh: {data: -1, tensor: 3}\n", "mesh.data", "-1", "8 devices / 3", "tensor=2", args=(CPU,)),
     case(
@@ -552,7 +551,7 @@ def test_process_count(name: str, value: str, tmp_path: Path, monkeypatch: pytes
 
 def test_gpu_without_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxdist.config.resolve.GPU_PLUGINS", ())
-    with pytest.raises(UserError, match=r"devices\.platform: 'gpu'.*pip install 'jaxdist\[cuda12\]'"):
+    with pytest.raises(UserError, match=r"devices\.platform: 'gpu'.*pip install 'jaxdist\[cuda13\]'"):
         load_config(place(case("", OK), tmp_path), ["devices.platform=gpu"])
 
 

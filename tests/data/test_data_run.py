@@ -14,7 +14,7 @@ from jaxdist.data import Loader
 from jaxdist.data.prepare import prepare
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
-from jaxdist.trainer.recorder import Clock
+from jaxdist.trainer.measures.clock import Clock
 from jaxdist.trainer.summary import data_wait
 from jaxdist.trainer.train import train
 
@@ -79,17 +79,25 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 1.0
     assert next(awaited) == 2.0
     now[0] += 1.0
-    assert clock.read() == {"tokens_per_s": 20.0, "data_wait": 0.6}  # 5 s, 3 of them for batches
+    assert clock.finished() == {"tokens_per_s": 20.0, "data_wait": 0.6, "step_s": 5.0}  # 3 s of them for batches
+    assert set(clock.line()) == {"time", "time/start"}
     now[0] += 4.0
-    assert clock.read() == {"tokens_per_s": 25.0, "data_wait": 0.0}
+    with clock.spending("eval"):
+        now[0] += 7.0
+    assert clock.finished() == {"tokens_per_s": 25.0, "data_wait": 0.0, "step_s": 4.0}
+    now[0] += 0.5
+    line = clock.line()
+    del line["time"]
+    wanted = {"device": 0.0, "data": 0.0, "eval": 7.0, "save": 0.0, "host": 4.5}
+    assert line == {f"time/{name}": seconds for name, seconds in wanted.items()}
     assert next(awaited) == 5.0
     clock.restart()
     assert list(awaited) == [0.0]
     now[0] += 1.0
-    assert clock.read() == {"tokens_per_s": 100.0, "data_wait": 0.0}
+    assert clock.finished() == {"tokens_per_s": 100.0, "data_wait": 0.0, "step_s": 1.0}
     clock = Clock(8, "samples")
     now[0] += 2.0
-    assert clock.read() == {"samples_per_s": 4.0, "data_wait": 0.0}
+    assert clock.finished() == {"samples_per_s": 4.0, "data_wait": 0.0, "step_s": 2.0}
 
 
 def test_data_wait_of_a_run_weighs_steps_by_their_time() -> None:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
-from jaxdist.cli.checkpoint import import_model
+from jaxdist.cli.work.checkpoint import import_model
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, DataConfig, ModelConfig
 from jaxdist.errors import UserError

@@ -1,28 +1,24 @@
 """report.html: one well-formed, self-contained and safe page, whatever the run recorded. No devices are needed."""
 
-import base64
 import math
+import re
 from html.parser import HTMLParser
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
+from reports import DEFAULTS, ENVIRONMENT, LAYOUT, MESH, SETTINGS, record, records
 
-from jaxdist.observe.figures import draws_devices
-from jaxdist.observe.report import LayoutRow, write_report
+from jaxdist.observe.report import RunRecord, Sent, read_run, write_comparison, write_report
+from jaxdist.observe.report.account import account_of, over_time
+from jaxdist.observe.report.charts import Axis
+from jaxdist.observe.report.sections.mesh import draws_devices
+from jaxdist.observe.report.style import AXIS_COLOURS
 
-AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
-LAYOUT = [
-    LayoutRow("embed/tokens", (256, 128), "float32", "P('tensor', 'fsdp')", 4, 32768, 131072),
-    LayoutRow("blocks/mlp/up/kernel", (4, 128, 512), "float32", "P('pipe', 'fsdp', 'tensor')", 4, 262144, 1048576),
-    LayoutRow("blocks/<i>&amp/scale", (), "bfloat16", "P()", 1, 2, 2),
-]
-VOID = {"meta", "br", "img"}
-IMAGE = "data:image/svg+xml;base64,"
+VOID = {"meta", "br"}
+FIGURES = 11  # of a run with everything
 
 
 class Page(HTMLParser):
-    """Checks nesting, unique ids, that images are well formed and that nothing is loaded; collects tags and text."""
+    """Checks nesting, unique ids, and that nothing is loaded; collects tags, text alternatives and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -31,27 +27,23 @@ class Page(HTMLParser):
         self.ids: list[str] = []
         self.links: list[str] = []
         self.labels: list[str] = []
-        self.text = ""
+        self.timings: list[str] = []
+        self.text, self._timing = "", False
         self.feed(text)
         self.close()
         assert self.open == [], self.open
         assert len(self.ids) == len(set(self.ids))
-        assert {link for link in self.links if link.startswith("#")} <= {"#" + name for name in self.ids}
-        assert all(link.startswith(("#", IMAGE)) for link in self.links), self.links
-        for link in self.links:
-            for element in (
-                ElementTree.fromstring(base64.b64decode(link.removeprefix(IMAGE))).iter() if IMAGE in link else ()
-            ):
-                assert not element.tag.endswith(("}script", "}foreignObject"))
-                loaded = [value for name, value in element.items() if name.endswith(("href", "src"))]
-                assert all(value.startswith(("#", "data:image/png;base64,")) for value in loaded), loaded
+        assert {*self.links} <= {"#" + name for name in self.ids}, self.links
 
     def handle_starttag(self, tag, attrs):
         values = dict(attrs)
+        assert not any(name.startswith("on") for name in values)
         self.tags.append(tag)
         self.ids += [values["id"]] if "id" in values else []
         self.links += [values[name] for name in ("src", "href", "xlink:href", "data") if name in values]
-        self.labels += [values["alt"]] if tag == "img" else []
+        self.labels += [values["aria-label"]] if values.get("role") == "img" else []
+        if values.get("class") == "timing":
+            self.timings.append("")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -66,74 +58,115 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+        if self.timings and not self.timings[-1].endswith("(simulated)"):
+            self.timings[-1] += data
 
 
-def records(count: int, every: int = 50) -> list[dict]:
-    result: list[dict] = []
-    for step in range(1, count + 1):
-        rate = 800.0 if step == 1 else 25000.0 + 10 * (step % 7)
-        result.append({"step": step, "loss": 5.5 * math.exp(-step / 40) + 1, "grad_norm": 1.0, "tokens_per_s": rate})
-        if step % every == 0:
-            result.append({"step": step, "eval/loss": 5.5 * math.exp(-step / 40) + 1.1})
-    return result
-
-
-def report(path: Path, **changes) -> tuple[str, Page]:
-    arguments = {
-        "title": "gpt & <friends>",
-        "config_yaml": "model: {name: gpt}\ndata: {path: 's3://u:hunter2@b/x'}\n",
-        "environment": {"command": ["train.py", "<b>"], "versions": {"jax": "0.12"}, "git": None},
-        "metrics": records(200),
-        "layout": LAYOUT,
-        "mesh_axes": AXES,
-        "devices": ["cpu"] * 8,
-        "baselines": {"uniform": 8.0, "gzip $x^$": 2.5},
-        "samples": "import os\n<script>alert(1)</script>\x1b[0m\x00 </pre>",
-        "data_info": {"unit": "bytes", "files": [f"{i}.py" for i in range(40)], "tokens_per_step": 4096},
-    }
-    write_report(path / "report.html", **(arguments | changes))
+def report(path, **changes) -> tuple[str, Page]:
+    write_report(path / "report.html", record(**changes))
     text = (path / "report.html").read_text()
     return text, Page(text)
 
 
 def test_report_is_one_safe_self_contained_page(tmp_path):
     text, page = report(tmp_path)
-    assert "http" not in text and "@import" not in text and len(text) < 1_000_000
-    assert not {"script", "link", "iframe", "object", "b", "friends"} & set(page.tags)
+    assert "http" not in text and "@import" not in text and "url(" not in text and len(text) < 300_000
+    assert not {"script", "link", "iframe", "object", "friends", "img"} & set(page.tags)
     assert "<script>alert(1)</script>\ufffd[0m\ufffd </pre>" in page.text and "gpt & <friends>" in page.text
-    assert "hunter2" not in text and "train.py <b>" in page.text
+    assert "hunter2" not in text and "train.py <b>" in page.text and "loss <b>jumped</b>" in page.text
     for row in LAYOUT:
-        assert row.path in page.text and row.spec in page.text
-    assert len(page.labels) == 4 and all(page.labels)
-    assert "prefers-color-scheme: dark" in text
+        assert row.path in page.text
+    assert page.tags.count("figure") == len(page.labels) == FIGURES and all(page.labels)
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
 
 
-def test_report_summary_is_right(tmp_path):
+def test_report_says_what_was_trained(tmp_path):
     _, page = report(tmp_path)
-    last, best = (5.5 * math.exp(-5) + 1) / math.log(2), (5.5 * math.exp(-5) + 1.1) / math.log(2)
+    best = (5.5 * math.exp(-5) + 1.1) / math.log(2)
+    assert (
+        f"A GPT of 294,913 parameters learned 10.9 MB of text to {best:.3f} bits per byte (gzip $x^$: 2.500) in "
+        "44.6 s on 8 simulated CPU devices, zero3 over data=2 fsdp=2 tensor=2." in page.text
+    )
+    last = (5.5 * math.exp(-5) + 1) / math.log(2)
     assert f"Final training loss{last:.4f}bits per byte, step 200" in page.text
     assert f"Best evaluation{best:.4f}bits per byte, step 200" in page.text
-    assert f"Tokens seen{200 * 4096:,}" in page.text and "Median throughput25,030tokens/s" in page.text
-    assert "Wall time0:00:38in training" in page.text  # 4096 / 800 s + 199 * 4096 / 25030 s
-    assert f"uniform8.0000{8 - best:+.4f}" in page.text and f"gzip $x^$2.5000{2.5 - best:+.4f}" in page.text
-    assert "Baselines beaten2 of 2hardest: gzip $x^$, 2.5000" in page.text
-    assert "1 of 200 steps, slower than half the median (step 1)" in page.text
-    assert "data 2 × fsdp 2 × tensor 2. Devices: 8 × cpu." in page.text
-    assert "one device holds 288 KiB of 1.125 MiB" in page.text
-    _, page = report(tmp_path, metrics=records(1), baselines={"gzip": 2.5})
-    assert "Baselines beaten0 of 1by the final training loss" in page.text
+    assert f"Tokens seen{200 * 4096:,}" in page.text and "Throughput25,030 (simulated)" in page.text
+    assert f"uniform8.0000{8 - best:.4f} lower: better" in page.text
+    assert "Baselines beaten2 of 2by the best evaluation" in page.text
+    assert "1 step slower than half the median" in page.text
+    assert "data 2 × fsdp 2 × tensor 2. Devices: 8 × simulated CPU." in page.text
+    assert "One device holds 288 KiB of the 1.125 MiB" in page.text
+    _, page = report(tmp_path, metrics=records(1), environment=ENVIRONMENT | {"baselines": {"gzip": 2.5}})
+    assert "Baselines beaten0 of 1by the final training loss" in page.text and "higher: not beaten" in page.text
 
 
 def test_report_units_of_tokens(tmp_path):
     metrics = [{"step": step, "loss": 2.0} for step in range(1, 5)]
-    _, page = report(tmp_path, metrics=metrics, data_info={"unit": "tokens", "tokens_per_step": 10})
-    assert "Final training loss2.0000nats per token" in page.text and "Tokens seen40" in page.text
+    _, page = report(tmp_path, metrics=metrics, environment=ENVIRONMENT | {"data": {"unit": "tokens"}})
+    assert "Final training loss2.0000nats per token" in page.text
     assert f"uniform{8 * math.log(2):.4f}" in page.text  # baselines are in bits per token
 
 
-def test_median_throughput_leaves_out_compilation(tmp_path):
-    _, page = report(tmp_path, metrics=records(3))  # 800, 25020, 25030 tokens/s
-    assert "Median throughput25,025tokens/s" in page.text
+def test_times_of_simulated_devices_say_so(tmp_path):
+    _, page = report(tmp_path)
+    assert len(page.timings) > 10
+    assert all(words.endswith("(simulated)") for words in page.timings), page.timings
+    _, page = report(tmp_path, environment=ENVIRONMENT | {"devices": {"NVIDIA H200": 8}})
+    assert "imulated" not in page.text and "8 NVIDIA H200 devices" in page.text
+
+
+def test_shares_of_time_sum_to_all(tmp_path):
+    """Three sessions: a start, steps, a kill, lost lines, and a rollback that cut lines."""
+    first = records(60, 20)
+    later = records(80, 20, begun=first[-1]["time"] + 100, first=61)
+    cut = later[:30] + later[40:]
+    found = account_of(first + cut)
+    assert found is not None
+    assert sum(found.seconds.values()) == pytest.approx(found.total, rel=1e-9)
+    assert found.seconds["stopped"] == pytest.approx(100)
+    assert found.seconds["start"] == pytest.approx(18) and found.seconds["rest"] > 0
+    assert [(each.first_step, each.last_step) for each in found.sessions] == [(1, 60), (61, 140)]
+    for column in over_time(found, 50):
+        assert sum(column.values()) == pytest.approx(1, abs=1e-6)
+    _, page = report(tmp_path, metrics=first + cut)
+    [table] = re.findall(r"purposesharetimewhat it is(.*?)Memory", page.text, re.DOTALL)
+    shares = [float(share) for share in re.findall(r"(\d+\.\d\d)%", table)]
+    assert abs(sum(shares[:-1]) - 100) < 0.1 and shares[-1] == pytest.approx(100, abs=0.01) and len(shares) == 9
+    assert "1 restart" in page.text
+
+
+def test_times_that_cannot_be_are_passed_over():
+    assert account_of(records(5, begun=None)) is None
+    odd = [
+        {"step": 1, "time": 10.0, "time/start": 4.0},
+        {"step": 2, "time": 12.0, "time/device": 50.0},  # more than there was
+        {"step": 3, "time": 5.0, "time/device": math.nan, "time/data": -1.0},  # the clock was set back
+        {"step": 4, "time": math.inf},
+    ]
+    found = account_of(odd)
+    assert found is not None and found.total == pytest.approx(6)
+    assert found.seconds == {"device": pytest.approx(2), "start": pytest.approx(4)}
+
+
+def test_memory_and_communication_stand_beside_what_was_measured(tmp_path):
+    metrics = [line | {"peak_memory_bytes": 10 << 20, "mfu": 0.4321} for line in records(40)]
+    _, page = report(tmp_path, metrics=metrics)
+    assert "parameters288 KiB288 KiB" in page.text and "optimizer state576 KiB-" in page.text
+    assert "need 8.855 MiB at the most; the devices report 10 MiB, 1.13 times that" in page.text
+    assert "43.2% (simulated) of the devices' peak" in page.text
+    assert "tensoractivationspsumforward123.815 MiBinside a host" in page.text
+    assert "remat fullin use" in page.text and "3 MiB1.50 × bytes sent" in page.text
+    _, page = report(tmp_path, prediction="The model cannot be imported.", remedies=())
+    for said in ("not predicted", "What is sent is not known", "layout of the parameters is not known"):
+        assert said in page.text
+    assert page.text.count("The model cannot be imported.") == 3
+
+
+def test_settings_that_differ_come_first(tmp_path):
+    _, page = report(tmp_path)
+    assert "6 of 8 settings differ" in page.text and "parallel.strategyzero3ddp" in page.text
+    assert page.text.index("model.layers412") < page.text.index("2 settings with their defaults")
+    assert DEFAULTS["parallel"]["stages"] == SETTINGS["parallel"]["stages"]
 
 
 NAN = [{"step": 1, "loss": math.nan, "tokens_per_s": math.nan}, {"step": 2, "loss": math.inf, "eval/loss": math.nan}]
@@ -147,43 +180,94 @@ NAN = [{"step": 1, "loss": math.nan, "tokens_per_s": math.nan}, {"step": 2, "los
         {"metrics": records(2, every=1)},
         {"metrics": NAN},
         {"metrics": [*records(3), *NAN]},
-        {"metrics": [{"step": 0, "loss": 0.0, "tokens_per_s": 0.0}], "baselines": {}},
+        {"metrics": [{"step": 0, "loss": 0.0, "tokens_per_s": 0.0, "step_s": 0.0}]},
         {"metrics": [{"step": 5, "eval/loss": 2.0}]},
-        {"samples": ""},
-        {"layout": [], "devices": [], "data_info": {}},
-        {"environment": {}, "config_yaml": "", "baselines": {"a" * 60: 3.0, "b": 3.0, "c": math.nan}},
-        {"mesh_axes": {"data": 1}, "devices": ["cuda:0"]},
-        {"mesh_axes": {}, "devices": []},
-        {"title": "\u5b66\u7fd2", "baselines": {"\u5b66\u7fd2": 2.0}, "layout": [LAYOUT[0]._replace(path="\u5b66/$^")]},
+        {"metrics": [{"step": 2**62, "loss": 1e308}, {"step": 2**62 + 9, "loss": -1e308, "grad_norm": 1e308}]},
+        {"metrics": [line | {"skipped": 3, "loss_scale": 2.0**15} for line in records(4)]},
+        {"prediction": "no", "remedies": (), "samples": "", "settings": {}, "environment": {}, "title": ""},
+        {"environment": {"baselines": {"a" * 60: 3.0, "b": math.nan, "c": []}, "data": [], "mesh": 5, "devices": {"x": "y"}}},
+        {"environment": ENVIRONMENT | {"mesh": {"data": 1}, "devices": {"cuda": 1}}},
+        {"settings": {"model": [], "data": {"seq_len": "x"}, "train": None}},
+        {"incidents": [{}, {"step": "x", "what": ["<b>"]}, {"step": 10**6}]},
+        {"title": "\u5b66\u7fd2", "samples": "\u5b66"},
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_report_of_little_or_odd_data(tmp_path, changes, recwarn):
     text, page = report(tmp_path, **changes)
-    assert len(page.labels) == 4 and "http" not in text
+    assert all(page.labels) and "http" not in text and "Summary" in page.text
     assert not list(recwarn)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "drawn"),
-    [((8,), True), ((64,), True), ((2, 32), False), ((16, 4), True), ((2, 2, 2, 2, 4), True), ((4, 16, 8, 8), False)],
+    ("sizes", "drawn"), [((8,), True), ((64,), True), ((16, 4), True), ((2, 2, 2, 2, 4), True), ((4, 16, 8, 8), False)]
 )
 def test_mesh_pictures(tmp_path, sizes, drawn):
     axes = dict(zip(("pipe", "data", "fsdp", "context", "tensor"), sizes, strict=False))
     count = math.prod(sizes)
     assert draws_devices(axes) is drawn
-    _, page = report(tmp_path, mesh_axes=axes, devices=[f"gpu{i}" for i in range(count)], metrics=[])
-    assert ("Each strip is one axis" in page.text) is not drawn
-    assert (
-        f"{count:,} devices: {' × '.join(f'{a} {n}' for a, n in axes.items())}. Devices: gpu0 ... gpu{count - 1}."
-        in page.text
-    )
+    environment = ENVIRONMENT | {"mesh": axes, "devices": {"gpu": count}}
+    text, page = report(tmp_path, environment=environment, metrics=[])
+    assert ("Each row is one axis" in page.text) is not drawn
+    assert text.count('class="device"') == (count if drawn else 0)
+    assert f"{count:,} devices: {' × '.join(f'{a} {n}' for a, n in axes.items())}. Devices:" in page.text
 
 
 def test_report_of_a_long_run_is_small(tmp_path):
     metrics = records(20_000, every=1000)
     metrics[9000]["loss"] = 60.0
-    layout = [LAYOUT[0]._replace(path=f"unit{i}/w{j}") for i in range(40) for j in range(4)]
-    text, page = report(tmp_path, metrics=metrics, layout=layout)
-    assert len(text) < 1_000_000 and "160 rows" in page.text
+    prediction = record().prediction._replace(
+        layout=[LAYOUT[0]._replace(path=f"unit{i}/w{j}") for i in range(40) for j in range(4)],
+        sent=[Sent(("data",), f"w{i}", "psum", (), 1, 1.0, "inside") for i in range(70)],
+    )
+    text, page = report(tmp_path, metrics=metrics, prediction=prediction)
+    assert len(text) < 600_000 and "160 rows" in page.text and "70 rows" in page.text
     assert "Steps above the axis: 1." in page.text
+
+
+def test_comparison_shows_what_differs(tmp_path):
+    other = {name: dict(section) for name, section in SETTINGS.items()}
+    other["parallel"]["strategy"] = "<ddp>"
+    faster = [line | {"loss": line["loss"] * 0.9} for line in records(150)]
+    runs = [record(title="a"), record(title="b", settings=other, metrics=faster), RunRecord("c", metrics=[])]
+    write_comparison(tmp_path / "both.html", runs)
+    page = Page((tmp_path / "both.html").read_text())
+    assert "3 runs compared: a has the lowest loss" not in page.text and "b has the lowest loss" not in page.text  # units
+    write_comparison(tmp_path / "both.html", runs[:2])
+    page = Page((tmp_path / "both.html").read_text())
+    assert "2 runs compared: a has the lowest loss" in page.text
+    assert "parallel.strategyzero3<ddp>" in page.text and "model.layers" not in page.text
+    assert page.text.count("steps200150") == 1 and len(page.labels) == 2
+    assert all(words.endswith("(simulated)") for words in page.timings)
+
+
+def test_run_directory_is_read_as_far_as_it_can_be(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n<b>\n{"step": 9223372036854775808}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    (tmp_path / "config.yaml").write_text("model: {name: 'gpt'")
+    (tmp_path / "env.json").write_text("[1")
+    (tmp_path / "incidents.jsonl").write_text('{"step": 1, "what": "x"}\nnonsense\n')
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    found = read_run(tmp_path)
+    assert found.last_step == 2 and found.checkpoints == [2] and len(found.incidents) == 1
+    assert len(found.notes) == 4 and "line 2" in found.notes[0]
+    write_report(tmp_path / "report.html", found)
+    assert "env.json cannot be read" in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_colours_can_be_read():
+    def light(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for axis, (ground, ink, dark_ground, dark_ink) in AXIS_COLOURS.items():
+        for a, b in ((ground, ink), (dark_ground, dark_ink)):
+            low, high = sorted((light(a), light(b)))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, axis
+    assert {*AXIS_COLOURS} == {*MESH, "none"}
+
+
+def test_ticks_are_round_and_inside():
+    assert Axis(0, 159).ticks(5) == [0, 50, 100, 150]
+    assert Axis(0, 200, times=True).ticks(6) == [0, 60, 120, 180] and Axis(0, 9, times=True).words(125) == "2:05"
+    assert Axis(5, 5).ticks() == [5] and Axis(0, math.inf).ticks() == [0]

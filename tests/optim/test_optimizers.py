@@ -14,6 +14,7 @@ import pytest
 from levels import levels
 
 from jaxdist.config.load import load_config
+from jaxdist.config.resolve import warmup_of
 from jaxdist.config.rules.fields import check_section
 from jaxdist.config.schema import ModelConfig, OptimizerConfig
 from jaxdist.errors import UserError
@@ -41,6 +42,15 @@ def test_schedules(schedule: str, middle: float) -> None:
 
 def test_without_warm_up_the_first_rate_is_the_peak() -> None:
     assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(20, 10), (10, 10), (9, 4), (8, 4), (1, 0)])
+def test_a_warm_up_that_is_longer_than_the_run(steps: int, rising: int) -> None:
+    """It is as long as was asked for while the run is, and half of a shorter run."""
+    rates = learning_rates(OptimizerConfig(lr=1.0, warmup_steps=10), steps)
+    assert warmup_of(10, steps) == rising
+    assert np.argmax(rates) == max(0, rising - 1) and rates.max() == pytest.approx(1)
+    assert rates[0] == pytest.approx(1 / max(1, rising))
 
 
 def test_dotted_paths() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxdist.cli import explain as command
+from jaxdist.cli.work import explain as command
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError

@@ -18,7 +18,7 @@ import child
 import pytest
 
 from jaxdist.runtime import output
-from jaxdist.runtime.output import LastingFile
+from jaxdist.runtime.output import LastingFile, without_gloo
 from jaxdist.runtime.watch import stop as stopping
 from jaxdist.runtime.watch.stop import StopSignal
 
@@ -214,3 +214,33 @@ def test_what_is_said_of_checkpoints_is_true(
         None: f"the same command with --run-dir {tmp_path} goes on from its newest checkpoint, if there is one",
     }.get(steps, f"the same command with --run-dir {tmp_path} goes on from the checkpoint of step 12")
     assert capfd.readouterr().err == f"ended at once by a second signal, SIGTERM; {said}\n"
+
+
+GLOO = b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "passed"),
+    [
+        (GLOO + b"a line\n" + GLOO, b"a line\n"),
+        (b"[Gloo] Rank [Gloo] Rank 10 is connected to 3 is connected to 3 peer ranks. \n3\n\n" + b"7\n", b""),
+        (b"7\n\n" + GLOO, b"7\n\n"),
+        (b"[Gloo] Rank 1: connection refused\n", b"[Gloo] Rank 1: connection refused\n"),
+    ],
+)
+def test_lines_of_gloo(printed: bytes, passed: bytes) -> None:
+    assert b"".join(without_gloo(printed.splitlines(keepends=True))) == passed
+
+
+def test_quiet_gloo_lets_pass_what_else_is_printed() -> None:
+    """From C, from a child process, and from Python, which writes to the file itself and loses nothing at os._exit."""
+    code = (
+        "import os, sys\nfrom jaxdist.runtime.output import quiet_gloo\n"
+        f"with quiet_gloo():\n    os.write(1, {GLOO!r} + b'of C\\n')\n"
+        "    os.system('echo of a child')\n    print('of Python')\n"
+        "print('after')\nwith quiet_gloo():\n    print('last')\n    os._exit(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=child.environment(), capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:3]) == ["of C", "of Python", "of a child"] and lines[3:] == ["after", "last"]

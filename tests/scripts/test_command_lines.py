@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARSERS = ("CommandParser", "ArgumentParser", "run_doctor", "run_launcher", "run_lab")
+PARSERS = ("CommandParser", "ArgumentParser", "jaxdist.cli", "run_launcher", "run_lab")
 SCRIPTS = [
     path
     for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts" / "bench").glob("*.py")])
@@ -30,11 +30,12 @@ def status_of(path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch)
     """The exit status of a script, in this process."""
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     module = loaded(path)
-    main = next(
-        getattr(module, name) for name in ("main", "run_doctor", "run_launcher", "run_lab") if name in vars(module)
-    )
+    main = next(getattr(module, name) for name in ("main", "run_launcher", "run_lab") if name in vars(module))
     try:
-        return int(main(arguments) if inspect.signature(main).parameters else main())
+        parameters = inspect.signature(main).parameters
+        if "prog" in parameters:
+            return int(main(arguments, path.name))
+        return int(main(arguments) if parameters else main())
     except SystemExit as ended:
         assert isinstance(ended.code, int)
         return ended.code
@@ -62,7 +63,7 @@ def test_a_mistake_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch, caps
             ["--config", "a.yaml", "--rows", "x"],
             "error: argument --rows: invalid int value: 'x'; allowed: ",
         ),
-        ("explain.py", ["--rows", "3"], "error: the following arguments are required: --config; allowed: "),
+        ("explain.py", ["--rows", "3"], "error: the following arguments are required: CONFIG; allowed: "),
         ("doctor.py", ["--platform", "tpu"], "error: argument --platform: invalid choice: 'tpu' (choose from "),
         ("checkpoint.py", ["export", "run"], "error: the following arguments are required: --output; allowed: "),
         ("launch.py", ["-n", "x", "--", "true"], "error: argument -n/--procs: invalid int value: 'x'; allowed: "),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint.checksums import CHECKSUMS, check_files, seal
-from jaxdist.cli.checkpoint import checkpoint_command
+from jaxdist.cli.work.checkpoint import checkpoint_command
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError

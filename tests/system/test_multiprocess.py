@@ -104,7 +104,7 @@ def test_same_losses_as_one_process(pair: Processes, alone: list[float]) -> None
 def test_only_process_0_speaks(pair: Processes) -> None:
     assert "step" in pair.out(0)
     assert "2 processes" in pair.out(0)
-    assert pair.out(1) == ""
+    assert pair.out(1) == "rank 1 of 2 joined; rank 0 prints"
     assert pair.err(0) == pair.err(1) == ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.cli.checkpoint import checkpoint_command, listing
+from jaxdist.cli.work.checkpoint import checkpoint_command, listing
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics

@@ -2,8 +2,11 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxdist.errors import UserError
 from jaxdist.plan.compiled.replay import Rates
+from jaxdist.precision.policy import Precision
 
 # Assumed shares of the makers' figures, for replays alone: 800 of 989 TFLOP/s, what large products reach on H100 and
 # H200; 400 of 450 GB/s, bus bandwidth of large collectives inside a node (nccl-tests issues 212 and 272: 360 to 480).
@@ -15,7 +18,8 @@ class Gpu(NamedTuple):
 
     description: its name in XLA
     memory: bytes
-    bf16, fp8: dense FLOPs a second; 0 where it has no fp8
+    bf16, fp8, tf32: dense FLOPs a second; 0 where it has no fp8. fp16 is as fast as bf16, and XLA multiplies float32
+        as TF32 unless it is told otherwise
     bandwidth: of its memory, bytes a second
     nvlink: bytes a second that it sends
     source: where the figures are from
@@ -25,6 +29,7 @@ class Gpu(NamedTuple):
     memory: int
     bf16: float
     fp8: float
+    tf32: float
     bandwidth: float
     nvlink: float
     source: str
@@ -38,17 +43,17 @@ class Gpu(NamedTuple):
 # memory: `device_memory_size` of XLA's descriptions, xla/backends/gpu/target_config/specs, what CUDA reports as the
 # device's whole memory.
 GPUS: dict[str, Gpu] = {
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 0.0, 1.555e12, 300e9,
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 0.0, 156e12, 1.555e12, 300e9,
      "NVIDIA A100 datasheet: A100 40GB SXM; NVLink 600 GB/s both ways"),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_100_068_864, 312e12, 0.0, 2.039e12, 300e9,
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_100_068_864, 312e12, 0.0, 156e12, 2.039e12, 300e9,
      "NVIDIA A100 datasheet: A100 80GB SXM; NVLink 600 GB/s both ways"),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 1978.9e12, 3.35e12, 450e9,
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 1978.9e12, 494.7e12, 3.35e12, 450e9,
      "NVIDIA H100 datasheet: H100 SXM, figures with sparsity halved; NVLink 900 GB/s both ways"),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", 151_397_597_184, 989.4e12, 1978.9e12, 4.8e12, 450e9,
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", 151_397_597_184, 989.4e12, 1978.9e12, 494.7e12, 4.8e12, 450e9,
      "NVIDIA H200 datasheet: H200 SXM, figures with sparsity halved; NVLink 900 GB/s both ways"),
-    "b200": Gpu("NVIDIA B200", 191_514_411_008, 2250e12, 4500e12, 8.0e12, 900e9,
+    "b200": Gpu("NVIDIA B200", 191_514_411_008, 2250e12, 4500e12, 1125e12, 8.0e12, 900e9,
      "NVIDIA DGX B200 datasheet, an eighth of it, figures with sparsity halved; NVLink 1.8 TB/s both ways"),
-    "gb200": Gpu("NVIDIA GB200", 197_897_748_480, 2500e12, 5000e12, 8.0e12, 900e9,
+    "gb200": Gpu("NVIDIA GB200", 197_897_748_480, 2500e12, 5000e12, 1250e12, 8.0e12, 900e9,
      "NVIDIA GB200 NVL72 page, half of a superchip, figures with sparsity halved; NVLink 3.6 TB/s both ways for two"),
 }  # fmt: skip
 
@@ -56,6 +61,16 @@ GPUS: dict[str, Gpu] = {
 def gpu_of(device_kind: str) -> Gpu | None:
     """The GPU that `jax.Device.device_kind` names, in XLA's words or the beginning of them; None if it is not here."""
     return next((gpu for gpu in GPUS.values() if f"{gpu.description} ".startswith(f"{device_kind} ")), None)
+
+
+def peak_flops(device_kind: str, precision: Precision) -> float | None:
+    """The dense FLOPs a second of a device in the type in which this precision multiplies; None where the maker's
+    figure is not here."""
+    gpu = gpu_of(device_kind)
+    if gpu is None:
+        return None
+    size = jnp.dtype(precision.compute).itemsize
+    return (gpu.fp8 if precision.fp8 else {2: gpu.bf16, 4: gpu.tf32}.get(size)) or None
 
 
 def get_gpu(name: str) -> Gpu:

@@ -15,6 +15,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, on_cpu
 from jaxdist.optim import leave_out
 from jaxdist.specs import BATCH_SPEC, PyTree, bytes_per_device
+from jaxdist.state import TrainState
 
 
 class Footprint(NamedTuple):
@@ -87,6 +88,17 @@ def resident_bytes(tree: PyTree, *, on_host: bool = False) -> int:
     """Exact bytes of a tree of sharded arrays in one device's memory, or in its part of host memory."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if (leaf.sharding.memory_kind == HOST) == on_host]
     return sum(bytes_per_device(leaf, leaf.sharding.spec, leaf.sharding.mesh) for leaf in leaves)
+
+
+def held_bytes(state: TrainState) -> dict[str, int]:
+    """Bytes of the state's buffers on one device, by part, as they are allocated."""
+    device = min(jax.local_devices(), key=lambda device: device.id)
+
+    def size(tree: PyTree) -> int:
+        shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+        return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+    return {"parameters": size(state.params), "optimizer state": size(state.opt_state)}
 
 
 def compile_step(parts: Parts, batch: PyTree) -> Any:

@@ -199,8 +199,12 @@ def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_hos
     all_gather ...
     A device sends ... a step: over fsdp ...
     """
+    return ledger_of(traced_program(step, state, batch), state, devices_per_host=devices_per_host)
+
+
+def ledger_of(jaxpr: Any, state: TrainState, *, devices_per_host: int = 8) -> Ledger:
+    """The ledger of a step that is traced already: see `ledger`. jaxpr: of `traced_program`."""
     mesh = state.step.sharding.mesh
-    jaxpr = traced_program(step, state, batch)
     names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
     found = collectives_of(jaxpr, mesh, hosts_of(mesh, devices_per_host), names)
     return Ledger(found, {str(axis): int(size) for axis, size in mesh.shape.items()})

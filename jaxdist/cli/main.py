@@ -1,0 +1,74 @@
+"""The command `jaxdist`: finds the module of a subcommand, and imports nothing else."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxdist.errors import UserError, nearest, reports_mistakes
+
+
+class Command(NamedTuple):
+    """A subcommand: a function `(argv, prog) -> exit status` of a module, and a line about it."""
+
+    module: str
+    text: str
+    function: str = "main"
+
+
+COMMANDS = {
+    "train": Command("jaxdist.cli.train", "train a model as a YAML file says; the same run directory resumes"),
+    "launch": Command(
+        "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
+    ),
+    "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
+    "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
+    "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),
+    "checkpoint": Command("jaxdist.cli.checkpoint", "list, verify, export, import and average checkpoints"),
+    "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
+    "lab": Command("jaxdist.lab.command", "run a job on virtual hosts with slow links", "run_lab"),
+    "profile": Command("jaxdist.cli.profile", "where the time of a run's steps went"),
+    "report": Command("jaxdist.cli.report", "make the report of a run again, or compare runs"),
+    "init": Command("jaxdist.cli.init", "write a project of your own: configuration, model, SLURM recipe"),
+    "completion": Command("jaxdist.cli.completion", "print the completion script of bash, zsh or fish"),
+}
+OVERVIEW = """usage: jaxdist COMMAND ...
+
+Train any Flax model on any number of GPUs, with every byte of communication in sight.
+
+commands:
+{commands}
+
+examples:
+  jaxdist train quickstart
+  jaxdist init my-project && cd my-project && jaxdist train config.yaml
+
+jaxdist COMMAND --help says more about a command; jaxdist --version prints the version."""
+
+
+def overview() -> str:
+    """The text of `jaxdist --help`."""
+    return OVERVIEW.format(commands="\n".join(f"  {name:<11} {each.text}" for name, each in COMMANDS.items()))
+
+
+@reports_mistakes
+def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
+    """Run a command line, by default that of this process. Returns the exit status: 2 for a mistake in it."""
+    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if name == "--version":
+        print(f"jaxdist {sys.modules['jaxdist'].__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        hint = f"; did you mean {prog} {near}?" if near else ""
+        raise UserError(f"{name}: unknown command; allowed: {', '.join(COMMANDS)}{hint}")
+    command = COMMANDS[name]
+    status: int = getattr(importlib.import_module(command.module), command.function)(rest, f"{prog} {name}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The settings of a run: those that differ from the defaults first, the rest folded; and where it ran."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdist.observe.report.elements import Markup, folded, section, sentence, table, values_table
+from jaxdist.observe.report.record import RunRecord
+
+
+def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{before}{key}"
+        value = list(value) if isinstance(value, tuple) else value  # as YAML gives it back
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in YAML, nearly."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def settings_section(record: RunRecord) -> tuple[str, Markup]:
+    """The configuration: what is not a default, and the rest folded."""
+    ours, usual = flat(record.settings), flat(record.defaults)
+    if not ours:
+        return section("Settings", sentence("The run has no config.yaml: it was started from Python, or the file is gone."))
+    if not usual:
+        every = table(["setting", "value"], [(key, shown(value)) for key, value in ours.items()])
+        return section("Settings", sentence("Which of them are defaults is not known."), every)
+    changed = [(key, shown(value), shown(usual.get(key, "-"))) for key, value in ours.items() if usual.get(key) != value]
+    rest = [(key, shown(value)) for key, value in ours.items() if usual.get(key) == value]
+    said = f"{len(changed)} of {len(ours)} settings differ from their defaults."
+    made = table(["setting", "value", "default"], changed) if changed else Markup("")
+    others = folded(f"{len(rest)} settings with their defaults", table(["setting", "value"], rest) if rest else Markup(""))
+    return section("Settings", sentence(said), made, others)
+
+
+def environment_section(record: RunRecord) -> tuple[str, Markup]:
+    """Versions, machine and command."""
+    known = ("data", "baselines", "state_bytes", "devices", "mesh")
+    values = {key: value for key, value in record.environment.items() if key not in known}
+    if isinstance(values.get("command"), list):
+        values["command"] = " ".join(map(str, values["command"]))
+    return section("Environment", values_table(values))
+
+
+def data_section(record: RunRecord) -> tuple[str, Markup]:
+    """Facts of the data source."""
+    return section("Data", values_table(record.data))

@@ -1,0 +1,110 @@
+"""Figures of a step that its program tells: the share of the devices' peak that it reaches, and what it sends."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.collectives import psum, to_varying
+from jaxdist.errors import UserError
+from jaxdist.jaxpr.evaluate import without_dead_code
+from jaxdist.mesh import BATCH_LIKE, abstract_mesh
+from jaxdist.model import ModelDef
+from jaxdist.plan.compiled.hardware import peak_flops
+from jaxdist.plan.traced.flops import flops_of
+from jaxdist.plan.traced.ledger import ledger_of
+from jaxdist.specs import STACKED, PyTree
+from jaxdist.trainer.run import RunPlan
+
+_BACKWARD = 2  # a backward pass multiplies twice as much as its forward pass
+
+
+def model_flops(model: Any, params: PyTree, model_state: PyTree, batch: PyTree) -> float:
+    """FLOPs that a step on this batch needs at least: three times those of the matrix products of a forward pass over
+    the whole batch. What is computed again for memory, and what devices compute twice, does not count.
+
+    params, model_state, batch: arrays or ShapeDtypeStructs, of which only shapes and types are read.
+    """
+    shapes = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)  # noqa: E731
+    params, batch = shapes(params), shapes(batch)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    if isinstance(model, ModelDef):
+        forward: Callable[..., Any] = _forward(model)
+        given = (params, {**batch, "keys": keys})
+    else:
+        forward = getattr(model, "evaluation", None) or model
+        carried = [shapes(model_state)] if jax.tree.leaves(model_state) else []
+        given = (params, batch, keys, *carried)
+    return (1 + _BACKWARD) * flops_of(jax.make_jaxpr(forward)(*given))
+
+
+def _forward(model: ModelDef) -> Callable[..., Any]:
+    """(params, batch) -> the loss of the model as one device computes it, if it had room."""
+
+    def region(params: PyTree, batch: PyTree) -> Any:
+        params, batch = to_varying((params, batch), BATCH_LIKE)
+        block = jax.tree.map(lambda leaf: leaf[0], params[STACKED])
+        h = model.embed(params["embed"], batch, batch["keys"])
+
+        def through(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return to_varying(model.block(block, h, *model.read_by_blocks(batch)), BATCH_LIKE), None
+
+        h, _ = lax.scan(through, to_varying(h, BATCH_LIKE), length=model.layers)
+        loss = model.head(params["head"], params["embed"] if model.tied else None, h, batch)
+        return psum(to_varying(loss, BATCH_LIKE), BATCH_LIKE)
+
+    return jax.shard_map(region, mesh=abstract_mesh(), in_specs=P(), out_specs=P())
+
+
+class StepFigures:
+    """What is known of a step beside its time. `begin` reads it from the program while the device computes."""
+
+    def __init__(self, plan: RunPlan, say: Callable[[str], None]) -> None:
+        self._plan, self._say = plan, say
+        self._devices = [device for device in plan.mesh.local_devices if device.memory_stats() is not None]
+        self._peak = peak_flops(plan.mesh.devices.flat[0].device_kind, plan.parts.options.precision)
+        self._thread: threading.Thread | None = None
+        self._flops: float | None = None
+        self._sent: int | None = 0 if plan.mesh.size == 1 else None
+
+    def begin(self, batch: PyTree) -> None:
+        """Read the program of the step, which has been traced, in a thread. batch: the first one."""
+        if self._thread is not None or jax.process_index() != 0 or (self._sent == 0 and self._peak is None):
+            return
+        target = self._plan.parts.target
+        traced = None if self._sent == 0 else self._plan.parts.step.trace(target, batch).jaxpr
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+        self._thread = threading.Thread(target=self._read, args=(traced, like), name="jaxdist-figures", daemon=True)
+        self._thread.start()
+
+    def _read(self, traced: Any, batch: PyTree) -> None:
+        plan = self._plan
+        try:
+            if self._peak is not None:
+                target = plan.parts.target
+                self._flops = model_flops(plan.parts.model, target.params, target.model_state, batch)
+            if traced is not None:
+                self._sent = round(ledger_of(without_dead_code(traced), plan.parts.target).wire_bytes)
+        except UserError as error:  # a loop of unknown length communicates
+            self._say(f"metrics.jsonl has no sent_bytes: {error}")
+        except Exception as error:  # of a user's own loss; it must not end the run
+            self._say(f"metrics.jsonl has no mfu or sent_bytes: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+    def metrics(self, step_s: float) -> dict[str, float]:
+        """The metrics of a step of that many seconds, where they are known:
+
+        - mfu: the share of the devices' peak that the products of the model take.
+        - peak_memory_bytes: the highest so far of this process's devices.
+        - sent_bytes: what a device sends in a step, by the ledger.
+        """
+        found: dict[str, float] = {}
+        if self._flops and self._peak:
+            found["mfu"] = self._flops / (step_s * self._plan.mesh.size * self._peak)
+        stats = [device.memory_stats() or {} for device in self._devices]
+        if peaks := [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]:
+            found["peak_memory_bytes"] = max(peaks)
+        return found if self._sent is None else found | {"sent_bytes": self._sent}

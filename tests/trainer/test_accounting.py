@@ -1,0 +1,97 @@
+"""The seconds of a run, its MFU and what it sends, in metrics.jsonl: against the clock, and calculated by hand."""
+
+import functools
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdist.build import assemble
+from jaxdist.config.load import load_config
+from jaxdist.mesh import abstract_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.observe import read_metrics
+from jaxdist.plan.compiled.hardware import peak_flops
+from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.plan.traced.ledger import ledger
+from jaxdist.precision.policy import POLICIES
+from jaxdist.trainer.measures import step_figures
+from jaxdist.trainer.measures.step_figures import model_flops
+from jaxdist.trainer.train import train
+
+ROOT = Path(__file__).parents[2]
+SPENT = {f"time/{name}" for name in ("device", "data", "host", "eval", "save")}
+
+
+def account(record: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key.startswith("time/")}
+
+
+def test_flops_of_the_model_of_the_benchmark() -> None:
+    """6 FLOPs a token for each weight of a product, and 12 L S d for attention (Chowdhery et al. 2022, appendix B)."""
+    config = load_config(ROOT / "configs/quickstart.yaml")  # of scripts/bench/step.py
+    rows, length = 4, config.data.seq_len
+    model, ids = gpt(config.model, max_length=length), jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = {"inputs": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
+    known = config.model.resolved()
+    weights = known.layers * 12 * known.width**2 + known.vocab * known.width  # the head multiplies by the table
+    by_hand = rows * length * (6 * weights + 12 * known.layers * known.width * length)
+    assert model_flops(model, model.shapes, (), batch) == by_hand
+
+
+def test_flops_of_a_loss() -> None:
+    shapes, batch = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}, jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    assert model_flops(lambda params, x, keys: ((x @ params["w"]).sum(), 8), shapes, (), batch) == 3 * 2 * 8 * 16 * 4
+
+
+def test_peaks() -> None:
+    """Dense figures of the makers' data sheets, by the type of the products."""
+    found = {name: peak_flops("NVIDIA A100-SXM4-80GB", POLICIES[name]) for name in ("fp32", "bf16", "fp16")}
+    assert found == {"fp32": 156e12, "bf16": 312e12, "fp16": 312e12}
+    assert peak_flops("NVIDIA H100 80GB HBM3", POLICIES["fp8"]) == 1978.9e12
+    assert peak_flops("cpu", POLICIES["bf16"]) is None
+
+
+@pytest.mark.slow
+def test_every_second_of_a_run_is_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations, saves and a resume among them. MFU and bytes sent are those of the program."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.py").write_text("def x(y):\n    return y + 1\n" * 400)
+    (tmp_path / "tiny.yaml").write_text(
+        f"model: {{layers: 2, width: 16, heads: 2}}\n"
+        f"data: {{path: {tmp_path / 'text'}, seq_len: 16, global_batch: 8}}\n"
+        "mesh: {fsdp: 2}\nparallel: {strategy: zero3, min_shard_bytes: 0}\ncheckpoint: {every: 4}\n"
+        "train: {steps: 8, eval_every: 3, eval_batches: 2, sample_tokens: 0}\n"
+        "devices: {platform: cpu}\nobserve: {console: plain, report: false}\n"
+    )
+    configure = functools.partial(load_config, tmp_path / "tiny.yaml")
+    monkeypatch.setattr(step_figures, "peak_flops", lambda *_: 1e12)
+    assert train(configure(), tmp_path / "run") == 0
+    shutil.copy(tmp_path / "run" / "metrics.jsonl", tmp_path / "before.jsonl")
+    assert train(configure(["train.steps=16"]), tmp_path / "run") == 0
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 17))
+    assert records[:8] == read_metrics(tmp_path / "before.jsonl")
+
+    for session in (records[:8], records[8:]):
+        assert set(account(session[0])) == {"time/start"}
+        for before, after in itertools.pairwise(session):
+            assert set(account(after)) == SPENT and min(account(after).values()) > -1e-6
+            assert sum(account(after).values()) == pytest.approx(after["time"] - before["time"], rel=0.01)
+            assert (after["time/eval"] > 1e-4) == ("eval/loss" in after)
+        assert [record["step"] for record in session[1:] if record["time/save"] > 1e-4] == [session[4]["step"]]
+    assert 0 < records[8]["time/start"] <= records[8]["time"] - records[7]["time"] + 0.01
+
+    config = configure()
+    mesh = abstract_mesh(fsdp=2)
+    parts, batch = assemble(config, mesh), batch_of(config, mesh)
+    flops = model_flops(parts.model, parts.target.params, (), batch)
+    sent = ledger(parts.step, parts.target, batch).wire_bytes
+    for record in records[6:8]:
+        assert (
+            record["mfu"] == pytest.approx(flops / (record["step_s"] * 2 * 1e12)) and record["sent_bytes"] == sent > 0
+        )
