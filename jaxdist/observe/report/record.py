@@ -144,7 +144,7 @@ class RunRecord(NamedTuple):
             work = median(np.array([record["step_s"] * record[f"{unit}_per_s"] for record in timed], float))
             return round(work) if math.isfinite(work) else work
         data = mapping(self.settings.get("data"))
-        sizes = [data.get("global_batch"), data.get("seq_len") if unit == "tokens" else 1]
+        sizes: list[Any] = [data.get("global_batch"), data.get("seq_len") if unit == "tokens" else 1]
         return math.prod(sizes) if all(type(size) is int for size in sizes) else math.nan
 
     @property

@@ -56,11 +56,13 @@ def memory_section(record: RunRecord) -> tuple[str, Markup]:
     rows: list[list[object]] = []
     for name, size in [*sums.items(), ("peak", prediction.peak)]:
         found = peak if name == "peak" else held.get(name)
-        row = [name, short_bytes(size), "-" if found is None else short_bytes(found)]
+        row: list[object] = [name, short_bytes(size), "-" if found is None else short_bytes(found)]
         rows.append(row + ([short_bytes(compiled[name]) if name in compiled else "-"] if compiled else []))
-    for name, size in prediction.inside.items():
-        rows.append([f"within temporary: {name}", short_bytes(size), "-", *(["-"] if compiled else [])])
-    note = "Measured: the buffers of the state on the first device, counted when it was made; the peak as the device says."
+        for kind, inner in prediction.inside.items() if name == "temporary" else ():
+            rows.append([f"within temporary: {kind}", short_bytes(inner), "-", *(["-"] if compiled else [])])
+    note = (
+        "Measured: the buffers of the state on the first device, counted when it was made; the peak as the device says."
+    )
     note += " The kinds within temporary need not be there at the same time."
     right = range(1, 4 if compiled else 3)
     head = [*head, "compiled"] if compiled else head
@@ -95,7 +97,15 @@ def sent_section(record: RunRecord) -> tuple[str, Markup]:
         key=legend(named),
     )
     rows = [
-        (chips(each.axes), each.what, each.op, ", ".join(each.phases), f"{each.calls:,}", short_bytes(each.nbytes), each.link)
+        (
+            chips(each.axes),
+            each.what,
+            each.op,
+            ", ".join(each.phases),
+            f"{each.calls:,}",
+            short_bytes(each.nbytes),
+            each.link,
+        )
         for each in sorted(prediction.sent, key=lambda each: -each.nbytes)
     ]
     head = ["axis", "what", "collective", "when", "calls", "sent", "link"]

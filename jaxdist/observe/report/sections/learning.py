@@ -52,7 +52,9 @@ def devices_of(record: RunRecord) -> str:
     """The devices in words: "8 simulated CPU devices"."""
     named = [f"{n:,} {'simulated CPU' if kind == 'cpu' else kind}" for kind, n in record.devices.items()]
     count = sum(record.devices.values())
-    return f"{' and '.join(named)} {'device' if count == 1 else 'devices'}" if named else "devices that are not recorded"
+    return (
+        f"{' and '.join(named)} {'device' if count == 1 else 'devices'}" if named else "devices that are not recorded"
+    )
 
 
 def headline(record: RunRecord, losses: Losses, account: Account | None) -> str:
@@ -134,7 +136,9 @@ def _loss_figure(losses: Losses) -> Markup:
     name, own, step = losses.own
     counts = f"{len(train.steps):,} training and {len(evaluation.steps):,} evaluation points"
     label = f"Loss over steps in {losses.unit}: {counts}; {name} {number(own, 3)} at step {step:,}."
-    caption = f"Loss in {losses.unit} over steps" + (" (nats per byte divided by ln 2)." if "byte" in losses.unit else ".")
+    caption = f"Loss in {losses.unit} over steps" + (
+        " (nats per byte divided by ln 2)." if "byte" in losses.unit else "."
+    )
     bad = train.steps[~np.isfinite(train.values)]
     if bad.size:
         caption += f" {bad.size:,} of {train.steps.size:,} steps had a loss that is not finite, first step {bad[0]:,}."

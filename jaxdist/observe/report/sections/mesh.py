@@ -113,7 +113,8 @@ def _unit_bars(units: Mapping[str, tuple[int, int]]) -> str:
     for name, (part, whole) in largest(units).items():
         wide, held = max(0.5, 100 * whole / most), 100 * part / (whole or 1)
         made.append(
-            f'<span class="lane-name">{text(name)}</span><div class="lane"><i class="fill-whole" style="width:{wide:.2f}%">'
+            f'<span class="lane-name">{text(name)}</span><div class="lane">'
+            f'<i class="fill-whole" style="width:{wide:.2f}%">'
             f'<i class="fill-device" style="width:{held:.2f}%"></i></i></div>'
             f'<span class="lane-value">{short_bytes(part)} of {short_bytes(whole)}</span>'
         )

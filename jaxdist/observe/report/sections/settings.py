@@ -28,15 +28,21 @@ def settings_section(record: RunRecord) -> tuple[str, Markup]:
     """The configuration: what is not a default, and the rest folded."""
     ours, usual = flat(record.settings), flat(record.defaults)
     if not ours:
-        return section("Settings", sentence("The run has no config.yaml: it was started from Python, or the file is gone."))
+        return section(
+            "Settings", sentence("The run has no config.yaml: it was started from Python, or the file is gone.")
+        )
     if not usual:
         every = table(["setting", "value"], [(key, shown(value)) for key, value in ours.items()])
         return section("Settings", sentence("Which of them are defaults is not known."), every)
-    changed = [(key, shown(value), shown(usual.get(key, "-"))) for key, value in ours.items() if usual.get(key) != value]
+    changed = [
+        (key, shown(value), shown(usual.get(key, "-"))) for key, value in ours.items() if usual.get(key) != value
+    ]
     rest = [(key, shown(value)) for key, value in ours.items() if usual.get(key) == value]
     said = f"{len(changed)} of {len(ours)} settings differ from their defaults."
     made = table(["setting", "value", "default"], changed) if changed else Markup("")
-    others = folded(f"{len(rest)} settings with their defaults", table(["setting", "value"], rest) if rest else Markup(""))
+    others = folded(
+        f"{len(rest)} settings with their defaults", table(["setting", "value"], rest) if rest else Markup("")
+    )
     return section("Settings", sentence(said), made, others)
 
 
