@@ -14,12 +14,12 @@ from jaxdist.observe.report.elements import (
     Markup,
     figure,
     legend,
+    page_section,
+    rows_table,
     seconds_text,
-    section,
     sentence,
     short_bytes,
     swatch,
-    table,
     text,
     timing,
 )
@@ -118,7 +118,7 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
     ]
     different = _differences(records)
     settings = (
-        table(["setting", *names], [(key, *values) for key, values in different])
+        rows_table(["setting", *names], [(key, *values) for key, values in different])
         if different
         else sentence("All settings are the same.")
     )
@@ -133,10 +133,10 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
     )
     top = f'<p class="run">{text(", ".join(names))}</p><h1>{text(said)}.</h1>'
     sections = [
-        section("Runs", table(["run", "what it was"], runs)),
-        section("Results", table(["", *names], rows)),
-        section("Different settings", settings),
-        section("Loss", *figures),
+        page_section("Runs", rows_table(["run", "what it was"], runs)),
+        page_section("Results", rows_table(["", *names], rows)),
+        page_section("Different settings", settings),
+        page_section("Loss", *figures),
     ]
     return page(said, top, sections)
 

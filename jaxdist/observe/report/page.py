@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxdist.files.regular import replace_file
 from jaxdist.observe.report.account import account_of
-from jaxdist.observe.report.elements import Markup, section, sentence, text
+from jaxdist.observe.report.elements import Markup, page_section, sentence, text
 from jaxdist.observe.report.record import RunRecord, losses_of
 from jaxdist.observe.report.sections.cost import memory_section, remedies_section, sent_section
 from jaxdist.observe.report.sections.learning import headline, learning_section, steps_section, summary_cards
@@ -40,7 +40,7 @@ def report_page(record: RunRecord) -> str:
     said = headline(record, losses, account)
     top = f'<p class="run">{text(record.title)}</p><h1>{text(said)}</h1>{notes}'
     sections = [
-        section("Summary", summary_cards(record, losses, account)),
+        page_section("Summary", summary_cards(record, losses, account)),
         learning_section(record, losses),
         steps_section(record),
         utilisation_section(record, account),
@@ -50,7 +50,7 @@ def report_page(record: RunRecord) -> str:
         history_section(record, account),
         mesh_section(record),
         layout_section(record.prediction),
-        section("Samples", samples),
+        page_section("Samples", samples),
         data_section(record),
         settings_section(record),
         environment_section(record),

@@ -13,12 +13,12 @@ from jaxdist.observe.report.elements import (
     bar,
     figure,
     legend,
-    number,
+    number_text,
+    page_section,
+    rows_table,
     seconds_text,
-    section,
     sentence,
     swatch,
-    table,
     timing,
 )
 from jaxdist.observe.report.record import RunRecord, median
@@ -50,7 +50,7 @@ def utilisation_section(record: RunRecord, account: Account | None) -> tuple[str
     if account is None:
         waited = median(curve(record.metrics, "data_wait").values)
         more = sentence(f"In the median step {waited:.1%} of the time was spent waiting for data.")
-        return section("Utilisation", first, sentence(_OLD), *([more] if np.isfinite(waited) else []))
+        return page_section("Utilisation", first, sentence(_OLD), *([more] if np.isfinite(waited) else []))
     sums, total = account.seconds, account.total
     shares = {name: seconds / total for name, seconds in sums.items()}
     computing = shares.get("device", 0.0)
@@ -75,8 +75,13 @@ def utilisation_section(record: RunRecord, account: Account | None) -> tuple[str
         for name in sums
     ]
     rows.append(("all", f"{sum(shares.values()):.2%}", timing(record, seconds_text(total)), ""))
-    return section(
-        "Utilisation", first, said, whole, course, table(["purpose", "share", "time", "what it is"], rows, right=[1, 2])
+    return page_section(
+        "Utilisation",
+        first,
+        said,
+        whole,
+        course,
+        rows_table(["purpose", "share", "time", "what it is"], rows, right=[1, 2]),
     )
 
 
@@ -100,11 +105,11 @@ def history_section(record: RunRecord, account: Account | None) -> tuple[str, Ma
                 )
                 for i, each in enumerate(account.sessions, start=1)
             ]
-            parts.append(table(["session", "started after", "steps that are kept"], rows))
+            parts.append(rows_table(["session", "started after", "steps that are kept"], rows))
     if record.incidents:
         told = [(_step(each), each.get("what", "-"), each.get("action", "-")) for each in record.incidents]
-        parts.append(table(["step", "what happened", "what the run did"], told, right=[0]))
-    return section("History", *parts)
+        parts.append(rows_table(["step", "what happened", "what the run did"], told, right=[0]))
+    return page_section("History", *parts)
 
 
 def _step(incident: Mapping[str, Any]) -> str:
@@ -143,4 +148,4 @@ def speed_of(record: RunRecord) -> str:
 
 def loss_text(value: float) -> str:
     """A loss, or "-"."""
-    return number(value) if np.isfinite(value) else "-"
+    return number_text(value) if np.isfinite(value) else "-"
