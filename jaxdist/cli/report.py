@@ -5,10 +5,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
+
+if TYPE_CHECKING:
+    from jaxdist.observe.report import RunRecord
 
 EXAMPLES = """examples:
   {prog} runs/quickstart                          writes runs/quickstart/report.html
@@ -59,12 +63,12 @@ def configuration(path: Path) -> Config | str:
 def _write(
     runs: Sequence[Path], configs: Sequence[Config | str], output: Path | None, *, trace: bool, compiled: bool
 ) -> Path:
-    from jaxdist.observe.report import RunRecord, read_run, write_comparison, write_report
+    from jaxdist.observe.report import read_run, write_comparison, write_report
     from jaxdist.observe.report.read import defaults_of
 
     records = []
     for folder, config in zip(runs, configs, strict=True):
-        record: RunRecord = read_run(folder)
+        record = read_run(folder)
         if isinstance(config, str):
             record = record._replace(prediction=config)
         else:
@@ -80,7 +84,7 @@ def _write(
     return output
 
 
-def _traced(record, config: Config, *, compiled: bool):  # type: ignore[no-untyped-def]
+def _traced(record: "RunRecord", config: Config, *, compiled: bool) -> "RunRecord":
     """The record with what the traced step predicts, on a mesh without devices."""
     from jaxdist.build import assemble
     from jaxdist.mesh import abstract_mesh
