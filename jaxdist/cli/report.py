@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 if TYPE_CHECKING:
     from jaxdist.observe.report import RunRecord
 
-EXAMPLES = """examples:
-  {prog} runs/quickstart                          writes runs/quickstart/report.html
-  {prog} runs/a runs/b --output both.html         compares the two
-"""
+_EXAMPLES = (
+    "jaxdist report runs/quickstart                         # writes runs/quickstart/report.html",
+    "jaxdist report runs/a runs/b --output both.html        # compares the two",
+)
 
 
 @reports_mistakes
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist report") -> int
     >>> main(["no/such/run"])
     2
     """
-    parser = CommandParser(prog=prog, description=__doc__, epilog=EXAMPLES.format(prog=prog))
+    parser = CommandParser(prog=prog, description=__doc__, **with_examples(_EXAMPLES))
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html, or comparison.html")
     parser.add_argument("--remedies", action="store_true", help="also compile what would free memory (minutes)")
