@@ -15,7 +15,7 @@ from matplotlib.patches import FancyBboxPatch
 
 DOCS = Path(__file__).parents[2] / "docs"
 PICTURE = DOCS / "pictures" / "quickstart.svg"
-HEADING = {"fontsize": 10, "loc": "left"}
+HEADING: Any = {"fontsize": 10, "loc": "left"}
 AXES = ("data: other rows of the batch", "fsdp: other rows, a part of all parameters", "tensor: a part of each layer")
 
 
