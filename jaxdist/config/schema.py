@@ -269,6 +269,19 @@ class DevicesConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases. `observe.wandb: my-project` is short for `{project: my-project}`."""
+
+    project: str | None = setting(None, "the project that the run belongs to; null: W&B gets nothing", how=True)
+    mode: str = setting(
+        "online",
+        "online: sent while the run goes on; offline: kept in wandb/ of the run directory, for `wandb sync`",
+        choices=("online", "offline"),
+        how=True,
+    )
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What a run shows and writes."""
 
@@ -276,6 +289,8 @@ class ObserveConfig:
     console: str = setting("auto", "auto: rich on a terminal, else plain", choices=("auto", "plain", "rich"))
     report: bool = setting(True, "whether report.html is written at the end")
     samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
+    tensorboard: bool = setting(False, "metrics for TensorBoard, in tensorboard/ of the run directory", how=True)
+    wandb: WandbConfig = section(WandbConfig, "metrics for Weights & Biases", shorthand="project")
 
 
 @dataclass(frozen=True)
