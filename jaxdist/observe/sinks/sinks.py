@@ -80,9 +80,10 @@ class Sinks:
         except Exception as error:
             self._failed[name] = self._failed.get(name, 0) + 1
             if self._failed[name] == 1:
-                at = "at the end" if step is None else f"at step {step}" if step else "without it"
+                at = "at the end" if step is None else f"at step {step}; the run goes on"
+                at = at if step != 0 else "the run goes on without it"
                 text = " ".join(str(error).split())[:300]
-                what = f"observe.{name}: {type(error).__name__}: {text}; the run goes on {at}"
+                what = f"observe.{name}: {type(error).__name__}: {text}; {at}"
                 self._warn({"what": what, "action": "went on"})
             return False
 
