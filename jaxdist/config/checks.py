@@ -57,6 +57,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
             f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
             " when its step has been taken"
         )
+    _check_profile(config)
     check_flags(config.devices.xla.flags)
     if not planned:
         check_packages(config.observe)
@@ -76,6 +77,15 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
     check_layout(config)
     return config
+
+
+def _check_profile(config: Config) -> None:
+    profile, steps = config.observe.profile, config.train.steps
+    if profile.start is not None and profile.start + profile.steps - 1 > steps:
+        raise UserError(
+            f"observe.profile: start {profile.start} with {profile.steps} steps ends after train.steps {steps};"
+            f" allowed: a start of at most {steps - profile.steps + 1}, or fewer steps"
+        )
 
 
 def check_packages(observe: ObserveConfig) -> None:

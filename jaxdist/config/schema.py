@@ -282,6 +282,14 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of a few steps, in profile/ of the run directory: docs/watching.md."""
+
+    start: int | None = setting(None, "the first step of the trace; null: no trace", at_least=1, how=True)
+    steps: int = setting(3, "how many steps it has", at_least=1, how=True)
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What a run shows and writes."""
 
@@ -291,6 +299,7 @@ class ObserveConfig:
     samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
     tensorboard: bool = setting(False, "metrics for TensorBoard, in tensorboard/ of the run directory", how=True)
     wandb: WandbConfig = section(WandbConfig, "metrics for Weights & Biases", shorthand="project")
+    profile: ProfileConfig = section(ProfileConfig, "a trace of a few steps")
 
 
 @dataclass(frozen=True)
