@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist profile") -> in
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many items; default: 10")
     options = parser.parse_args(argv)
 
-    from jaxdist.trainer.measures.profile import described, longest, trace_of  # not before the arguments hold
+    from jaxdist.trainer.measures.profile import item_table, longest, trace_of  # not before the arguments hold
 
     path = trace_of(options.run)
     print(f"trace: {path}")
-    print("\n".join(described(longest(path, max(1, options.top)))))
+    print("\n".join(item_table(longest(path, max(1, options.top)))))
     return 0

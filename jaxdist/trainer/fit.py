@@ -56,7 +56,8 @@ Callback = Callable[[int, Mapping[str, float]], None]
 SETTINGS = (
     "train.max_hours", "train.eval_every", "train.on_nonfinite", "train.loss_spike", "train.watchdog_s",
     "train.check_replicas_every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
-    "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "observe.tensorboard", "data.prefetch",
+    "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "observe.tensorboard",
+    "data.prefetch",
 )  # fmt: skip
 
 

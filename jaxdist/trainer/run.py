@@ -118,10 +118,10 @@ class Outputs:
         resume_step: int | None,
         described: Mapping[str, Any],
         observe: ObserveConfig,
-        config: str | None = None,
+        config: str = "",
     ) -> None:
         """Write env.json (described) and config.yaml, then open the files of metrics: they are cut last, once it is
-        known that the run can write. Raises `UserError` where it cannot. Last of all the sinks of metrics are opened."""
+        known that the run can write. Raises `UserError` where it cannot. Then open the sinks of metrics."""
 
         def opened(name: str) -> MetricsWriter:
             say = lambda line: self.warn({"what": line, "action": "went on"})  # noqa: E731
@@ -130,7 +130,7 @@ class Outputs:
         try:
             if problem := self.checkpoints.no_room():
                 raise problem
-            if config is not None:
+            if config:
                 replace_file(self.folder / "config.yaml", config.encode())
             write_environment(self.folder / "env.json", described)
             self.metrics = opened("metrics.jsonl")
@@ -138,8 +138,7 @@ class Outputs:
         except OSError as error:
             what = f"--run-dir: {str(error.filename or self.folder)!r} cannot be written: {error.strerror}"
             raise UserError(f"{what}; mend it, or give another folder") from error
-        self.sinks = stack.enter_context(make_sinks(observe, self.warn))
-        self.sinks.open(self.folder, config or "", resume_step or 0)
+        self.sinks = stack.enter_context(make_sinks(observe, self.warn).open(self.folder, config, resume_step or 0))
 
     def close_metrics(self) -> None:
         """Close metrics.jsonl. A full disk is said, and does not end the run."""

@@ -41,7 +41,9 @@ def test_time_of_its_own() -> None:
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.endswith("set observe.profile.start, such as observe.profile.start=10\n")
-    with pytest.raises(UserError, match=r"start 3 with 5 steps ends after train.steps 6; allowed: a start of at most 2"):
+    with pytest.raises(
+        UserError, match=r"start 3 with 5 steps ends after train.steps 6; allowed: a start of at most 2"
+    ):
         load_config(configuration(tmp_path), ["observe.profile.steps=5"])
 
 

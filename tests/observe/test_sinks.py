@@ -85,11 +85,9 @@ def logged(path: Path) -> Iterator[bytes]:
 
 def history(path: Path) -> list[tuple[int, float]]:
     """[(step, loss)] of a .wandb file."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found = []
+    messages, found = pytest.importorskip("wandb.proto.wandb_internal_pb2"), []
     for content in logged(path):
-        record = Record()
+        record = messages.Record()
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":
             items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}

@@ -1,8 +1,7 @@
-"""Files of events for TensorBoard, in the folder tensorboard/ of a run directory. Its package is imported on opening."""
+"""Files of events for TensorBoard, in tensorboard/ of a run directory. Its package is imported on opening."""
 
 import io
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ class TensorBoard:
         folder, now = run_dir / "tensorboard", time.time_ns()
         folder.mkdir(exist_ok=True)
         # Files are read in the order of their names, so the time has all its digits, and a fixed number of them.
-        name = f"events.out.tfevents.{now // 10**9}.{now % 10**9:09}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{now // 10**9}.{now % 10**9:09}.{os.uname().nodename}.{os.getpid()}"
         self._file = os.fdopen(open_new(folder / name), "wb", buffering=0)
         self._unwritten = b""
         self._event = Event

@@ -12,7 +12,7 @@ from jaxdist.errors import UserError
 from jaxdist.trainer.measures.clock import Clock
 from jaxdist.trainer.run import TrainingRun
 
-FOLDER = "profile"
+TRACES = "profile"
 _HINT = "set observe.profile.start, such as observe.profile.start=10"
 
 
@@ -46,14 +46,14 @@ class Profile:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # calls of Python would be most of the file
             with self._apart():
-                jax.profiler.start_trace(self._run.outputs.folder / FOLDER, profiler_options=options)
+                jax.profiler.start_trace(self._run.outputs.folder / TRACES, profiler_options=options)
                 self._tracing = True
 
     def after(self, step: int) -> None:
         """End, if this was the last step of the trace, and print its longest items."""
         if self._tracing and step == self._last and self.close():
             with self._apart():
-                self._run.outputs.console.line("\n".join(described(longest(trace_of(self._run.outputs.folder)))))
+                self._run.outputs.console.line("\n".join(item_table(longest(trace_of(self._run.outputs.folder)))))
 
     def close(self) -> bool:
         """Write the trace, if one was begun. Returns whether there is a new one."""
@@ -80,7 +80,7 @@ class Profile:
 
 def trace_of(run_dir: Path) -> Path:
     """The newest trace in a run directory. Raises `UserError` without one."""
-    found = sorted((run_dir / FOLDER).glob("plugins/profile/*/*.xplane.pb"))
+    found = sorted((run_dir / TRACES).glob("plugins/profile/*/*.xplane.pb"))
     if not found:
         raise UserError(f"{run_dir}: holds no trace of steps; {_HINT}")
     return found[-1]
@@ -117,7 +117,7 @@ def own_times(events: Iterable[Any]) -> list[tuple[str, float]]:
     return [(name, max(0.0, each) / 1e9) for (_, _, name), each in zip(spans, own, strict=True)]
 
 
-def described(items: list[Item]) -> list[str]:
+def item_table(items: list[Item]) -> list[str]:
     """Items as lines of a table, with a headline."""
     rows = [f"{'own time':>11}  {'share':>6}  {'calls':>6}  item"]
     for each in items:
