@@ -367,7 +367,7 @@ BAD = [
     (import_floors, "jaxdist/state.py", "from jaxdist.parallel.strategy import Strategy"),
     (import_floors, "jaxdist/nn/block.py", "from jaxdist import make_mesh"),
     (import_floors, "jaxdist/nn/block.py", "from jaxdist import *"),
-    (import_floors, "jaxdist/observe/report.py", "from jaxdist.trainer.train import train"),
+    (import_floors, "jaxdist/observe/metrics.py", "from jaxdist.trainer.train import train"),
     (import_floors, "jaxdist/config/schema.py", "import jax.numpy as jnp"),
     (import_floors, "jaxdist/new.py", ""),
     (import_floors, "jaxdist/new/part.py", ""),

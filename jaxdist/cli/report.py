@@ -5,15 +5,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
+from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-EXAMPLES = """examples:
-  {prog} runs/quickstart                          writes runs/quickstart/report.html
-  {prog} runs/a runs/b --output both.html         compares the two
-"""
+if TYPE_CHECKING:
+    from jaxdist.observe.report import RunRecord
+
+_EXAMPLES = (
+    "jaxdist report runs/quickstart                         # writes runs/quickstart/report.html",
+    "jaxdist report runs/a runs/b --output both.html        # compares the two",
+)
 
 
 @reports_mistakes
@@ -24,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist report") -> int
     >>> main(["no/such/run"])
     2
     """
-    parser = CommandParser(prog=prog, description=__doc__, epilog=EXAMPLES.format(prog=prog))
+    parser = CommandParser(prog=prog, description=__doc__, **with_examples(_EXAMPLES))
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html, or comparison.html")
     parser.add_argument("--remedies", action="store_true", help="also compile what would free memory (minutes)")
@@ -59,12 +64,12 @@ def configuration(path: Path) -> Config | str:
 def _write(
     runs: Sequence[Path], configs: Sequence[Config | str], output: Path | None, *, trace: bool, compiled: bool
 ) -> Path:
-    from jaxdist.observe.report import RunRecord, read_run, write_comparison, write_report
+    from jaxdist.observe.report import read_run, write_comparison, write_report
     from jaxdist.observe.report.read import defaults_of
 
     records = []
     for folder, config in zip(runs, configs, strict=True):
-        record: RunRecord = read_run(folder)
+        record = read_run(folder)
         if isinstance(config, str):
             record = record._replace(prediction=config)
         else:
@@ -80,7 +85,7 @@ def _write(
     return output
 
 
-def _traced(record, config: Config, *, compiled: bool):  # type: ignore[no-untyped-def]
+def _traced(record: "RunRecord", config: Config, *, compiled: bool) -> "RunRecord":
     """The record with what the traced step predicts, on a mesh without devices."""
     from jaxdist.build import assemble
     from jaxdist.mesh import abstract_mesh

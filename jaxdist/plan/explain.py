@@ -65,7 +65,9 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
     sizes = asdict(config.mesh)
     mesh: AnyMesh = make_mesh(**sizes, devices=jax.devices()) if compiled else abstract_mesh(**sizes)
     parts = assemble(config, mesh)
-    return explain_parts(config, parts, mesh, batch_of(config, mesh), compiled=compiled, devices_per_host=devices_per_host)
+    return explain_parts(
+        config, parts, mesh, batch_of(config, mesh), compiled=compiled, devices_per_host=devices_per_host
+    )
 
 
 def explain_parts(

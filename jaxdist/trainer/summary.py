@@ -1,6 +1,5 @@
 """The end of a run: samples.txt, report.html, and the last lines on the console."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -110,7 +109,7 @@ def remedy_rows(config: Config, table: Table | None = None) -> list[RemedyRow]:
 
 
 def compiled_memory(config: Config, parts: Parts, batch: PyTree, table: Table) -> dict[str, int]:
-    """The memory of a device by the compiler, by the parts of a prediction. table: of remedies, with the step as it is."""
+    """The memory of a device by the compiler, by the parts of a prediction. table: has the step as it is."""
     peak = table.now.memory.peak
     return {"temporary": max(0, peak - resident_bytes((parts.target, batch))), "peak": peak}
 

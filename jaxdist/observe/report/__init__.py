@@ -1,4 +1,4 @@
-"""report.html: self-contained pages about a run, or several, without scripts and without anything loaded from elsewhere.
+"""report.html: self-contained pages about one run or several, without scripts and without anything from elsewhere.
 
 Nothing here imports JAX's programs: what the traced step predicts is passed in, as a `Prediction`.
 """
@@ -8,13 +8,4 @@ from jaxdist.observe.report.page import write_report
 from jaxdist.observe.report.read import read_run
 from jaxdist.observe.report.record import LayoutRow, Prediction, RemedyRow, RunRecord, Sent
 
-__all__ = [
-    "LayoutRow",
-    "Prediction",
-    "RemedyRow",
-    "RunRecord",
-    "Sent",
-    "read_run",
-    "write_comparison",
-    "write_report",
-]
+__all__ = ["LayoutRow", "Prediction", "RemedyRow", "RunRecord", "Sent", "read_run", "write_comparison", "write_report"]

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from jaxdist.observe.report.record import Metrics
+from jaxdist.observe.report.record import MetricLines
 
 # The purposes, as in metrics.jsonl, and what the page calls them. "stopped" and "rest" are what is left between lines.
 PURPOSES = {
@@ -65,7 +65,7 @@ class Account(NamedTuple):
         return times[-1] if times else self.begin
 
 
-def account_of(metrics: Metrics) -> Account | None:
+def account_of(metrics: MetricLines) -> Account | None:
     """The account of a run; None where its lines have no times, as those of older versions."""
     spans: list[Span] = []
     sessions: list[Session] = []

@@ -45,7 +45,9 @@ class Axis(NamedTuple):
             return [self.low] if math.isfinite(self.low) else []
         if self.times:
             steps = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400]
-            step = next((float(each) for each in steps if span / each <= count), math.ceil(span / count / 86400) * 86400.0)
+            step = next(
+                (float(each) for each in steps if span / each <= count), math.ceil(span / count / 86400) * 86400.0
+            )
         else:
             power = 10.0 ** math.floor(math.log10(span / count))
             step = next((each * power for each in (1.0, 2.0, 5.0) if span / (each * power) <= count), 10 * power)
@@ -64,7 +66,9 @@ class Axis(NamedTuple):
         return f"{value:.4g}"
 
 
-def chart(lines: Sequence[Line], x: Axis, y: Axis, *, levels: Sequence[tuple[str, float]] = (), small: bool = False) -> str:
+def chart(
+    lines: Sequence[Line], x: Axis, y: Axis, *, levels: Sequence[tuple[str, float]] = (), small: bool = False
+) -> str:
     """Lines over two axes. levels: dashed lines across, (name, value); each has its name on it."""
     inside: list[str] = []
     for value in y.ticks(3 if small else 5):
@@ -84,9 +88,13 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, *, levels: Sequence[tuple[str
 
 def _framed(inside: str, x: Axis, y: Axis | None, over: str = "", *, small: bool = False, kind: str = "") -> str:
     """The SVG with labels left of it and below it."""
-    left = "" if y is None else "".join(
-        f'<span style="top:{100 - 100 * float(y.place(value)):.2f}%">{y.words(value)}</span>'
-        for value in y.ticks(3 if small else 5)
+    left = (
+        ""
+        if y is None
+        else "".join(
+            f'<span style="top:{100 - 100 * float(y.place(value)):.2f}%">{y.words(value)}</span>'
+            for value in y.ticks(3 if small else 5)
+        )
     )
     below = "".join(
         f'<span style="left:{100 * float(x.place(value)):.2f}%">{x.words(value)}</span>'
@@ -95,7 +103,8 @@ def _framed(inside: str, x: Axis, y: Axis | None, over: str = "", *, small: bool
     svg = f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" preserveAspectRatio="none" aria-hidden="true">{inside}</svg>'
     kind = " ".join(["plot", "small" if small else "", kind, "" if y is None else "with-y"]).strip()
     name = f'<div class="x-name">{text(x.name)}</div>' if x.name else ""
-    return f'<div class="{kind}"><div class="ys">{left}</div><div class="area">{svg}{over}</div><div class="xs">{below}</div>{name}</div>'
+    area = f'<div class="ys">{left}</div><div class="area">{svg}{over}</div><div class="xs">{below}</div>'
+    return f'<div class="{kind}">{area}{name}</div>'
 
 
 def _path(points: Sequence[tuple[float, float]], y: Axis, kind: str) -> str:
@@ -158,7 +167,9 @@ def stacked(shares: Sequence[Mapping[str, float]], kinds: Sequence[str], x: Axis
         for kind in kinds:
             if (height := _HEIGHT * parts.get(kind, 0.0)) > 0.05:
                 top -= height
-                where = f'x="{column * width:.2f}" y="{max(0.0, top):.1f}" width="{width + 0.3:.2f}" height="{height:.1f}"'
+                where = (
+                    f'x="{column * width:.2f}" y="{max(0.0, top):.1f}" width="{width + 0.3:.2f}" height="{height:.1f}"'
+                )
                 inside.append(f'<rect class="fill-{kind}" {where}/>')
     return _framed("".join(inside), x, None, kind="shares")
 

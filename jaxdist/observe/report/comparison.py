@@ -1,4 +1,4 @@
-"""The page that compares runs: what differs in their settings, their losses in one figure, their results in one table."""
+"""The page that compares runs: their results in one table, their settings that differ, their losses in one figure."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,23 @@ from jaxdist.files.regular import replace_file
 from jaxdist.observe.metrics import Curve, curve, smooth
 from jaxdist.observe.report.account import Account, account_of
 from jaxdist.observe.report.charts import Axis, Line, chart, range_of
-from jaxdist.observe.report.sections.cost import measured_peak
-from jaxdist.observe.report.elements import Markup, figure, legend, seconds_text, section, sentence, short_bytes, swatch
-from jaxdist.observe.report.elements import table, text, timing
-from jaxdist.observe.report.sections.learning import headline, wall_seconds
+from jaxdist.observe.report.elements import (
+    Markup,
+    figure,
+    legend,
+    page_section,
+    rows_table,
+    seconds_text,
+    sentence,
+    short_bytes,
+    swatch,
+    text,
+    timing,
+)
 from jaxdist.observe.report.page import page
 from jaxdist.observe.report.record import Losses, RunRecord, losses_of, median
+from jaxdist.observe.report.sections.cost import measured_peak
+from jaxdist.observe.report.sections.learning import headline, wall_seconds
 from jaxdist.observe.report.sections.running import loss_text, speed_of
 from jaxdist.observe.report.sections.settings import flat, shown
 
@@ -53,11 +64,14 @@ def _results(record: RunRecord, losses: Losses, account: Account | None) -> list
 
 _RESULTS = (
     "steps", "best loss", "final training loss", "throughput, median", "time of a step, median", "wall time",
-    "MFU, median", "computing", "memory of a device, predicted", "memory of a device, measured", "sent by a device a step",
+    "MFU, median", "computing", "memory of a device, predicted", "memory of a device, measured",
+    "sent by a device a step",
 )  # fmt: skip
 
 
-def _curves(names: Sequence[str], curves: Sequence[Curve], x_of: Sequence[np.ndarray], x_name: str, unit: str) -> Markup:
+def _curves(
+    names: Sequence[str], curves: Sequence[Curve], x_of: Sequence[np.ndarray], x_name: str, unit: str
+) -> Markup:
     lines, lows, highs = [], [], []
     for i, (name, found, x) in enumerate(zip(names, curves, x_of, strict=True)):
         values = smooth(found.values) if found.steps.size >= 30 else found.values
@@ -93,17 +107,18 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, start=1)]
     every = [(losses_of(record), account_of(record.metrics)) for record in records]
     units = {losses.unit for losses, _ in every}
-    best = min(zip(names, every, strict=True), key=lambda item: _or_inf(item[1][0].own[1]))
+    own = [losses.own[1] if math.isfinite(losses.own[1]) else math.inf for losses, _ in every]
+    best = [name for name, value in zip(names, own, strict=True) if value == min(own)]
     said = f"{len(records)} runs compared"
-    if len(units) == 1 and math.isfinite(best[1][0].own[1]):
-        said += f": {best[0]} has the lowest loss, {loss_text(best[1][0].own[1])} {best[1][0].unit}"
+    if len(units) == 1 and math.isfinite(min(own)):
+        said += f": the lowest loss is {loss_text(min(own))} {min(units)}, of {' and '.join(best)}"
     runs = [
         (swatch(f"run{i % _COLOURS}", name), headline(record, *both))
         for i, (name, record, both) in enumerate(zip(names, records, every, strict=True))
     ]
     different = _differences(records)
     settings = (
-        table(["setting", *names], [(key, *values) for key, values in different])
+        rows_table(["setting", *names], [(key, *values) for key, values in different])
         if different
         else sentence("All settings are the same.")
     )
@@ -118,16 +133,12 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
     )
     top = f'<p class="run">{text(", ".join(names))}</p><h1>{text(said)}.</h1>'
     sections = [
-        section("Runs", table(["run", "what it was"], runs)),
-        section("Results", table(["", *names], rows)),
-        section("Different settings", settings),
-        section("Loss", *figures),
+        page_section("Runs", rows_table(["run", "what it was"], runs)),
+        page_section("Results", rows_table(["", *names], rows)),
+        page_section("Different settings", settings),
+        page_section("Loss", *figures),
     ]
     return page(said, top, sections)
-
-
-def _or_inf(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
 
 
 def write_comparison(path: str | Path, records: Sequence[RunRecord]) -> None:

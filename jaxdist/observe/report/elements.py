@@ -12,7 +12,7 @@ from jaxdist.observe.environment import redact_urls
 from jaxdist.observe.report.record import RunRecord
 from jaxdist.specs import format_bytes
 
-LONG = 12  # lists with more entries, and tables with more than 5 times as many rows, are folded
+_LONG = 12  # lists with more entries, and tables with more than 5 times as many rows, are folded
 
 short_bytes = functools.partial(format_bytes, digits=".4g")
 
@@ -28,7 +28,7 @@ def text(value: object) -> str:
     return html.escape(redact_urls(printable(str(value))))
 
 
-def number(value: float, digits: int = 4) -> str:
+def number_text(value: float, digits: int = 4) -> str:
     """A number with commas: 12,345.6789."""
     return f"{value:,.{digits}f}" if math.isfinite(value) else str(value)
 
@@ -75,7 +75,7 @@ def legend(entries: Mapping[str, str]) -> Markup:
     return Markup(f'<div class="legend">{"".join(swatch(kind, words) for kind, words in entries.items())}</div>')
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> Markup:
+def rows_table(head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> Markup:
     """A table; on a narrow page each row becomes a block with the heads in front. right: the columns of numbers. A long
     one is folded."""
 
@@ -89,7 +89,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Seque
     top = "".join(f"<th{kind}>{text(name)}</th>" for kind, name in zip(kinds, head, strict=True))
     body = "\n".join(map(row, rows))
     made = Markup(f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>')
-    return folded(f"{len(rows):,} rows", made) if len(rows) > 5 * LONG else made
+    return folded(f"{len(rows):,} rows", made) if len(rows) > 5 * _LONG else made
 
 
 def folded(title: str, *content: Markup) -> Markup:
@@ -100,7 +100,7 @@ def folded(title: str, *content: Markup) -> Markup:
 def listed(values: Sequence[object]) -> Markup:
     """Values below each other; many are folded."""
     shown = Markup("<br>".join(map(text, values)))
-    return shown if len(values) <= LONG else folded(f"{len(values):,} entries", shown)
+    return shown if len(values) <= _LONG else folded(f"{len(values):,} entries", shown)
 
 
 def values_table(values: Mapping[str, Any]) -> Markup:
@@ -133,7 +133,7 @@ def cards(entries: Sequence[tuple[object, object, object]]) -> Markup:
     return Markup(f'<dl class="cards">{"".join(made)}</dl>')
 
 
-def section(name: str, *parts: Markup) -> tuple[str, Markup]:
+def page_section(name: str, *parts: Markup) -> tuple[str, Markup]:
     """(name, section): a part of the page under a heading."""
     anchor = name.lower().replace(" ", "-")
     return name, Markup(f'<section id="{anchor}"><h2>{text(name)}</h2>{"".join(parts)}</section>')

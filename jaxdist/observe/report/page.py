@@ -6,11 +6,11 @@ import numpy as np
 
 from jaxdist.files.regular import replace_file
 from jaxdist.observe.report.account import account_of
+from jaxdist.observe.report.elements import Markup, page_section, sentence, text
+from jaxdist.observe.report.record import RunRecord, losses_of
 from jaxdist.observe.report.sections.cost import memory_section, remedies_section, sent_section
-from jaxdist.observe.report.elements import Markup, section, sentence, text
 from jaxdist.observe.report.sections.learning import headline, learning_section, steps_section, summary_cards
 from jaxdist.observe.report.sections.mesh import layout_section, mesh_section
-from jaxdist.observe.report.record import RunRecord, losses_of
 from jaxdist.observe.report.sections.running import history_section, utilisation_section
 from jaxdist.observe.report.sections.settings import data_section, environment_section, settings_section
 from jaxdist.observe.report.style import style_sheet
@@ -35,14 +35,12 @@ def report_page(record: RunRecord) -> str:
     samples = Markup(f"<pre>{text(record.samples)}</pre>") if record.samples.strip() else sentence("There are none.")
     notes = "".join(f'<p class="note">{text(note)}</p>' for note in record.notes)
     if record.simulated:
-        notes += (
-            '<p class="note">The devices were simulated by a CPU. Losses, memory and bytes sent are those of real devices'
-            " in this layout; times are not, and say nothing about GPUs.</p>"
-        )
+        warned = "The devices were simulated by a CPU: times are those of the CPU, and say nothing about GPUs."
+        notes += f'<p class="note">{warned}</p>'
     said = headline(record, losses, account)
     top = f'<p class="run">{text(record.title)}</p><h1>{text(said)}</h1>{notes}'
     sections = [
-        section("Summary", summary_cards(record, losses, account)),
+        page_section("Summary", summary_cards(record, losses, account)),
         learning_section(record, losses),
         steps_section(record),
         utilisation_section(record, account),
@@ -52,7 +50,7 @@ def report_page(record: RunRecord) -> str:
         history_section(record, account),
         mesh_section(record),
         layout_section(record.prediction),
-        section("Samples", samples),
+        page_section("Samples", samples),
         data_section(record),
         settings_section(record),
         environment_section(record),

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxdist.observe.metrics import Curve, curve, work_unit
 
-Metrics = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl
+MetricLines = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl
 
 
 class LayoutRow(NamedTuple):
@@ -52,7 +53,7 @@ class Prediction(NamedTuple):
     memory: Mapping[str, int]
     inside: Mapping[str, int]
     sent: tuple[Sent, ...]
-    compiled: Mapping[str, int] = {}
+    compiled: Mapping[str, int] = MappingProxyType({})
 
     @property
     def peak(self) -> int:
@@ -98,10 +99,10 @@ class RunRecord(NamedTuple):
     """
 
     title: str
-    settings: Mapping[str, Any] = {}
-    defaults: Mapping[str, Any] = {}
-    environment: Mapping[str, Any] = {}
-    metrics: Metrics = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    environment: Mapping[str, Any] = MappingProxyType({})
+    metrics: MetricLines = ()
     incidents: Sequence[Mapping[str, Any]] = ()
     checkpoints: Sequence[int] = ()
     samples: str = ""
@@ -144,7 +145,7 @@ class RunRecord(NamedTuple):
             work = median(np.array([record["step_s"] * record[f"{unit}_per_s"] for record in timed], float))
             return round(work) if math.isfinite(work) else work
         data = mapping(self.settings.get("data"))
-        sizes = [data.get("global_batch"), data.get("seq_len") if unit == "tokens" else 1]
+        sizes: list[Any] = [data.get("global_batch"), data.get("seq_len") if unit == "tokens" else 1]
         return math.prod(sizes) if all(type(size) is int for size in sizes) else math.nan
 
     @property

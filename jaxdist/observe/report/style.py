@@ -32,7 +32,9 @@ _PAGE = {
 
 
 def _variables(dark: bool) -> str:
-    found = {name: pair[dark] for name, pair in _PAGE.items()} | {f"f-{name}": pair[dark] for name, pair in FILLS.items()}
+    found = {name: pair[dark] for name, pair in _PAGE.items()} | {
+        f"f-{name}": pair[dark] for name, pair in FILLS.items()
+    }
     for axis, (ground, ink, dark_ground, dark_ink) in AXIS_COLOURS.items():
         found |= {f"{axis}-ground": dark_ground if dark else ground, f"{axis}-ink": dark_ink if dark else ink}
     return "".join(f"--{name}:{colour};" for name, colour in found.items())
@@ -51,59 +53,73 @@ nav { display: flex; flex-wrap: wrap; gap: .15rem 1rem; margin: 0 0 1.1rem; font
 a, summary { color: var(--link); cursor: pointer; }
 p { margin: .4rem 0 .9rem; } b { font-weight: 650; }
 .note { border-left: 4px solid var(--f-data); padding: .1rem .8rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(13.5rem, 46%), 1fr)); gap: .7rem; margin: 0; }
-.cards div, pre { background: var(--panel); border: 1px solid var(--line); border-radius: .55rem; padding: .65rem .85rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(13.5rem, 46%), 1fr)); gap: .7rem;
+  margin: 0; }
+.cards div, pre { background: var(--panel); border: 1px solid var(--line); border-radius: .55rem;
+  padding: .65rem .85rem; }
 .cards dd { margin: 0; font-size: 1.3rem; font-weight: 650; line-height: 1.35; }
-small { display: block; font-size: .8rem; font-weight: 400; } .timing em { font-style: normal; font-weight: 400; font-size: .85em; }
+small { display: block; font-size: .8rem; font-weight: 400; } .timing em { font-style: normal; font-weight: 400;
+  font-size: .85em; }
 dd .timing em { font-size: .8rem; white-space: nowrap; }
-small, dt, figcaption, thead th, .values th, .ys, .xs, .x-name { color: var(--muted); } dt, figcaption { font-size: .87rem; }
+small, dt, figcaption, thead th, .values th, .ys, .xs, .x-name { color: var(--muted); }
+  dt, figcaption { font-size: .87rem; }
 figure { margin: .6rem 0 1.4rem; min-width: 0; } figcaption { margin-top: .4rem; }
 .two { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: .4rem 1.6rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin-bottom: .45rem; font-size: .85rem; }
 .key i { display: inline-block; width: .8em; height: .8em; border-radius: .18em; margin-right: .4em; }
-.plot { display: grid; grid-template-columns: 0 minmax(0, 1fr); grid-template-rows: 17rem auto auto; margin-right: .6rem; }
+.plot { display: grid; grid-template-columns: 0 minmax(0, 1fr); grid-template-rows: 17rem auto auto;
+  margin-right: .6rem; }
 .plot.with-y { grid-template-columns: 3.4rem minmax(0, 1fr); } .plot.small { grid-template-rows: 8.5rem auto; }
 .plot.shares { grid-template-rows: 5.5rem auto auto; }
 .area { position: relative; grid-column: 2; grid-row: 1; border-bottom: 1px solid var(--muted); overflow: hidden; }
 .area svg { position: absolute; inset: 0; width: 100%; height: 100%; display: block; }
 .ys { position: relative; grid-column: 1; grid-row: 1; } .xs { position: relative; height: 1.35rem; }
-.plot .xs { grid-column: 2; grid-row: 2; } .x-name { grid-column: 2; grid-row: 3; font-size: .78rem; text-align: right; }
+.plot .xs { grid-column: 2; grid-row: 2; } .x-name { grid-column: 2; grid-row: 3; font-size: .78rem;
+  text-align: right; }
 .ys span, .xs span { position: absolute; font-size: .76rem; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .ys span { right: .5rem; transform: translateY(-50%); } .xs span { top: .15rem; transform: translateX(-50%); }
-.level { position: absolute; right: .2rem; transform: translateY(-100%); font-size: .76rem; color: var(--muted); }
+span.level { position: absolute; left: .4rem; transform: translateY(-100%); font-size: .76rem; color: var(--muted); }
 path { fill: none; vector-effect: non-scaling-stroke; stroke-width: 2.2; stroke-linejoin: round; }
 .thin { stroke-width: 1; opacity: .5; } .grid { stroke: var(--grid); stroke-width: 1; }
-.level { stroke: var(--muted); stroke-width: 1.2; stroke-dasharray: 6 4; }
+path.level { stroke: var(--muted); stroke-width: 1.2; stroke-dasharray: 6 4; }
 .dots { stroke-width: 7; stroke-linecap: round; }
+rect { shape-rendering: crispEdges; }
 .bar { display: flex; height: 1.7rem; border-radius: .35rem; overflow: hidden; background: var(--grid); }
 .bar i { display: block; min-width: 1px; }
-.lanes { display: grid; grid-template-columns: minmax(5.5rem, auto) minmax(0, 1fr); gap: .3rem .8rem; align-items: center;
+.lanes { display: grid; grid-template-columns: minmax(5.5rem, auto) minmax(0, 1fr); gap: .3rem .8rem;
+  align-items: center;
   font-size: .85rem; } .lanes.three { grid-template-columns: minmax(4rem, auto) minmax(0, 1fr) auto; }
 .lane { position: relative; height: 1.1rem; background: var(--panel); border-radius: .2rem; overflow: hidden; }
 .lane > i { position: absolute; top: 0; bottom: 0; } .lanes .lane > i.mark { width: 3px; margin-left: -1.5px; }
 .lanes.three .lane { background: none; } .lane > i.fill-whole { left: 0; overflow: hidden; border-radius: .2rem; }
 .lane i i { display: block; height: 100%; } .lane-value { font-variant-numeric: tabular-nums; }
 .mesh, .inside { display: flex; flex-wrap: wrap; gap: .45rem; }
-.box { padding: .3rem .5rem .5rem; border-radius: .45rem; } .box b { font-size: .8rem; display: block; margin-bottom: .2rem; }
-.device { background: var(--ground); color: var(--ink); border-radius: .3rem; padding: .15rem .65rem; font-size: .85rem; }
+.box { padding: .3rem .5rem .5rem; border-radius: .45rem; } .box b { font-size: .8rem; display: block;
+  margin-bottom: .2rem; }
+.device { background: var(--ground); color: var(--ink); border-radius: .3rem; padding: .15rem .65rem;
+  font-size: .85rem; }
 .chip { display: inline-block; border-radius: .35rem; padding: 0 .45rem; font-size: .84em; white-space: nowrap; }
 .scroll { overflow-x: auto; margin: .75rem 0; }
 table { border-collapse: collapse; font-size: .87rem; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .34rem .8rem .34rem 0; border-bottom: 1px solid var(--line); }
 .values th { font-weight: 400; width: 11rem; } th { font-weight: 600; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td:first-child { min-width: 6.5rem; }
 th:last-child, td:last-child { padding-right: 0; }
 pre { font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 @media (max-width: 46rem) {
   main { padding: 1.2rem .9rem 3rem; } .plot { grid-template-rows: 13rem auto auto; }
   table:not(.values) thead { display: none; }
   table:not(.values) tr { display: block; border-bottom: 1px solid var(--line); padding: .45rem 0; }
-  table:not(.values) td { display: grid; grid-template-columns: 8.5rem minmax(0, 1fr); gap: .6rem; border: 0; padding: .1rem 0;
+  table:not(.values) td { display: block; position: relative; min-height: 1.6em; border: 0; padding: .1rem 0 .1rem 9rem;
     text-align: left; white-space: normal; }
-  table:not(.values) td::before { content: attr(data-head); color: var(--muted); }
+  table:not(.values) td::before { content: attr(data-head); color: var(--muted); position: absolute; left: 0;
+    width: 8.5rem; }
+  table:not(.values) td[data-head=""] { padding-left: 0; font-weight: 600; } td[data-head=""]::before { display: none; }
   .values tr, .values th, .values td { display: block; width: auto; border: 0; padding: 0; }
   .values tr { border-bottom: 1px solid var(--line); padding: .35rem 0; }
-  .lanes.three { grid-template-columns: minmax(3.5rem, auto) minmax(0, 1fr); } .lanes.three .lane-value { grid-column: 2; }
+  .lanes.three { grid-template-columns: minmax(3.5rem, auto) minmax(0, 1fr); }
+    .lanes.three .lane-value { grid-column: 2; }
 }
 @media print {
   main { max-width: none; padding: 0; } nav { display: none; } body { font-size: 11pt; }

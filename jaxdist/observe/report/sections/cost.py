@@ -9,11 +9,11 @@ from jaxdist.observe.report.elements import (
     chips,
     figure,
     legend,
+    page_section,
+    rows_table,
     seconds_text,
-    section,
     sentence,
     short_bytes,
-    table,
     timing,
 )
 from jaxdist.observe.report.record import Prediction, RunRecord, mapping
@@ -37,7 +37,7 @@ def memory_section(record: RunRecord) -> tuple[str, Markup]:
         parts = [sentence("The memory was not predicted. ", prediction)]
         if peak is not None:
             parts.append(sentence(f"Measured peak of a device: {short_bytes(peak)}."))
-        return section("Memory", *parts)
+        return page_section("Memory", *parts)
     held = {name: n for name, n in mapping(record.environment.get("state_bytes")).items() if type(n) is int}
     sums = prediction.memory
     said = f"A device is predicted to need {short_bytes(prediction.peak)} at the most"
@@ -56,24 +56,28 @@ def memory_section(record: RunRecord) -> tuple[str, Markup]:
     rows: list[list[object]] = []
     for name, size in [*sums.items(), ("peak", prediction.peak)]:
         found = peak if name == "peak" else held.get(name)
-        row = [name, short_bytes(size), "-" if found is None else short_bytes(found)]
+        row: list[object] = [name, short_bytes(size), "-" if found is None else short_bytes(found)]
         rows.append(row + ([short_bytes(compiled[name]) if name in compiled else "-"] if compiled else []))
-    for name, size in prediction.inside.items():
-        rows.append([f"within temporary: {name}", short_bytes(size), "-", *(["-"] if compiled else [])])
-    note = "Measured: the buffers of the state on the first device, counted when it was made; the peak as the device says."
+        for kind, inner in prediction.inside.items() if name == "temporary" else ():
+            rows.append([f"within temporary: {kind}", short_bytes(inner), "-", *(["-"] if compiled else [])])
+    note = (
+        "Measured: the buffers of the state on the first device, counted when it was made; the peak as the device says."
+    )
     note += " The kinds within temporary need not be there at the same time."
     right = range(1, 4 if compiled else 3)
     head = [*head, "compiled"] if compiled else head
-    return section("Memory", sentence(f"{said}.{why}"), picture, table(head, rows, right=right), sentence(note))
+    return page_section(
+        "Memory", sentence(f"{said}.{why}"), picture, rows_table(head, rows, right=right), sentence(note)
+    )
 
 
 def sent_section(record: RunRecord) -> tuple[str, Markup]:
     """What a device sends in a step, by axis and purpose, beside the time of the step."""
     prediction = record.prediction
     if isinstance(prediction, str):
-        return section("Communication", sentence("What is sent is not known. ", prediction))
+        return page_section("Communication", sentence("What is sent is not known. ", prediction))
     if not prediction.sent:
-        return section("Communication", sentence("Nothing is sent: no axis of the mesh is longer than 1."))
+        return page_section("Communication", sentence("Nothing is sent: no axis of the mesh is longer than 1."))
     total, by_axis = prediction.wire_bytes, _by_axis(prediction)
     parts: list[object] = [f"A device sends {short_bytes(total)} in each step"]
     if math.isfinite(record.step_s) and record.step_s > 0:
@@ -95,11 +99,19 @@ def sent_section(record: RunRecord) -> tuple[str, Markup]:
         key=legend(named),
     )
     rows = [
-        (chips(each.axes), each.what, each.op, ", ".join(each.phases), f"{each.calls:,}", short_bytes(each.nbytes), each.link)
+        (
+            chips(each.axes),
+            each.what,
+            each.op,
+            ", ".join(each.phases),
+            f"{each.calls:,}",
+            short_bytes(each.nbytes),
+            each.link,
+        )
         for each in sorted(prediction.sent, key=lambda each: -each.nbytes)
     ]
     head = ["axis", "what", "collective", "when", "calls", "sent", "link"]
-    return section("Communication", sentence(*parts, "."), picture, table(head, rows, right=[4, 5]))
+    return page_section("Communication", sentence(*parts, "."), picture, rows_table(head, rows, right=[4, 5]))
 
 
 def _by_axis(prediction: Prediction) -> dict[str, float]:
@@ -113,7 +125,7 @@ def _by_axis(prediction: Prediction) -> dict[str, float]:
 def remedies_section(record: RunRecord) -> tuple[str, Markup]:
     """The changes that save memory: which the run uses, and what each other would free."""
     if not record.remedies:
-        return section("Remedies", sentence("The settings of the run are not known, so nothing is proposed."))
+        return page_section("Remedies", sentence("The settings of the run are not known, so nothing is proposed."))
     compiled = any(each.saves is not None for each in record.remedies)
     settings = flat(record.settings)
     said = ", ".join(f"{key} {shown(settings[key])}" for key in _SAVERS if key in settings)
@@ -134,4 +146,4 @@ def remedies_section(record: RunRecord) -> tuple[str, Markup]:
     head = ["remedy", "state", "would free", "would cost", "settings", "why not"]
     kept = rows if compiled else [(a, b, e, f) for a, b, _, _, e, f in rows]
     head = head if compiled else ["remedy", "state", "settings", "why not"]
-    return section("Remedies", sentence(said), table(head, kept, right=[2] if compiled else []))
+    return page_section("Remedies", sentence(said), rows_table(head, kept, right=[2] if compiled else []))

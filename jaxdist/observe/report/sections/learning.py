@@ -14,12 +14,12 @@ from jaxdist.observe.report.elements import (
     figure,
     folded,
     legend,
-    number,
+    number_text,
+    page_section,
+    rows_table,
     seconds_text,
-    section,
     sentence,
     short_bytes,
-    table,
     text,
     timing,
 )
@@ -52,7 +52,9 @@ def devices_of(record: RunRecord) -> str:
     """The devices in words: "8 simulated CPU devices"."""
     named = [f"{n:,} {'simulated CPU' if kind == 'cpu' else kind}" for kind, n in record.devices.items()]
     count = sum(record.devices.values())
-    return f"{' and '.join(named)} {'device' if count == 1 else 'devices'}" if named else "devices that are not recorded"
+    return (
+        f"{' and '.join(named)} {'device' if count == 1 else 'devices'}" if named else "devices that are not recorded"
+    )
 
 
 def headline(record: RunRecord, losses: Losses, account: Account | None) -> str:
@@ -66,8 +68,8 @@ def headline(record: RunRecord, losses: Losses, account: Account | None) -> str:
     _, own, _ = losses.own
     if math.isfinite(own):
         hardest = min(losses.baselines.items(), key=lambda item: item[1], default=None)
-        beside = f" ({hardest[0]}: {number(hardest[1], 3)})" if hardest else ""
-        said += f" learned {amount(record)} to {number(own, 3)} {losses.unit}{beside}"
+        beside = f" ({hardest[0]}: {number_text(hardest[1], 3)})" if hardest else ""
+        said += f" learned {amount(record)} to {number_text(own, 3)} {losses.unit}{beside}"
     else:
         said += f" was trained on {amount(record)}"
     seconds = wall_seconds(record, account)
@@ -85,10 +87,10 @@ def summary_cards(record: RunRecord, losses: Losses, account: Account | None) ->
     entries: list[tuple[object, object, object]] = [("Steps", f"{record.last_step:,}", ended)]
     if losses.train.steps.size:
         note = f"{losses.unit}, step {losses.train.steps[-1]:,}"
-        entries.append(("Final training loss", number(losses.train.values[-1]), note))
+        entries.append(("Final training loss", number_text(losses.train.values[-1]), note))
     name, own, step = losses.own
     if name == "best evaluation":
-        entries.append(("Best evaluation", number(own), f"{losses.unit}, step {step:,}"))
+        entries.append(("Best evaluation", number_text(own), f"{losses.unit}, step {step:,}"))
     if losses.baselines and math.isfinite(own):
         beaten = [value for value in losses.baselines.values() if value > own]
         entries.append(("Baselines beaten", f"{len(beaten)} of {len(losses.baselines)}", f"by the {name}"))
@@ -130,11 +132,15 @@ def _loss_figure(losses: Losses) -> Markup:
         key["eval"] = "evaluation on held-out data"
         lines.append(Line("evaluation", evaluation.steps, evaluation.values, "eval"))
         lines.append(Line("evaluation", evaluation.steps, evaluation.values, "eval", "dots"))
-    levels = [(f"{name} {number(value, 3)}", value) for name, value in losses.baselines.items() if math.isfinite(value)]
+    levels = [
+        (f"{name} {number_text(value, 3)}", value) for name, value in losses.baselines.items() if math.isfinite(value)
+    ]
     name, own, step = losses.own
     counts = f"{len(train.steps):,} training and {len(evaluation.steps):,} evaluation points"
-    label = f"Loss over steps in {losses.unit}: {counts}; {name} {number(own, 3)} at step {step:,}."
-    caption = f"Loss in {losses.unit} over steps" + (" (nats per byte divided by ln 2)." if "byte" in losses.unit else ".")
+    label = f"Loss over steps in {losses.unit}: {counts}; {name} {number_text(own, 3)} at step {step:,}."
+    caption = f"Loss in {losses.unit} over steps" + (
+        " (nats per byte divided by ln 2)." if "byte" in losses.unit else "."
+    )
     bad = train.steps[~np.isfinite(train.values)]
     if bad.size:
         caption += f" {bad.size:,} of {train.steps.size:,} steps had a loss that is not finite, first step {bad[0]:,}."
@@ -148,14 +154,14 @@ def learning_section(record: RunRecord, losses: Losses) -> tuple[str, Markup]:
     name, own, step = losses.own
     parts: list[Markup] = []
     if math.isfinite(own):
-        parts.append(sentence(f"The {name} is {number(own)} {losses.unit}, at step {step:,}."))
+        parts.append(sentence(f"The {name} is {number_text(own)} {losses.unit}, at step {step:,}."))
     parts.append(_loss_figure(losses))
     if losses.baselines:
         rows: list[tuple[object, ...]] = [
-            (key, number(value), _beside(value, own))
+            (key, number_text(value), _beside(value, own))
             for key, value in sorted(losses.baselines.items(), key=lambda item: -item[1])
         ]
-        parts.append(table(["baseline", losses.unit, "the run"], rows, right=[1]))
+        parts.append(rows_table(["baseline", losses.unit, "the run"], rows, right=[1]))
     else:
         known = "baselines" in record.environment
         parts.append(sentence("There are no baselines for these data." if known else "Baselines were not recorded."))
@@ -163,9 +169,9 @@ def learning_section(record: RunRecord, losses: Losses) -> tuple[str, Markup]:
     keys = list(dict.fromkeys(key for each in evaluations for key in each if key.startswith("eval/")))[:8]
     if evaluations:
         rows = [(f"{each['step']:,}", *(_cell(each.get(key)) for key in keys)) for each in evaluations]
-        made = table(["step", *(key.removeprefix("eval/") for key in keys)], rows, right=range(len(keys) + 1))
+        made = rows_table(["step", *(key.removeprefix("eval/") for key in keys)], rows, right=range(len(keys) + 1))
         parts.append(folded(f"Evaluations ({len(evaluations):,}; loss in nats, as in metrics.jsonl)", made))
-    return section("Learning", *parts)
+    return page_section("Learning", *parts)
 
 
 def _beside(value: float, own: float) -> str:
@@ -175,7 +181,7 @@ def _beside(value: float, own: float) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else number(float(value))
+    return "-" if value is None else number_text(float(value))
 
 
 # Key of metrics.jsonl: (title, what it is).
@@ -210,7 +216,7 @@ def steps_section(record: RunRecord) -> tuple[str, Markup]:
         shown = np.where(low, np.nan, rates.values)
         made.append(_small(record, "Throughput", what, rates.steps, shown, "eval", f"median {usual:,.0f}"))
     parts.append(Markup(f'<div class="two">{"".join(made)}</div>') if made else sentence("Nothing was recorded."))
-    return section("Steps", *parts)
+    return page_section("Steps", *parts)
 
 
 def _small(

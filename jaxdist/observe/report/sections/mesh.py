@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jaxdist.observe.console import printable
-from jaxdist.observe.report.elements import Markup, chip, figure, section, sentence, short_bytes, table, text
+from jaxdist.observe.report.elements import Markup, chip, figure, page_section, rows_table, sentence, short_bytes, text
 from jaxdist.observe.report.record import LayoutRow, Prediction, RunRecord
 
 _MOST_DEVICES, _MOST_UNITS = 64, 16
@@ -53,7 +53,7 @@ def mesh_section(record: RunRecord) -> tuple[str, Markup]:
     caption = f"{label} Devices: {devices or 'not recorded'}."
     if not drawn:
         caption += " Each row is one axis, outermost first, with the distance between neighbours along it."
-    return section("Mesh", figure(picture, label=label, caption=caption))
+    return page_section("Mesh", figure(picture, label=label, caption=caption))
 
 
 def split_shape(row: LayoutRow) -> Markup:
@@ -68,7 +68,7 @@ def split_shape(row: LayoutRow) -> Markup:
 def layout_section(prediction: Prediction | str) -> tuple[str, Markup]:
     """How each parameter is split, and the part that one device holds."""
     if isinstance(prediction, str):
-        return section("Layout", sentence("The layout of the parameters is not known. ", prediction))
+        return page_section("Layout", sentence("The layout of the parameters is not known. ", prediction))
     layout = prediction.layout
     units: dict[str, tuple[int, int]] = {}
     for row in layout:
@@ -90,7 +90,7 @@ def layout_section(prediction: Prediction | str) -> tuple[str, Markup]:
     ]
     head = ["parameter", "shape ÷ mesh axes", "type", "a device has", "on one device", "in all"]
     picture = figure(_unit_bars(units), label=f"{said} By part: {_units_text(units)}", caption="The bar is the whole.")
-    return section("Layout", sentence(said), picture, table(head, rows, right=[4, 5]))
+    return page_section("Layout", sentence(said), picture, rows_table(head, rows, right=[4, 5]))
 
 
 def _units_text(units: Mapping[str, tuple[int, int]]) -> str:
@@ -113,7 +113,8 @@ def _unit_bars(units: Mapping[str, tuple[int, int]]) -> str:
     for name, (part, whole) in largest(units).items():
         wide, held = max(0.5, 100 * whole / most), 100 * part / (whole or 1)
         made.append(
-            f'<span class="lane-name">{text(name)}</span><div class="lane"><i class="fill-whole" style="width:{wide:.2f}%">'
+            f'<span class="lane-name">{text(name)}</span><div class="lane">'
+            f'<i class="fill-whole" style="width:{wide:.2f}%">'
             f'<i class="fill-device" style="width:{held:.2f}%"></i></i></div>'
             f'<span class="lane-value">{short_bytes(part)} of {short_bytes(whole)}</span>'
         )

@@ -13,12 +13,12 @@ from jaxdist.observe.report.elements import (
     bar,
     figure,
     legend,
-    number,
+    number_text,
+    page_section,
+    rows_table,
     seconds_text,
-    section,
     sentence,
     swatch,
-    table,
     timing,
 )
 from jaxdist.observe.report.record import RunRecord, median
@@ -43,34 +43,45 @@ def utilisation_section(record: RunRecord, account: Account | None) -> tuple[str
     if np.isfinite(mfu):
         first = sentence("Model FLOPs utilisation: ", timing(record, f"{mfu:.1%}"), " of the devices' peak (median).")
     else:
-        why = "simulated devices have no peak" if record.simulated else "the devices' peak is not known, or not recorded"
+        why = (
+            "simulated devices have no peak" if record.simulated else "the devices' peak is not known, or not recorded"
+        )
         first = sentence(f"Model FLOPs utilisation is not given: {why}.")
     if account is None:
         waited = median(curve(record.metrics, "data_wait").values)
         more = sentence(f"In the median step {waited:.1%} of the time was spent waiting for data.")
-        return section("Utilisation", first, sentence(_OLD), *([more] if np.isfinite(waited) else []))
+        return page_section("Utilisation", first, sentence(_OLD), *([more] if np.isfinite(waited) else []))
     sums, total = account.seconds, account.total
     shares = {name: seconds / total for name, seconds in sums.items()}
     computing = shares.get("device", 0.0)
     said = sentence(
-        f"{computing:.1%} of ", timing(record, seconds_text(total)), " from the first start to the last step was computing."
+        f"{computing:.1%} of ",
+        timing(record, seconds_text(total)),
+        " from the first start to the last step was computing.",
     )
     words = ", ".join(f"{PURPOSES[name]} {share:.1%}" for name, share in shares.items())
     key = legend({name: PURPOSES[name] for name in sums})
     whole = figure(bar(sums), label=f"Share of the run's time: {words}.", caption="The whole run.", key=key)
-    x = Axis(0.0, total, "time since the first start" + (" (simulated devices)" if record.simulated else ""), times=True)
+    x = Axis(
+        0.0, total, "time since the first start" + (" (simulated devices)" if record.simulated else ""), times=True
+    )
     course = figure(
         stacked(over_time(account), list(sums), x),
         label=f"The same shares over the course of the run, {seconds_text(total)} long.",
         caption="The same shares over the course of the run.",
     )
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (swatch(name, PURPOSES[name]), f"{shares[name]:.2%}", timing(record, seconds_text(sums[name])), _WHAT[name])
         for name in sums
     ]
     rows.append(("all", f"{sum(shares.values()):.2%}", timing(record, seconds_text(total)), ""))
-    return section(
-        "Utilisation", first, said, whole, course, table(["purpose", "share", "time", "what it is"], rows, right=[1, 2])
+    return page_section(
+        "Utilisation",
+        first,
+        said,
+        whole,
+        course,
+        rows_table(["purpose", "share", "time", "what it is"], rows, right=[1, 2]),
     )
 
 
@@ -87,14 +98,18 @@ def history_section(record: RunRecord, account: Account | None) -> tuple[str, Ma
         parts.append(_lanes(record, account, said))
         if restarts:
             rows = [
-                (i, seconds_text(each.begin - account.begin), f"{each.first_step:,} to {each.last_step:,}")
+                (
+                    i,
+                    Axis(0, 1, times=True).words(each.begin - account.begin),
+                    f"{each.first_step:,} to {each.last_step:,}",
+                )
                 for i, each in enumerate(account.sessions, start=1)
             ]
-            parts.append(table(["session", "started after", "steps that are kept"], rows, right=[0, 1]))
+            parts.append(rows_table(["session", "started after", "steps that are kept"], rows))
     if record.incidents:
-        rows = [(_step(each), each.get("what", "-"), each.get("action", "-")) for each in record.incidents]
-        parts.append(table(["step", "what happened", "what the run did"], rows, right=[0]))
-    return section("History", *parts)
+        told = [(_step(each), each.get("what", "-"), each.get("action", "-")) for each in record.incidents]
+        parts.append(rows_table(["step", "what happened", "what the run did"], told, right=[0]))
+    return page_section("History", *parts)
 
 
 def _step(incident: Mapping[str, Any]) -> str:
@@ -121,7 +136,9 @@ def _lanes(record: RunRecord, account: Account, said: str) -> Markup:
     counts = ", ".join(f"{len(pieces):,} {name}" for name, pieces, _ in rows)
     label = f"Time line of {seconds_text(account.total)}: {counts}. {said}."
     note = " (simulated devices)" if record.simulated else ""
-    return figure(time_line(rows, x), label=label, caption=f"Time since the first start{note}; marks are at their steps.")
+    return figure(
+        time_line(rows, x), label=label, caption=f"Time since the first start{note}; marks are at their steps."
+    )
 
 
 def speed_of(record: RunRecord) -> str:
@@ -131,4 +148,4 @@ def speed_of(record: RunRecord) -> str:
 
 def loss_text(value: float) -> str:
     """A loss, or "-"."""
-    return number(value) if np.isfinite(value) else "-"
+    return number_text(value) if np.isfinite(value) else "-"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdist.observe.report.elements import Markup, folded, section, sentence, table, values_table
+from jaxdist.observe.report.elements import Markup, folded, page_section, rows_table, sentence, values_table
 from jaxdist.observe.report.record import RunRecord
 
 
@@ -28,16 +28,22 @@ def settings_section(record: RunRecord) -> tuple[str, Markup]:
     """The configuration: what is not a default, and the rest folded."""
     ours, usual = flat(record.settings), flat(record.defaults)
     if not ours:
-        return section("Settings", sentence("The run has no config.yaml: it was started from Python, or the file is gone."))
+        return page_section(
+            "Settings", sentence("The run has no config.yaml: it was started from Python, or the file is gone.")
+        )
     if not usual:
-        every = table(["setting", "value"], [(key, shown(value)) for key, value in ours.items()])
-        return section("Settings", sentence("Which of them are defaults is not known."), every)
-    changed = [(key, shown(value), shown(usual.get(key, "-"))) for key, value in ours.items() if usual.get(key) != value]
+        every = rows_table(["setting", "value"], [(key, shown(value)) for key, value in ours.items()])
+        return page_section("Settings", sentence("Which of them are defaults is not known."), every)
+    changed = [
+        (key, shown(value), shown(usual.get(key, "-"))) for key, value in ours.items() if usual.get(key) != value
+    ]
     rest = [(key, shown(value)) for key, value in ours.items() if usual.get(key) == value]
     said = f"{len(changed)} of {len(ours)} settings differ from their defaults."
-    made = table(["setting", "value", "default"], changed) if changed else Markup("")
-    others = folded(f"{len(rest)} settings with their defaults", table(["setting", "value"], rest) if rest else Markup(""))
-    return section("Settings", sentence(said), made, others)
+    made = rows_table(["setting", "value", "default"], changed) if changed else Markup("")
+    others = folded(
+        f"{len(rest)} settings with their defaults", rows_table(["setting", "value"], rest) if rest else Markup("")
+    )
+    return page_section("Settings", sentence(said), made, others)
 
 
 def environment_section(record: RunRecord) -> tuple[str, Markup]:
@@ -46,9 +52,9 @@ def environment_section(record: RunRecord) -> tuple[str, Markup]:
     values = {key: value for key, value in record.environment.items() if key not in known}
     if isinstance(values.get("command"), list):
         values["command"] = " ".join(map(str, values["command"]))
-    return section("Environment", values_table(values))
+    return page_section("Environment", values_table(values))
 
 
 def data_section(record: RunRecord) -> tuple[str, Markup]:
     """Facts of the data source."""
-    return section("Data", values_table(record.data))
+    return page_section("Data", values_table(record.data))
