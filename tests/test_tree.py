@@ -182,13 +182,6 @@ def tree_on_a_page(sources: Sources, page: str, wanted: set[str]) -> Iterator[st
     yield from (f"{page}: the tree names {name}, which is not there" for name in sorted(shown - inside))
 
 
-def readme_names_the_tree(sources: Sources) -> Iterator[str]:
-    """The tree in README names every folder and every module directly in jaxdist/, and nothing that is not there."""
-    paths = [PurePosixPath(path).relative_to("jaxdist") for path in package(sources)]
-    there = {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in paths}
-    yield from tree_on_a_page(sources, "README.md", there)
-
-
 def architecture_names_the_tree(sources: Sources) -> Iterator[str]:
     """The tree in docs/architecture.md names every folder, those in folders too, and every module directly in
     jaxdist/."""
@@ -231,7 +224,6 @@ RULES: tuple[Rule, ...] = (
     names_defined_once,
     files_are_nouns,
     few_format_skips,
-    readme_names_the_tree,
     architecture_names_the_tree,
     modules_of_tests_stand_alone,
     programs_in_tests_import_what_is_there,
@@ -240,7 +232,7 @@ RULES: tuple[Rule, ...] = (
 
 @pytest.fixture(scope="module")
 def repository() -> Sources:
-    paths = [*PACKAGE, *SCRIPTS, *EXAMPLES, *TESTS, "README.md", ARCHITECTURE]
+    paths = [*PACKAGE, *SCRIPTS, *EXAMPLES, *TESTS, ARCHITECTURE]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
 
 
@@ -282,8 +274,7 @@ GOOD = [
         {"jaxdist/plan/ahead_of_time.py": "", "jaxdist/nn/assembly.py": "", "jaxdist/nn/split_backward.py": ""},
     ),
     (few_format_skips, {A: "x = 1  # fmt: skip\n" * 30 + 'y = "# fmt: skip"\n'}),
-    (readme_names_the_tree, SOME | {"README.md": TREE}),
-    (readme_names_the_tree, SOME | {"README.md": TREE.replace("layers", "layers: mlp.py")}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE.replace("layers", "layers: mlp.py")}),
     (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE}),
     (architecture_names_the_tree, NESTED | {ARCHITECTURE: TREE.replace("layers", "layers\n    matmul/  products")}),
     (modules_of_tests_stand_alone, {"tests/nn/test_a.py": "import layouts", "tests/layouts.py": "import jax"}),
@@ -305,10 +296,10 @@ BAD = [
     (files_are_nouns, {"jaxdist/nn/known_after.py": ""}),
     (files_are_nouns, {"jaxdist/nn/lately.py": ""}),
     (few_format_skips, {A: "x = 1  # fmt: skip\n" * 20, "tests/a.py": "# fmt: off\n" * 11}),
-    (readme_names_the_tree, SOME | {"README.md": "jaxdist/"}),
-    (readme_names_the_tree, SOME | {"README.md": TREE, "jaxdist/specs.py": ""}),
-    (readme_names_the_tree, SOME | {"README.md": TREE, "jaxdist/plan/a.py": ""}),
-    (readme_names_the_tree, SOME | {"README.md": TREE.replace("axes", "guard.py")}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: "jaxdist/"}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE, "jaxdist/specs.py": ""}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE, "jaxdist/plan/a.py": ""}),
+    (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE.replace("axes", "guard.py")}),
     (architecture_names_the_tree, SOME),
     (architecture_names_the_tree, NESTED | {ARCHITECTURE: TREE}),
     (architecture_names_the_tree, SOME | {ARCHITECTURE: TREE, "jaxdist/specs.py": ""}),

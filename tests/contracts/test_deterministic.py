@@ -331,7 +331,7 @@ def test_the_example_prints_what_readme_shows() -> None:
         for name, text in (("deterministic", deterministic), ("native", native))
     }
     assert differ["deterministic"] == [0, 0, 0] and len(differ["native"]) == 3 and all(differ["native"])
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme[readme.index("deterministic\n  ddp") :].partition("```")[0]
+    page = (ROOT / "docs" / "same_bits.md").read_text(encoding="utf-8")
+    shown = page[page.index("deterministic\n  ddp") :].partition("```")[0]
     figures = re.compile(r"loss [\d.]+, [\d,]+ of")
     assert figures.sub("", shown) == figures.sub("", done.stdout)

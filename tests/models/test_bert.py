@@ -469,17 +469,15 @@ def test_config_json_of_another_bert(exported: tuple[Path, Config], tmp_path: Pa
         altered(exported, tmp_path / "d", change=lambda found: found | {bias: found["cls.predictions.bias"] + 1})
 
 
-@pytest.mark.parametrize(
-    ("steps", "better"), [pytest.param(100, 0.05, marks=slow), pytest.param(300, 0.2, marks=pytest.mark.exhaustive)]
-)
-def test_a_small_bert_learns(steps: int, better: float, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_small_bert_learns(tmp_path: Path) -> None:
     """By the command, on the standard library: better than the most frequent byte, which is what the header says."""
     command = [sys.executable, "scripts/train.py", "--config", "configs/bert_stdlib.yaml", "--run-dir", str(tmp_path)]
-    command += [f"train.steps={steps}", f"train.eval_every={steps}"]
+    command += ["train.steps=300", "train.eval_every=300"]
     environment = {**os.environ, **child.environment()}
     done = subprocess.run(command, cwd=child.ROOT, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     beat = float(done.stdout.partition("unigram ")[2].split()[0])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    assert found[-1] > beat + better, (found, beat)
+    assert found[-1] > beat + 0.2, (found, beat)

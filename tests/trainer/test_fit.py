@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -793,11 +792,8 @@ FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_evaluation", "loop_profil
 
 
 def test_the_page_shows_the_examples() -> None:
-    page, readme = (EXAMPLES.parent / "own_loop.md").read_text(), (EXAMPLES.parents[1] / "README.md").read_text()
-    files = {name: (EXAMPLES / f"{name}.py").read_text() for name in FILES}
-    assert all(text in page for text in files.values())
-    shown = readme.partition("```python\ndone = ")[2].partition(")\n```")[0]
-    assert shown and textwrap.indent("done = " + shown, " " * 8) in files["fit"]
+    page = (EXAMPLES.parent / "own_loop.md").read_text()
+    assert all((EXAMPLES / f"{name}.py").read_text() in page for name in FILES)
 
 
 @pytest.mark.slow

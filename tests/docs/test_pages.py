@@ -1,0 +1,244 @@
+"""README and the pages of docs: each block is a program, a command, or text that a test compares; links lead somewhere;
+README is short."""
+
+import ast
+import importlib
+import io
+import re
+import shlex
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import yaml
+from syntax import EXAMPLES, PACKAGE, ROOT, TESTS
+
+from jaxdist.cli.main import COMMANDS, main
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config
+from jaxdist.config.shipped import find_config
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES += ["README.md", "README.ko.md", "CONTRIBUTING.md"]
+SCRIPTS = {"prepare_data": "data", "virtual_hosts": "lab"}  # scripts/NAME.py is `jaxdist NAME`, but for these
+# What a block begins with, and the test that runs it or compares it.
+TESTED = {
+    "python3 -m venv .venv": "test_readme_holds_the_two_commands_that_ci_runs",
+    "run        runs/quickstart-": "test_the_header_of_the_quickstart",
+    "$ python scripts/train.py --config configs/quickstart.yaml mesh.tensor=3": "test_a_mistake_is_answered",
+    "$ python scripts/explain.py --config configs/llama_8b": "test_the_ledger_of_1024_devices",
+    "jaxdist/\n": "test_repository",
+    "   batch, state (global": "test_the_architecture_is_that_of_the_code",
+    "deterministic\n": "test_the_example_prints_what_readme_shows",
+    "$ python scripts/bench/kills.py": "test_nothing_is_lost_by_200_kills",
+    "$ python scripts/prepare_data.py": "test_the_command",
+    "$ python scripts/checkpoint.py ls": "test_the_command_line",
+    "$ python scripts/explain.py --config configs/quickstart.yaml --remedies": "test_ranked_refused_and_shown",
+    "$ python scripts/train.py --config configs/vit_digits.yaml": "test_digits_are_learned",
+    "model      bert (mlm)": "test_a_small_bert_learns",
+    "variables = module.init(": "test_a_model_trains_is_saved_and_resumed",
+    "params, static = eqx.partition(": "test_a_model_trains_is_saved_and_resumed",
+    "configs/launch/ssh.sh": "test_plain_hosts_by_ssh",
+    "HOSTS=host0:1": "test_open_mpi",
+    "sbatch configs/launch": "test_sbatch",
+    "for rank in 0 1 2 3": "test_job_in_the_environment",
+    "warning: checkpoint of step 6 is damaged": "test_none_is_left",
+    "resumed    after step 400": "test_what_was_changed_is_shown",
+    "no step for 60 s": "test_a_watch_says_now_and_then_where_the_ranks_are",
+    "stuck: rank 1": "test_lines_name_rank_phase_step_and_time",
+    "stopped: corrupt state": "test_a_corrupt_state_is_not_saved_and_ends_the_run",
+    "error: optimizer.lr: 0.02 on rank 3": "test_a_difference_is_one_line_with_the_odd_rank_and_both_values",
+    "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
+    "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
+}
+WHOLE = {  # pages whose blocks one test runs
+    "docs/collectives.md": "test_the_programs_on_the_page_run",
+    "docs/pipeline.md": "test_the_page_shows_what_is_printed",
+}
+# No test runs these: a cluster, and a fine-tuning of two minutes after a training of four.
+SHARE = 0.4  # of the letters of a message: the others are values
+UNTRIED = ("kubectl create secret", "$ python docs/examples/bert_lines.py")
+
+
+def blocks(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", "")
+    return re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+
+
+@cache
+def literals() -> set[str]:
+    """The texts in the source of the package, and the parts of those with values in them."""
+    found: set[str] = set()
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {part.strip() for part in node.value.split("\n") if len(part.strip()) > 11}
+    return found
+
+
+def share_of_source(message: str) -> float:
+    """The share of the message's letters that stand in texts of the source."""
+    message = " ".join(message.split())
+    covered = [False] * len(message)
+    for part in literals():
+        at = message.find(part)
+        while at >= 0:
+            covered[at : at + len(part)] = [True] * len(part)
+            at = message.find(part, at + 1)
+    return sum(covered) / len(message)
+
+
+@cache
+def options(name: str) -> str:
+    """What `jaxdist NAME --help` prints."""
+    with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+        main([name, "--help"])
+    return printed.getvalue()
+
+
+def check_command(words: list[str]) -> None:
+    """A command of jaxdist or of scripts: it is there, takes the options, and its configuration holds."""
+    words = [word for word in words if word not in ("sudo", "srun")]
+    if words[0] == "jaxdist":
+        name, rest = words[1], words[2:]
+    elif words[1:2] and words[1].startswith(("scripts/", "docs/")):
+        assert (ROOT / words[1]).is_file(), words
+        path, rest = Path(words[1]), words[2:]
+        if path.parent.as_posix() != "scripts":
+            return
+        name = SCRIPTS.get(path.stem, path.stem)
+    else:
+        assert words[:3] == ["python", "-m", "pip"], words
+        return
+    assert name in COMMANDS, words
+    own = [*takewhile(lambda word: word != "--", rest)]
+    said = options(name)
+    assert all(re.search(rf"(?<![\w-]){word}\b", said) for word in own if word.startswith("-")), (own, said)
+    if name == "train" and "--list" not in own:
+        first = own[own.index("--config") + 1] if "--config" in own else own[0]
+        overrides = [word.replace("my/texts", str(ROOT / "docs")) for word in own if "=" in word]
+        if first.startswith("configs/") or not first.endswith((".yaml", "FILE")):
+            load_config(find_config(first), overrides, planned="mesh.data=-1" not in own)
+    if other := rest[len(own) + 1 :]:
+        check_command(other)
+
+
+def command_of(line: str) -> list[str]:
+    """The words of a line that is a command of ours, without variables before it; [] for any other line."""
+    with suppress(ValueError):
+        words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+        if words and (words[0] in ("python", "jaxdist") or words[:2] in (["sudo", "python"], ["srun", "python"])):
+            return [*takewhile(lambda word: word not in ("&", "...", "|"), words)]
+    return []
+
+
+def is_code(text: str) -> bool:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return False
+    return any(isinstance(node, (ast.Assign, ast.FunctionDef, ast.ClassDef, ast.ImportFrom)) for node in tree.body)
+
+
+def check_code(text: str) -> None:
+    """The names of jaxdist that a part of a program uses are there."""
+    import jaxdist
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jaxdist":
+            assert hasattr(jaxdist, node.attr), node.attr
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxdist"):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names), node.module
+
+
+def kind_of(page: str, text: str) -> str:
+    """How a block is held, which is checked here; "" for one that is not."""
+    if text.strip().startswith('"""') or page.startswith("README"):
+        if any(text in (ROOT / path).read_text(encoding="utf-8") for path in EXAMPLES):
+            return "file"
+    if page in WHOLE or any(text.startswith(start) for start in TESTED):
+        return "tested"
+    if text.startswith(UNTRIED):
+        return "untried"
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if all(map(command_of, lines)):
+        for line in lines:
+            check_command(command_of(line))
+        return "commands"
+    if is_code(text):
+        check_code(text)
+        return "code"
+    if share_of_source(text) > SHARE:
+        return "message"
+    with suppress(yaml.YAMLError):
+        given = yaml.safe_load(text)
+        if isinstance(given, dict) and all(hasattr(Config(), key) for key in given):
+            return "settings"
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_held(page: str) -> None:
+    free = [text for text in blocks(page) if not kind_of(page, text)]
+    assert not free, "\n---\n".join(free)
+
+
+def test_the_tests_that_hold_blocks_are_there() -> None:
+    defined = {
+        node.name
+        for path in TESTS
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {*TESTED.values(), *WHOLE.values()} <= defined, {*TESTED.values(), *WHOLE.values()} - defined
+    every = [text for page in PAGES for text in blocks(page)]
+    assert [start for start in (*TESTED, *UNTRIED) if not any(text.startswith(start) for text in every)] == []
+
+
+def test_a_message_of_other_words_is_found() -> None:
+    said = "error: train.seed: 1, but the run in runs/a was started with 0; set it back, or start another run with "
+    assert share_of_source(f"{said}--run-dir, or checkpoint.resume=force to go on all the same") > SHARE
+    assert share_of_source(f"{said}--another") < SHARE
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    wrong = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1200
+
+
+def test_readme_in_korean_says_the_same() -> None:
+    """Blocks, links and the order of the headings' levels are those of README."""
+    ours, theirs = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "README.ko.md"))
+    assert blocks("README.md") == blocks("README.ko.md")
+    outside = [re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL) for text in (ours, theirs)]
+    links = [re.findall(r"\]\(([^)\s]+)\)", text) for text in outside]
+    assert sorted(links[0][1:]) == sorted(links[1][1:]) and links[0][0] == "README.ko.md" and links[1][0] == "README.md"
+    for pattern in (r"^#+ ", r"^\|", r"`[^`\n]+`"):
+        found = [sorted(re.findall(pattern, text, re.MULTILINE)) for text in outside]
+        assert found[0] == found[1], pattern
+    assert len(re.findall(r"[가-힣]", theirs)) > 1000
