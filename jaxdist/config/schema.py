@@ -218,6 +218,13 @@ class TrainConfig:
         "steps between comparisons of the state's copies on different devices, made before saves too; 0: never",
         at_least=0,
     )
+    ema: float | None = setting(
+        None,
+        "decay of a moving average of the parameters, such as 0.999: evaluations and the sample at the end use it; null:"
+        " none",
+        above=0,
+        below=1,
+    )
     sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("import ", "what the sampled text begins with")
 

@@ -36,7 +36,7 @@ from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
-from jaxdist.trainer.evaluation import Evaluator, text_sampler
+from jaxdist.trainer.evaluation import Evaluator, evaluated, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
@@ -292,7 +292,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
             outputs.note({"step": watch.crumbs.last.step, "what": str(error), "action": "stopped"})
             raise
         watch.crumbs.enter("finish")
-        samples = run.sample(run.progress.state.params) if complete and run.sample else ""
+        samples = run.sample(evaluated(run.progress.state)) if complete and run.sample else ""
         watch.crumbs.enter("settle")
         if not all_saved(outputs):
             return FAILED
