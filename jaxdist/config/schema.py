@@ -220,8 +220,8 @@ class TrainConfig:
     )
     ema: float | None = setting(
         None,
-        "decay of a moving average of the parameters, such as 0.999: evaluations and the sample at the end use it; null:"
-        " none",
+        "decay of a moving average of the parameters, such as 0.999, which evaluations and the sample at the end use;"
+        " null: none",
         above=0,
         below=1,
     )

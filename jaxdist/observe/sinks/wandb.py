@@ -22,7 +22,8 @@ class WandB:
     """
 
     def __init__(self, project: str, mode: str) -> None:
-        self._project, self._mode = project, mode
+        self._project = project
+        self._mode: Any = mode  # a Literal of wandb, which need not be there
 
     def open(self, run_dir: Path, config: str, step: int) -> None:
         """As `Sink.open`."""
