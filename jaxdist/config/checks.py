@@ -41,6 +41,11 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
 
     planned: nothing will run here, so neither the devices nor the data need to be here.
     """
+    if config.train.early_stop.patience and not config.train.eval_every:
+        raise UserError(
+            f"train.early_stop.patience: {config.train.early_stop.patience} counts evaluations, and train.eval_every"
+            " is 0; allowed: null; or set train.eval_every to the steps between evaluations"
+        )
     if config.checkpoint.keep_best and not config.train.eval_every:
         raise UserError(
             f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations, and train.eval_every"

@@ -188,6 +188,18 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class EarlyStopConfig:
+    """An end before `train.steps`: docs/watching.md."""
+
+    patience: int | None = setting(
+        None,
+        "evaluations in a row without a lower eval/loss after which the run is complete; null: it takes all steps",
+        at_least=1,
+    )
+    min_delta: float = setting(0.0, "how much lower than the lowest so far an eval/loss must be to count", at_least=0)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The run."""
 
@@ -225,6 +237,7 @@ class TrainConfig:
         above=0,
         below=1,
     )
+    early_stop: EarlyStopConfig = section(EarlyStopConfig, "an end before train.steps")
     sample_tokens: int = setting(200, "tokens of the text sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("import ", "what the sampled text begins with")
 

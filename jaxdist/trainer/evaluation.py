@@ -260,29 +260,42 @@ def own_evaluation(
 class Ending:
     """Whether evaluations get better, and the metrics of the last step.
 
-    best: the lowest "eval/loss". since: the evaluations since then.
+    - patience: the run ends after so many evaluations in a row that are not better; None: never.
+    - min_delta: how much lower than the best an "eval/loss" must be to be better.
+    - best: the lowest "eval/loss" that was better. since: the evaluations since then.
     """
 
     patience: int | None
+    min_delta: float = 0.0
     best: float | None = None
     since: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, evaluation: Mapping[str, float]) -> bool:
         loss = evaluation["eval/loss"]
-        better = math.isfinite(loss) and (self.best is None or loss < self.best)
+        better = math.isfinite(loss) and (self.best is None or loss < self.best - self.min_delta)
         self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
         return self.is_over
 
     def restore(self, meta: Mapping[str, Any]) -> None:
         """Go on from the record of a checkpoint."""
-        saved = meta.get("fit", {})
+        saved = meta.get("ending", meta.get("fit", {}))  # older versions of `fit` had it in its own record
         self.best, self.since = saved.get("best"), saved.get("since", 0)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What is saved beside a state, for `restore`."""
+        return {"ending": {"best": self.best, "since": self.since}}
 
     @property
     def is_over(self) -> bool:
         """Whether there was no better one for too long."""
         return self.patience is not None and self.since >= self.patience
+
+    def why(self, step: int, key: str) -> str:
+        """That it is over after this step, as a line. key: what the user set."""
+        better = f"{self.since} evaluations in a row without a lower eval/loss ({key})"
+        return f"complete after step {step}: {better}"
 
 
 def text_sampler(plan: RunPlan) -> Sampler | None:

@@ -337,9 +337,8 @@ def _begin(
     def record(step: int) -> dict[str, Any]:
         position = batches and batches.position(step + progress.passed)
         forced = {"forced": progress.forced} if progress.forced else {}
-        own = {"position": position, "best": ending.best, "since": ending.since}
         settings = {"config": settings_by_key(config), "train": {"seed": config.train.seed}}
-        return {**settings, "batches_passed": progress.passed, "fit": own, **forced}
+        return {**settings, "batches_passed": progress.passed, "fit": {"position": position}, **ending.saved, **forced}
 
     run = TrainingRun(
         plan=plan, progress=progress, outputs=outputs, record=record, baselines={}, watch=watch, cache=cache
@@ -372,7 +371,7 @@ def _why(run: TrainingRun, ending: Ending, stop: StopSignal, *, complete: bool) 
     if not complete:
         return f"stopped after step {step} by {stop.why}; the same call with run_dir={run.outputs.folder} goes on"
     if ending.is_over:
-        return f"complete after step {step}: {ending.since} evaluations in a row without a lower eval/loss (patience)"
+        return ending.why(step, "patience")
     return ""
 
 

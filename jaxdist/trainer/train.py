@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -36,7 +37,7 @@ from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
-from jaxdist.trainer.evaluation import Evaluator, evaluated, text_sampler
+from jaxdist.trainer.evaluation import Ending, Evaluator, evaluated, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
@@ -269,6 +270,16 @@ def time_limit(plan: RunPlan, checkpoints: Checkpoints, started: float) -> TimeL
     return TimeLimit(hours and hours * 3600, started, lambda: checkpoints.longest_save or guess)
 
 
+def ending_of(run: TrainingRun) -> Ending:
+    """How `train.early_stop` ends the run. From here on its counts are saved beside the state."""
+    asked, record = run.plan.config.train.early_stop, run.record
+    ending = Ending(asked.patience, asked.min_delta)
+    ending.restore(run.progress.meta)
+    if asked.patience is not None:
+        run.record = lambda step: record(step) | ending.saved
+    return ending
+
+
 def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: StopSignal, watch: Watch) -> int:
     with ExitStack() as stack, watch.crumbs.failing():
         run = build(config, folder, stack, watch, text_sampler)
@@ -277,8 +288,11 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
         stack.callback(outputs.close_metrics)
         console.header(describe(run))
         stop.limit = time_limit(run.plan, outputs.checkpoints, stop.started)
+        ending = ending_of(run)
         try:
-            step, complete = loop(run, work_of(run), stop)
+            step, complete = run.progress.first_step, True
+            if not ending.is_over:
+                step, complete = loop(run, replace(work_of(run), ends=ending, restored=ending.restore), stop)
         except NonFinite as error:
             settle(outputs)
             console.line(f"failed: {error}")
@@ -302,6 +316,8 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
                 if stop.why == "train.max_hours":
                     console.line(f"train.max_hours: {config.train.max_hours:g} hours are nearly over")
                 console.line(f"stopped after step {step}; the same command with --run-dir {outputs.folder} goes on")
+            elif ending.is_over:
+                console.line(ending.why(step, "train.early_stop"))
             write_summary(run, samples)
         anywhere(False)  # all stay until process 0 is done, with watch and signal handlers
     if not complete:

@@ -1,4 +1,5 @@
-"""`train.ema`: evaluations use the average, a resumed run goes on with it, and it is part of what a run is."""
+"""`train.ema`: evaluations use the average, a resumed run goes on with it, and it is part of what a run is.
+`train.early_stop`: evaluations end a run, which stays ended."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
+from jaxdist.trainer.evaluation import Ending
 from jaxdist.trainer.resume import check_identity
 from jaxdist.trainer.train import train
 
@@ -59,3 +61,39 @@ def test_evaluations_use_the_average(configure: Callable[..., Config], tmp_path:
     for steps in (4, 8):
         assert train(configure(f"train.steps={steps}", "train.ema=0.5"), tmp_path / "resumed") == 0
     assert losses(tmp_path / "resumed", "eval/loss") == usual
+
+
+def test_evaluations_that_are_not_better_by_enough() -> None:
+    ending = Ending(2, 0.1)
+    assert [ending({"eval/loss": loss}) for loss in (3.0, 2.95, 2.8, 2.75, float("nan"))] == [False] * 4 + [True]
+    again = Ending(3, 0.1)
+    again.restore(ending.saved)
+    assert (again.best, again.since, again.is_over) == (2.8, 2, False)
+    again.restore({"fit": {"best": 1.0, "since": 3}})  # as older versions saved it
+    assert (again.best, again.is_over) == (1.0, True)
+
+
+def test_a_run_without_evaluations_cannot_end_by_them(configure: Callable[..., Config]) -> None:
+    with pytest.raises(
+        UserError, match=r"^train\.early_stop\.patience: 2 counts evaluations, and train\.eval_every is 0; "
+    ):
+        configure("train.early_stop.patience=2", "train.eval_every=0")
+
+
+@pytest.mark.slow
+def test_an_early_stop_of_a_configuration(
+    configure: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No evaluation is lower by 10: the third is the last. Resumed, the run says so and takes no step, unless it may be
+    more patient; stopped by its steps in between, it goes on counting."""
+    asked = ("train.steps=20", "train.early_stop.min_delta=10", "train.early_stop.patience=2")
+    line = "complete after step 6: 2 evaluations in a row without a lower eval/loss (train.early_stop)"
+    for _ in range(2):
+        assert train(configure(*asked), tmp_path / "run") == 0
+        assert line in capsys.readouterr().out.splitlines()
+        assert len(losses(tmp_path / "run", "loss")) == 6
+    assert train(configure(*asked[:2], "train.early_stop.patience=3"), tmp_path / "run") == 0
+    assert line.replace("step 6: 2", "step 8: 3") in capsys.readouterr().out.splitlines()
+    for steps in (4, 20):
+        assert train(configure(f"train.steps={steps}", *asked[1:]), tmp_path / "stopped") == 0
+    assert line in capsys.readouterr().out.splitlines()
