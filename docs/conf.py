@@ -1,0 +1,124 @@
+"""The documentation site, by Sphinx: `sphinx-build -W --keep-going -b html docs build/site`."""
+
+import io
+import os
+import re
+import runpy
+import sys
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import isclass
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+os.environ |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "100"}  # autodoc imports jax; argparse fits its help to the columns
+
+project = author = "jaxdist"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+source_suffix = {".md": "markdown", ".py": "markdown"}  # the lessons of the course are pages, too
+exclude_patterns = ["conf.py", "examples", "course/_*.py", "course/check.py"]
+html_theme = "furo"
+html_title = "jaxdist"
+html_copy_source = False
+highlight_language = "text"  # of blocks that name no language: they are output
+myst_heading_anchors = 4
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 90
+
+COURSE = runpy.run_path(str(DOCS.parent / "scripts" / "docs" / "course.py"))
+
+
+def lesson(path: Path) -> str:
+    """A lesson of the course as a page, with what it printed and its picture."""
+    page: str = COURSE["page"](COURSE["notebook"](path), f"{path.stem}.svg")
+    where = f"`python docs/course/{path.name}` runs this page; [the file]({path.name}) is its source.\n\n"
+    head, text = page.replace("](pictures/", "](../pictures/course/").split("\n\n", 1)
+    return f"{head}\n\n{where.replace(f'[the file]({path.name})', f'the file `docs/course/{path.name}`')}{text}"
+
+
+def public(module: str) -> str:
+    """Every public name of a module, with its signature and docstring, as directives of autodoc."""
+    loaded, lines = import_module(module), []
+    for name in loaded.__all__:
+        value = getattr(loaded, name)
+        if isclass(value):
+            lines += [f".. autoclass:: {module}.{name}", "   :members:", ""]
+        elif callable(value):
+            lines += [f".. autofunction:: {module}.{name}", ""]
+        elif f"{module}.{name}" not in sys.modules:
+            lines += [f".. autodata:: {module}.{name}", ""]
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def commands(_: str) -> str:
+    """What `--help` prints, of every command."""
+    from jaxdist.cli.main import COMMANDS, main
+
+    lines = []
+    for name, command in COMMANDS.items():
+        if not find_spec(command.module):
+            continue
+        with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+            main([name, "--help"])
+        lines += [f"## jaxdist {name}", "```text", printed.getvalue().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def inside(page: Path, link: re.Match[str]) -> str:
+    """A link of a page, which works on a code host. README is the site's index; what else is no page, nor a file below docs/, is
+    named by its path."""
+    text, target = link.groups()
+    path = (page.parent / target.partition("#")[0]).resolve()
+    if path == DOCS.parent / "README.md":
+        return f"[{text}](/index.md)"
+    if path.is_relative_to(DOCS) and not path.is_dir():
+        return link[0]
+    name = path.relative_to(DOCS.parent).as_posix()
+    return f"`{name}`" if text.strip("`") in name else f"{text} (`{name}`)"
+
+
+def read(app: Any, docname: str, source: list[str]) -> None:
+    """Make a page of a lesson; fill `<!-- public jaxdist.nn -->` and `<!-- commands -->`; mend links that leave docs/."""
+    page = Path(app.env.doc2path(docname))
+    text = lesson(page) if page.suffix == ".py" else source[0]
+    text = re.sub(r"\[([^\]\[]*)\]\((?![a-z]+:|#)([^)\s]+)\)", lambda link: inside(page, link), text)
+    made = {"public": public, "commands": commands}
+    source[0] = re.sub(r"<!-- (public|commands) ?(\S*) -->", lambda mark: made[mark[1]](mark[2]), text)
+
+
+def plain(text: str) -> str:
+    """Text as reST, in which code between backticks is the only markup."""
+    parts = re.split(r"`([^`]+)`", text)
+    return "".join(f"\\ ``{part}``\\ " if i % 2 else re.sub(r"([\\*_|<>`])", r"\\\1", part) for i, part in enumerate(parts))
+
+
+def docstring(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """A docstring of this package as reST: paragraphs, lists of arguments (`name: text`), examples."""
+    made: list[str] = []
+    kind = ""  # of the line before: text, list, example, or "" for an empty one
+    for line in lines:
+        text = line.lstrip()
+        depth = (len(line) - len(text)) // 2  # an argument's text is four columns in, an item's two
+        argument = re.fullmatch(r"(\w[\w, ]*): (.*)", text)
+        if not text:
+            kind = ""
+            made.append("")
+        elif kind == "example" or (line.startswith(">>>") and not kind):
+            made += [f"   {line}"] if kind else [".. code-block:: pycon", "", f"   {line}"]
+            kind = "example"
+        elif argument and kind != "text":
+            made += ["", f"{' ' * depth}- **{argument[1]}**: {plain(argument[2])}"]
+            kind = "list"
+        else:
+            kind = "list" if kind == "list" and depth else "text"
+            made.append(" " * depth + plain(text))
+    lines[:] = [*made, ""]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", docstring)
