@@ -34,9 +34,8 @@ COURSE = runpy.run_path(str(DOCS.parent / "scripts" / "docs" / "course.py"))
 def lesson(path: Path) -> str:
     """A lesson of the course as a page, with what it printed and its picture."""
     page: str = COURSE["page"](COURSE["notebook"](path), f"{path.stem}.svg")
-    where = f"`python docs/course/{path.name}` runs this page; [the file]({path.name}) is its source.\n\n"
-    head, text = page.replace("](pictures/", "](../pictures/course/").split("\n\n", 1)
-    return f"{head}\n\n{where.replace(f'[the file]({path.name})', f'the file `docs/course/{path.name}`')}{text}"
+    heading, text = page.replace("](pictures/", "](../pictures/course/").split("\n", 1)
+    return f"{heading}\n\nThis page is a program: `python docs/course/{path.name}`.\n{text}"
 
 
 def public(module: str) -> str:
@@ -74,6 +73,8 @@ def inside(page: Path, link: re.Match[str]) -> str:
     path = (page.parent / target.partition("#")[0]).resolve()
     if path == DOCS.parent / "README.md":
         return f"[{text}](/index.md)"
+    if path.is_relative_to(DOCS / "examples"):
+        return f"{{download}}`{text.strip('`')} <{target}>`"  # a program, not a page
     if path.is_relative_to(DOCS) and not path.is_dir():
         return link[0]
     name = path.relative_to(DOCS.parent).as_posix()

@@ -56,6 +56,8 @@ TESTED = {
 WHOLE = {  # pages whose blocks one test runs
     "docs/collectives.md": "test_the_programs_on_the_page_run",
     "docs/pipeline.md": "test_the_page_shows_what_is_printed",
+    "docs/tutorials/first_run.md": "test_a_tutorial_prints_what_it_shows",
+    "docs/tutorials/own_model.md": "test_a_tutorial_prints_what_it_shows",
 }
 # No test runs these: a cluster, and a fine-tuning of two minutes after a training of four.
 SHARE = 0.4  # of the letters of a message: the others are values
