@@ -40,15 +40,20 @@ def lesson(path: Path) -> str:
 
 def public(module: str) -> str:
     """Every public name of a module, with its signature and docstring, as directives of autodoc."""
+    import jaxdist
+
     loaded, lines = import_module(module), []
     for name in loaded.__all__:
         value = getattr(loaded, name)
-        if isclass(value):
-            lines += [f".. autoclass:: {module}.{name}", "   :members:", ""]
-        elif callable(value):
-            lines += [f".. autofunction:: {module}.{name}", ""]
-        elif f"{module}.{name}" not in sys.modules:
-            lines += [f".. autodata:: {module}.{name}", ""]
+        if f"{module}.{name}" in sys.modules:  # a folder, which has a page of its own
+            continue
+        options = [f"   :value: {value}"]
+        kind = "data"
+        if callable(value):
+            kind = "autoclass" if isclass(value) else "autofunction"
+            again = loaded is not jaxdist and name in jaxdist.__all__
+            options = ["   :members:"] * isclass(value) + ["   :no-index:"] * again
+        lines += [f".. {kind}:: {module}.{name}", *options, ""]
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
 
@@ -99,23 +104,28 @@ def plain(text: str) -> str:
 def docstring(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
     """A docstring of this package as reST: paragraphs, lists of arguments (`name: text`), examples."""
     made: list[str] = []
-    kind = ""  # of the line before: text, list, example, or "" for an empty one
+    kind = ""  # of the line before: text, list, arguments, example, or "" for an empty one
     for line in lines:
         text = line.lstrip()
-        depth = (len(line) - len(text)) // 2  # an argument's text is four columns in, an item's two
-        argument = re.fullmatch(r"(\w[\w, ]*): (.*)", text)
+        indent = len(line) - len(text)
+        argument = re.fullmatch(r"(\w+(?:, \w+)*): (.*)", text)
         if not text:
             kind = ""
             made.append("")
         elif kind == "example" or (line.startswith(">>>") and not kind):
             made += [f"   {line}"] if kind else [".. code-block:: pycon", "", f"   {line}"]
             kind = "example"
-        elif argument and kind != "text":
-            made += ["", f"{' ' * depth}- **{argument[1]}**: {plain(argument[2])}"]
+        elif text.startswith("- "):
+            made += ["", " " * indent + plain(text)]
             kind = "list"
+        elif argument and kind != "text" and made:
+            made += ["", f"{' ' * (indent // 2)}- **{argument[1]}**: {plain(argument[2])}"]
+            kind = "arguments"
+        elif kind in ("list", "arguments") and indent:  # an argument's text is four columns in, an item's two
+            made.append(" " * (indent if kind == "list" else indent // 2) + plain(text))
         else:
-            kind = "list" if kind == "list" and depth else "text"
-            made.append(" " * depth + plain(text))
+            made += ["", plain(text)] if kind in ("list", "arguments") else [plain(text)]
+            kind = "text"
     lines[:] = [*made, ""]
 
 
