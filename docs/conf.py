@@ -14,7 +14,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
-os.environ |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "100"}  # autodoc imports jax; argparse fits its help to the columns
+os.environ |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "92"}  # autodoc imports jax; argparse fits its help to the columns
 
 project = author = "jaxdist"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
@@ -22,7 +22,8 @@ source_suffix = {".md": "markdown", ".py": "markdown"}  # the lessons of the cou
 exclude_patterns = ["conf.py", "examples", "course/_*.py", "course/check.py"]
 html_theme = "furo"
 html_title = "jaxdist"
-html_copy_source = False
+html_copy_source = html_show_copyright = False
+smartquotes = False
 highlight_language = "text"  # of blocks that name no language: they are output
 myst_heading_anchors = 4
 autodoc_typehints_format = "short"
@@ -98,7 +99,9 @@ def read(app: Any, docname: str, source: list[str]) -> None:
 def plain(text: str) -> str:
     """Text as reST, in which code between backticks is the only markup."""
     parts = re.split(r"`([^`]+)`", text)
-    return "".join(f"\\ ``{part}``\\ " if i % 2 else re.sub(r"([\\*_|<>`])", r"\\\1", part) for i, part in enumerate(parts))
+    return "".join(
+        f"\\ ``{part}``\\ " if i % 2 else re.sub(r"([\\*_|<>`])", r"\\\1", part) for i, part in enumerate(parts)
+    )
 
 
 def docstring(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
@@ -112,8 +115,10 @@ def docstring(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines
         if not text:
             kind = ""
             made.append("")
-        elif kind == "example" or (line.startswith(">>>") and not kind):
-            made += [f"   {line}"] if kind else [".. code-block:: pycon", "", f"   {line}"]
+        elif kind == "example" or (not kind and (line.startswith(">>>") or indent >= 4)):
+            made += (
+                [f"   {line}"] if kind else ["", f".. code-block:: {'text' if indent else 'pycon'}", "", f"   {line}"]
+            )
             kind = "example"
         elif text.startswith("- "):
             made += ["", " " * indent + plain(text)]
@@ -129,7 +134,13 @@ def docstring(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines
     lines[:] = [*made, ""]
 
 
+def is_field(_app: Any, _what: str, _name: str, value: Any, *_: Any) -> bool | None:
+    """True, "leave it out", for a field of a NamedTuple: its docstring is of Python's making. None: as usual."""
+    return (value.__doc__ or "").startswith("Alias for field number") or None
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-skip-member", is_field)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", docstring)

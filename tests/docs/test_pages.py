@@ -51,6 +51,7 @@ TESTED = {
     "stopped: corrupt state": "test_a_corrupt_state_is_not_saved_and_ends_the_run",
     "error: optimizer.lr: 0.02 on rank 3": "test_a_difference_is_one_line_with_the_odd_rank_and_both_values",
     "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
+    **dict.fromkeys(("$ jaxdist init my-job", "$ ls my-job", "$ cd my-job &&"), "test_a_tutorial_prints_what_it_shows"),
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs
