@@ -73,8 +73,8 @@ def commands(_: str) -> str:
 
 
 def inside(page: Path, link: re.Match[str]) -> str:
-    """A link of a page as the site needs it; on a code host all work. README is the index here, a program is a download, and
-    what lies outside of docs/ is named by its path."""
+    """A link of a page as the site needs it; on a code host all work. README is the index here, a program is a download,
+    and what lies outside of docs/ is named by its path."""
     text, target = link.groups()
     path = (page.parent / target.partition("#")[0]).resolve()
     if path == DOCS.parent / "README.md":
@@ -88,7 +88,7 @@ def inside(page: Path, link: re.Match[str]) -> str:
 
 
 def read(app: Any, docname: str, source: list[str]) -> None:
-    """Make a page of a lesson; fill `<!-- public jaxdist.nn -->` and `<!-- commands -->`; mend links that leave docs/."""
+    """Make a page of a lesson; fill `<!-- public MODULE -->` and `<!-- commands -->`; change links by `inside`."""
     page = Path(app.env.doc2path(docname))
     text = lesson(page) if page.suffix == ".py" else source[0]
     text = re.sub(r"\[([^\]\[]*)\]\((?![a-z]+:|#)([^)\s]+)\)", lambda link: inside(page, link), text)
