@@ -202,9 +202,9 @@ def test_the_tests_that_hold_blocks_are_there() -> None:
 
 
 def test_a_message_of_other_words_is_found() -> None:
-    said = "error: train.seed: 1, but the run in runs/a was started with 0; set it back, or start another run with --run-dir, "
-    assert share_of_source(f"{said}or checkpoint.resume=force to go on all the same") > SHARE
-    assert share_of_source(f"{said}or use force") < SHARE
+    said = "error: train.seed: 1, but the run in runs/a was started with 0; set it back, or start another run with "
+    assert share_of_source(f"{said}--run-dir, or checkpoint.resume=force to go on all the same") > SHARE
+    assert share_of_source(f"{said}--another") < SHARE
 
 
 def anchors(path: Path) -> set[str]:
