@@ -73,8 +73,8 @@ def commands(_: str) -> str:
 
 
 def inside(page: Path, link: re.Match[str]) -> str:
-    """A link of a page as the site needs it; on a code host all work. README is the index here, a program is a download,
-    and what lies outside of docs/ is named by its path."""
+    """A link of a page as the site needs it; on a code host all work. README is the index here, a program is a
+    download, and what lies outside of docs/ is named by its path."""
     text, target = link.groups()
     path = (page.parent / target.partition("#")[0]).resolve()
     if path == DOCS.parent / "README.md":
