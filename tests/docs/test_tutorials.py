@@ -80,4 +80,6 @@ def test_a_tutorial_prints_what_it_shows(page: str, tmp_path: Path) -> None:
         printed = run.stdout.replace(f"on {socket.gethostname()})", "on host0)").splitlines()
         assert run.returncode == (2 if shown[:1] and shown[0].startswith("error: ") else 0), run.stdout
         assert same(printed, shown), f"{command}\n{run.stdout}"
-        assert losses(printed) == pytest.approx(losses(shown), rel=0.05)
+        text = [line for line in shown if "sha256" in line]  # that of another Python's library has other losses
+        rel = 0.01 if all(line in printed for line in text) else 0.25
+        assert losses(printed) == pytest.approx(losses(shown), rel=rel)
