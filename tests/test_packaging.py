@@ -159,7 +159,7 @@ TOP_LEVEL = {
         ".pre-commit-config.yaml",
         "pyproject.toml",
     ),
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    *("README.md", "README.ko.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
 
 

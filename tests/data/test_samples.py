@@ -442,7 +442,7 @@ def test_the_training_command_takes_images(
     assert all(record["samples_per_s"] > 0 and "tokens_per_s" not in record for record in records)
     said, page = capfd.readouterr().out, (tmp_path / "run" / "report.html").read_text()
     assert "  samples/s " in said and "tokens" not in said
-    assert "Samples seen</dt><dd>32<" in page and "samples/s" in page and "tokens/s" not in page
+    assert "Samples seen</dt><dd>32<" in page and "samples per second" in page and "tokens per second" not in page
 
 
 def test_what_processes_compare_is_of_the_samples(
