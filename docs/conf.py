@@ -8,9 +8,12 @@ import sys
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import isclass
+from inspect import isclass, ismodule
 from pathlib import Path
 from typing import Any
+
+from sphinx.util.inspect import signature as inspect_signature
+from sphinx.util.inspect import stringify_signature
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
@@ -46,7 +49,7 @@ def public(module: str) -> str:
     loaded, lines = import_module(module), []
     for name in loaded.__all__:
         value = getattr(loaded, name)
-        if f"{module}.{name}" in sys.modules:  # a folder, which has a page of its own
+        if ismodule(value):  # a folder, which has a page of its own
             continue
         options = [f"   :value: {value}"]
         kind = "data"
@@ -139,8 +142,17 @@ def is_field(_app: Any, _what: str, _name: str, value: Any, *_: Any) -> bool | N
     return (value.__doc__ or "").startswith("Alias for field number") or None
 
 
+def arguments(_app: Any, what: str, _name: str, value: Any, _options: Any, signature: str, back: str) -> Any:
+    """The signature of a module of Flax: Sphinx finds `*args, **kwargs`, those of its metaclass."""
+    if what == "class" and signature == "(*args: Any, **kwargs: Any)":
+        own = inspect_signature(value.__init__, bound_method=True)
+        return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), back
+    return None
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", arguments)
     app.connect("autodoc-skip-member", is_field)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", docstring)

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import child
@@ -17,6 +18,13 @@ from jaxdist.config.load import load_config
 from jaxdist.config.shipped import find_config
 
 DOCS = child.ROOT / "docs"
+
+
+@cache
+def public_modules() -> set[str]:
+    """The package, and its folders that say what is public."""
+    folders = [f"jaxdist.{each.name}" for each in pkgutil.iter_modules(jaxdist.__path__) if each.ispkg]
+    return {"jaxdist", *(name for name in folders if hasattr(importlib.import_module(name), "__all__"))}
 
 
 def test_every_page_is_in_a_toctree() -> None:
@@ -39,8 +47,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         for path in (DOCS / "reference").glob("*.md")
         for name in re.findall(r"^<!-- public (\S+) -->$", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    folders = [f"jaxdist.{each.name}" for each in pkgutil.iter_modules(jaxdist.__path__) if each.ispkg]
-    assert shown == {"jaxdist", *(name for name in folders if hasattr(importlib.import_module(name), "__all__"))}
+    assert shown == public_modules()
 
 
 def test_the_commands_of_the_index_hold() -> None:
@@ -59,7 +66,11 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     text = (tmp_path / "course" / "04_ring.html").read_text(encoding="utf-8")
     assert "all 8 copies are equal: True" in text and "04_ring.svg" in text
-    assert 'id="jaxdist.fit"' in (tmp_path / "reference" / "jaxdist.html").read_text(encoding="utf-8")
+    for module in public_modules():
+        text = (tmp_path / "reference" / f"{module.removeprefix('jaxdist.')}.html").read_text(encoding="utf-8")
+        names = [name for name in importlib.import_module(module).__all__ if f"jaxdist.{name}" not in public_modules()]
+        shown = set(re.findall(r'<span class="sig-name descname"><span class="pre">(\w+)<', text))
+        assert {*names} - shown - {"precision"} == set(), module
     assert "usage: jaxdist launch" in (tmp_path / "reference" / "commands.html").read_text(encoding="utf-8")
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"https?:[^>]*>", page.read_text(encoding="utf-8"))
