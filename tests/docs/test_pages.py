@@ -51,11 +51,14 @@ TESTED = {
     "stopped: corrupt state": "test_a_corrupt_state_is_not_saved_and_ends_the_run",
     "error: optimizer.lr: 0.02 on rank 3": "test_a_difference_is_one_line_with_the_odd_rank_and_both_values",
     "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
+    **dict.fromkeys(("$ jaxdist init my-job", "$ ls my-job", "$ cd my-job &&"), "test_a_tutorial_prints_what_it_shows"),
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs
     "docs/collectives.md": "test_the_programs_on_the_page_run",
     "docs/pipeline.md": "test_the_page_shows_what_is_printed",
+    "docs/tutorials/first_run.md": "test_a_tutorial_prints_what_it_shows",
+    "docs/tutorials/own_model.md": "test_a_tutorial_prints_what_it_shows",
 }
 # No test runs these: a cluster, and a fine-tuning of two minutes after a training of four.
 SHARE = 0.4  # of the letters of a message: the others are values

@@ -1,0 +1,85 @@
+"""Each tutorial prints what it shows: its commands run, in order, in one empty folder."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import child
+import pytest
+
+PAGES = sorted(path.name for path in (child.ROOT / "docs" / "tutorials").glob("*.md"))
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """(command, the lines that it prints) of each command of a page."""
+    text = (child.ROOT / "docs" / "tutorials" / page).read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for each in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *lines = each.splitlines()
+            found.append((command, lines))
+    return found
+
+
+def words(lines: list[str]) -> list[str]:
+    """What is compared: words; a figure is a `#`. Ranks print when they like: the lines of each stand together."""
+    found = sorted(filter(None, lines), key=lambda line: re.match(r"(\[\d\] )?", line)[0])
+    return [" ".join(re.sub(r"[0-9a-f]{16}|\d[\d,.:]*\d|\d", "#", line).split()) for line in found]
+
+
+def same(printed: list[str], shown: list[str]) -> bool:
+    """Whether the lines are those shown, in which a line of `...` stands for any others."""
+    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in words(shown))
+    return re.fullmatch(pattern, "".join(line + "\n" for line in words(printed))) is not None
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(loss) for line in lines for loss in re.findall(r"^(?:\[0\] )?step .* loss ([\d.]+)", line)]
+
+
+def test_lines_are_compared() -> None:
+    ranks = ["[1] joined", "[0] step 1  loss 5.50", "[0] run a"]
+    assert same(["[0] step 1 loss 5.61", "[1] joined", "[0] run a"], ranks)
+    assert not same(["[0] step 1 loss 5.61", "[0] run a"], ranks)
+    assert not same(["[0] step 1 lost 5.61", "[1] joined", "[0] run a"], ranks)
+    assert same(["step 1", "step 2", "end"], ["step 3", "...", "end"])
+    assert not same(["step 1", "step 2"], ["step 3", "...", "end"])
+    assert losses(ranks) == [5.5]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_shows_what_it_prints(page: str) -> None:
+    quiet = [command for command, lines in commands(page) if not lines and "sed -i" not in command]
+    assert commands(page) and not quiet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_tutorial_prints_what_it_shows(page: str, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "jaxdist"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jaxdist.cli.main "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    environment = child.environment() | child.QUICK
+    environment["PATH"] = f"{program.parent}:{environment['PATH']}"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for command, shown in commands(page):
+        run = subprocess.run(
+            ["bash", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env=environment,
+            timeout=300,
+            check=False,
+        )
+        printed = run.stdout.replace(f"on {socket.gethostname()})", "on host0)").splitlines()
+        assert run.returncode == (2 if shown[:1] and shown[0].startswith("error: ") else 0), run.stdout
+        assert same(printed, shown), f"{command}\n{run.stdout}"
+        text = [line for line in shown if "sha256" in line]  # that of another Python's library has other losses
+        rel = 0.01 if all(line in printed for line in text) else 0.25
+        assert losses(printed) == pytest.approx(losses(shown), rel=rel)
