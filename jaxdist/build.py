@@ -22,6 +22,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.nn import why_not_cudnn
+from jaxdist.optim.ema import with_ema
 from jaxdist.optim.make import make_optimizer
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions
@@ -176,6 +177,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
     deterministic = options.grad_sync.deterministic
     optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
+    optimizer = optimizer if config.train.ema is None else with_ema(optimizer, config.train.ema)
     step, order = make_train_step(model, optimizer, mesh, options), np.arange(0)
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)

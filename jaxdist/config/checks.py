@@ -3,6 +3,7 @@ no jax."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxdist.config.schema import Config, DataConfig
+    from jaxdist.config.schema import Config, DataConfig, ObserveConfig
 
 
 def check_config(config: Config, *, planned: bool = False) -> Config:
@@ -56,7 +57,10 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
             f" {config.train.on_nonfinite}; allowed: 0, or above 1 with stop or rollback: a spike is seen"
             " when its step has been taken"
         )
+    _check_profile(config)
     check_flags(config.devices.xla.flags)
+    if not planned:
+        check_packages(config.observe)
     _check_precision(config)
     _check_axes(config)
     remat = with_offload(config.memory.remat, activations=config.memory.offload.activations)
@@ -73,6 +77,26 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
     check_layout(config)
     return config
+
+
+def _check_profile(config: Config) -> None:
+    profile, steps = config.observe.profile, config.train.steps
+    if profile.start is not None and profile.start + profile.steps - 1 > steps:
+        raise UserError(
+            f"observe.profile: start {profile.start} with {profile.steps} steps ends after train.steps {steps};"
+            f" allowed: a start of at most {steps - profile.steps + 1}, or fewer steps"
+        )
+
+
+def check_packages(observe: ObserveConfig) -> None:
+    """Raise `UserError` where the package of something that the run writes to is not installed."""
+    asked = {"tensorboard": observe.tensorboard, "wandb": observe.wandb.project is not None}
+    for package, used in asked.items():
+        if used and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"observe.{package}: needs the package {package}, which is not installed; pip install"
+                f" 'jaxdist[{package}]', or leave the key out"
+            )
 
 
 def _check_precision(config: Config) -> None:

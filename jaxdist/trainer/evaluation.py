@@ -20,6 +20,7 @@ from jaxdist.data.own_batches import Placing, as_many, indexed, one_pass
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, on_cpu
 from jaxdist.model import ModelDef
+from jaxdist.optim.ema import EmaState, ema_of
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import check_metrics, read_results
 from jaxdist.parallel.options import StepOptions
@@ -31,10 +32,21 @@ from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import STACKED, PyTree, batch_spec
-from jaxdist.state import TrainState, specs_of_arrays
+from jaxdist.state import TrainState, shardings_of, specs_of_arrays
 from jaxdist.trainer.run import RunPlan, Sampler
 
 TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
+
+
+def averaged(state: TrainState) -> PyTree:
+    """The moving average of the parameters that their optimizer keeps (`with_ema`), laid out and typed like them."""
+    average = jax.device_put(ema_of(state.opt_state, state.params), shardings_of(state.params))
+    return jax.tree.map(lambda ema, leaf: ema.astype(leaf.dtype), average, state.params)
+
+
+def evaluated(state: TrainState) -> PyTree:
+    """The parameters to evaluate, by a configuration: the moving average where `train.ema` keeps one."""
+    return averaged(state) if isinstance(state.opt_state, EmaState) else state.params
 
 
 def unused_keys(rows: int) -> jax.Array:
@@ -186,10 +198,10 @@ class Evaluator:
         - "eval/loss/NAME", "eval/accuracy/NAME": of each part of a mixture.
         """
         self._crumbs.enter("evaluation")
-        means, named = dict[str, float](), dict[str, float]()
+        params, means, named = evaluated(state), dict[str, float](), dict[str, float]()
         for name, share, loader in self._parts:
             batches = map(loader.batch, range(loader.batches or 0))
-            each = (self._totals(state.params, state.model_state, batch) for batch in batches)
+            each = (self._totals(params, state.model_state, batch) for batch in batches)
             found = mean_metrics(add_up(each, on_cpu=self._on_cpu))
             means |= {metric: means.get(metric, 0.0) + share * mean for metric, mean in found.items()}
             named |= {f"{metric}/{name}": mean for metric, mean in found.items()} if name else {}

@@ -56,7 +56,8 @@ Callback = Callable[[int, Mapping[str, float]], None]
 SETTINGS = (
     "train.max_hours", "train.eval_every", "train.on_nonfinite", "train.loss_spike", "train.watchdog_s",
     "train.check_replicas_every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
-    "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "data.prefetch",
+    "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "observe.tensorboard",
+    "data.prefetch",
 )  # fmt: skip
 
 
@@ -310,7 +311,7 @@ def _begin(
     progress = restore_or_init(config, parts.target, outputs, fresh, {"train": {"seed": config.train.seed}})
     if jax.process_index() == 0:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
-        outputs.open_files(stack, resume_step=resumed, described=run_environment(mesh))
+        outputs.open_files(stack, resume_step=resumed, described=run_environment(mesh), observe=config.observe)
     ending = Ending(given.patience)
     ending.restore(progress.meta)
     watch.crumbs.enter("first batch")

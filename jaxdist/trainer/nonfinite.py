@@ -82,6 +82,7 @@ def roll_back(run: TrainingRun, error: NonFinite) -> str:
     for writer in (outputs.metrics, outputs.samples):
         if writer is not None:
             writer.rewind(latest)
+    outputs.sinks.rewind(latest)
     skipped = f"the batches of steps {latest + 1} to {error.step} are passed over"
     outputs.console.line(f"rolled back to step {latest}; {skipped}")
     return ""

@@ -115,6 +115,7 @@ class Recorder:
         """Write a line of metrics.jsonl. A full disk is said once, and does not end the run before its end."""
         if self._outputs.metrics is None:
             return
+        self._outputs.sinks.record(step, metrics)
         try:
             self._outputs.metrics.write(step, metrics)
             self._unwritten = False

@@ -33,7 +33,7 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
         "precision": precision,
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
-        "train": {"seed": config.train.seed},
+        "train": {"seed": config.train.seed, "ema": config.train.ema},
     }
     return _as_saved(whole)
 
@@ -66,7 +66,7 @@ def check_identity(
     saved: the record. now: of `identity`. Raises `UserError` naming what differs, unless `force` is set.
     """
     # Older versions knew no other values of these keys.
-    older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}}
+    older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}, "train": {"ema": None}}
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]
     saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}

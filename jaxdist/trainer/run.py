@@ -21,13 +21,14 @@ from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.entries import ModelFacts, SourceFacts, options_of
 from jaxdist.config.load import to_yaml
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, ObserveConfig
 from jaxdist.data import Ids, Source, batch_shapes, bigram_bits, load_source, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
+from jaxdist.observe.sinks import Sinks, make_sinks
 from jaxdist.plan.compiled.memory import held_bytes, sample_of
 from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
@@ -80,7 +81,7 @@ class Progress:
 @dataclass(kw_only=True)
 class Outputs:
     """Where a run writes: the console and the run directory. metrics, samples (`observe.samples`) and the claim on the
-    directory are those of process 0; they are None on the others."""
+    directory are those of process 0; they are None on the others, where sinks is empty."""
 
     folder: Path
     console: Console
@@ -88,6 +89,7 @@ class Outputs:
     metrics: MetricsWriter | None = None
     samples: MetricsWriter | None = None
     claim: RunClaim | None = None
+    sinks: Sinks = field(default_factory=Sinks)
 
     def note(self, record: dict[str, Any]) -> None:
         """Add a line to incidents.jsonl, on process 0. Where that fails, as on a full disk, the console says so."""
@@ -115,11 +117,11 @@ class Outputs:
         *,
         resume_step: int | None,
         described: Mapping[str, Any],
-        config: str | None = None,
-        samples: bool = False,
+        observe: ObserveConfig,
+        config: str = "",
     ) -> None:
         """Write env.json (described) and config.yaml, then open the files of metrics: they are cut last, once it is
-        known that the run can write. Raises `UserError` where it cannot."""
+        known that the run can write. Raises `UserError` where it cannot. Then open the sinks of metrics."""
 
         def opened(name: str) -> MetricsWriter:
             say = lambda line: self.warn({"what": line, "action": "went on"})  # noqa: E731
@@ -128,14 +130,15 @@ class Outputs:
         try:
             if problem := self.checkpoints.no_room():
                 raise problem
-            if config is not None:
+            if config:
                 replace_file(self.folder / "config.yaml", config.encode())
             write_environment(self.folder / "env.json", described)
             self.metrics = opened("metrics.jsonl")
-            self.samples = opened("samples.jsonl") if samples else None
+            self.samples = opened("samples.jsonl") if observe.samples else None
         except OSError as error:
             what = f"--run-dir: {str(error.filename or self.folder)!r} cannot be written: {error.strerror}"
             raise UserError(f"{what}; mend it, or give another folder") from error
+        self.sinks = stack.enter_context(make_sinks(observe, self.warn).open(self.folder, config, resume_step or 0))
 
     def close_metrics(self) -> None:
         """Close metrics.jsonl. A full disk is said, and does not end the run."""
@@ -234,7 +237,7 @@ def build(
             resume_step=resumed,
             described=described,
             config=to_yaml(config, redact_settings),
-            samples=config.observe.samples,
+            observe=config.observe,
         )
     return TrainingRun(
         plan=plan,

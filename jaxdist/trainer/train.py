@@ -36,11 +36,12 @@ from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
-from jaxdist.trainer.evaluation import Evaluator, text_sampler
+from jaxdist.trainer.evaluation import Evaluator, evaluated, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
 from jaxdist.trainer.header import describe
 from jaxdist.trainer.measures.clock import Clock
+from jaxdist.trainer.measures.profile import Profile
 from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
 from jaxdist.trainer.recorder import Measured, Recorder, last_time, session_start, work_of_a_step
@@ -132,9 +133,10 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal, measur
             save(run, step)
             settle(run.outputs)
 
-    with closing(batches), crumbs.failing():
+    with closing(batches), crumbs.failing(), closing(Profile(run, measured.clock)) as profile:
         for batch in crumbs.steps(recorder.awaited(or_lost(batches, lost)), step):
             loaded = run.cache.count
+            profile.before(step + 1)
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
                 with recorder.calling():
@@ -169,6 +171,7 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal, measur
                 with measured.clock.spending("save"):
                     save(run, step, evaluation.get("eval/loss"))
                 saved = step
+            profile.after(step)
             if stopped or ended:
                 break
     return step, ended or not stopped
@@ -289,7 +292,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
             outputs.note({"step": watch.crumbs.last.step, "what": str(error), "action": "stopped"})
             raise
         watch.crumbs.enter("finish")
-        samples = run.sample(run.progress.state.params) if complete and run.sample else ""
+        samples = run.sample(evaluated(run.progress.state)) if complete and run.sample else ""
         watch.crumbs.enter("settle")
         if not all_saved(outputs):
             return FAILED

@@ -425,7 +425,7 @@ OVERRIDES = [
     case("o-blank", OK, "section.key=value", args=("",)),
     case("o-typo", OK, "train.stpes", "'5'", "did you mean train.steps?", args=("train.stpes=5",)),
     case("o-section-typo", OK, "mehs", "did you mean mesh?", args=("mehs.data=2",)),
-    case("o-bare-key", OK, "steps", "did you mean train.steps?", args=("steps=5",)),
+    case("o-bare-key", OK, "steps", "did you mean train.steps or observe.profile.steps?", args=("steps=5",)),
     case("o-below-value", OK, "train.steps.max", "train.steps is one value", args=("train.steps.max=5",)),
     case("o-section", OK, "mesh", "8", "mesh.pipe=1", args=("mesh=8",)),
     case("o-section-null", OK, "mesh", "nothing (null)", args=("mesh=",)),

@@ -1,0 +1,63 @@
+"""Files of events for TensorBoard, in tensorboard/ of a run directory. Its package is imported on opening."""
+
+import io
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.files.regular import open_new
+
+
+class TensorBoard:
+    """A sink that writes one file a session. Every record reaches the operating system at once: TensorBoard shows a run
+    that goes on, and a killed run keeps its steps.
+
+    A resumed session begins with an event "restarted at step N", which is how TensorBoard drops later steps of earlier
+    files. What cannot be written, as on a full disk, is written before the next record.
+    """
+
+    def open(self, run_dir: Path, config: str, step: int) -> None:
+        """As `Sink.open`."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.text.summary import text_pb
+
+        folder, now = run_dir / "tensorboard", time.time_ns()
+        folder.mkdir(exist_ok=True)
+        # Files are read in the order of their names, so the time has all its digits, and a fixed number of them.
+        name = f"events.out.tfevents.{now // 10**9}.{now % 10**9:09}.{os.uname().nodename}.{os.getpid()}"
+        self._file = os.fdopen(open_new(folder / name), "wb", buffering=0)
+        self._unwritten = b""
+        self._event = Event
+        self._add(Event(wall_time=now / 1e9, file_version="brain.Event:2"))
+        restarted = SessionLog(status=SessionLog.START)
+        self._add(Event(wall_time=now / 1e9, step=step + 1 if step else 0, session_log=restarted))
+        if config:
+            block = "\n".join("    " + line for line in config.splitlines())
+            self._add(Event(wall_time=now / 1e9, step=step, summary=text_pb("configuration", block)))
+
+    def record(self, record: Mapping[str, float]) -> None:
+        """As `Sink.record`. The time of the line is that of its points."""
+        event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
+        for name, value in record.items():
+            if name not in ("step", "time"):
+                event.summary.value.add(tag=name, simple_value=value)
+        self._add(event)
+
+    def close(self) -> None:
+        """As `Sink.close`."""
+        with self._file:
+            self._flush()
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        framed = io.BytesIO()
+        RecordWriter(framed).write(event.SerializeToString())
+        self._unwritten += framed.getvalue()
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]

@@ -1,0 +1,174 @@
+"""TensorBoard and Weights & Biases: read back by TensorBoard's own reader and W&B's own messages, after kill -9 too."""
+
+import importlib.util
+import itertools
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from child import QUICK, environment
+
+from jaxdist.config.checks import check_packages
+from jaxdist.config.schema import ObserveConfig, WandbConfig
+from jaxdist.errors import UserError
+from jaxdist.observe import read_metrics
+from jaxdist.observe.sinks import Sinks
+from jaxdist.observe.sinks.tensorboard import TensorBoard
+
+CONFIG = """
+model: {{layers: 1, width: 16, heads: 2}}
+data: {{path: {path}, seq_len: 16, global_batch: 8}}
+train: {{steps: 9, eval_every: 3, eval_batches: 1, sample_tokens: 0}}
+checkpoint: {{every: 2}}
+devices: {{platform: cpu, simulated: 1}}
+observe: {{console: plain, report: false, {keys}}}
+"""
+KILLED = """
+import os, signal
+from jaxdist.observe.sinks import Sinks
+
+record = Sinks.record
+def killing(self, step, metrics):
+    record(self, step, metrics)
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+Sinks.record = killing
+"""
+COMMAND = "import sys; from jaxdist.cli.main import main; sys.exit(main())"
+
+
+class Failing:
+    """A sink on a disk that is full at these steps, and its records."""
+
+    def __init__(self, *full: int) -> None:
+        self.full, self.steps = full, list[float]()
+
+    def open(self, run_dir: Path, config: str, step: int) -> None:
+        if 0 in self.full:
+            raise OSError(28, "No space left on device")
+
+    def record(self, record: Mapping[str, float]) -> None:
+        if record["step"] in self.full:
+            raise OSError(28, "No space left on device")
+        self.steps.append(record["step"])
+
+    def close(self) -> None:
+        pass
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """{name: [(step, value)]} of a folder of events, and the steps of the text "configuration"."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def logged(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format behind 7 bytes."""
+    content, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        record, at = record + content[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            yield record
+            record = b""
+
+
+def history(path: Path) -> list[tuple[int, float]]:
+    """[(step, loss)] of a .wandb file."""
+    messages, found = pytest.importorskip("wandb.proto.wandb_internal_pb2"), []
+    for content in logged(path):
+        record = messages.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
+            found.append((record.history.step.num, items["loss"]))
+    return found
+
+
+def test_a_sink_that_fails_is_said_and_counted() -> None:
+    said: list[dict[str, Any]] = []
+    failing, closed = Failing(2, 3, 5), Failing(0)
+    with Sinks({"tensorboard": failing, "wandb": closed}, said.append).open(Path(), "", 0) as sinks:
+        for step in range(1, 7):
+            sinks.record(step, {"loss": 1.0})
+    assert failing.steps == [1, 4, 6] and closed.steps == []
+    assert [each["what"] for each in said] == [
+        "observe.wandb: OSError: [Errno 28] No space left on device; the run goes on without it",
+        "observe.tensorboard: OSError: [Errno 28] No space left on device; at step 2; the run goes on",
+        "observe.tensorboard: failed 3 times; metrics.jsonl has every step",
+    ]
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_packages(ObserveConfig())
+    with pytest.raises(UserError, match=r"^observe\.tensorboard: .* pip install 'jaxdist\[tensorboard\]', or"):
+        check_packages(ObserveConfig(tensorboard=True))
+    with pytest.raises(UserError, match=r"^observe\.wandb: .* pip install 'jaxdist\[wandb\]', or"):
+        check_packages(ObserveConfig(wandb=WandbConfig(project="mine")))
+
+
+def test_events_after_a_rollback(tmp_path: Path) -> None:
+    """Steps that are taken again stand there once, as they were the last time; a torn record of a kill ends a file."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'jaxdist[tensorboard]'")
+    with Sinks({"tensorboard": TensorBoard()}, print).open(tmp_path, "model: {name: gpt}\n", 0) as sinks:
+        for first, times in ((1, 1.0), (3, 2.0)):
+            for step in range(first, 6):
+                sinks.record(step, {"loss": step * times, "time": 1e9 + step})
+            if times == 1:
+                for path in (tmp_path / "tensorboard").iterdir():
+                    with path.open("ab") as file:
+                        file.write(path.read_bytes()[-30:-9])
+                sinks.rewind(2)
+    assert points(tmp_path / "tensorboard") == {"loss": [(1, 1.0), (2, 2.0), (3, 6.0), (4, 8.0), (5, 10.0)]}
+
+
+def killed_and_resumed(tmp_path: Path, keys: str) -> list[dict[str, Any]]:
+    """The metrics of a run that kill -9 ended after step 7, and that went on."""
+    (tmp_path / "text.py").write_text("def f(x): return x + 1\n" * 200)
+    (tmp_path / "run.yaml").write_text(CONFIG.format(path=tmp_path / "text.py", keys=keys))
+    command = ["train", str(tmp_path / "run.yaml"), "--run-dir", str(tmp_path / "run")]
+    extra = {"PYTHONPATH": ":".join([environment()["PYTHONPATH"], *(path for path in sys.path if path)])}
+    for script, status in ((KILLED + COMMAND, -9), (COMMAND, 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *command], env=environment() | QUICK | extra, capture_output=True, text=True
+        )
+        assert done.returncode == status, done.stderr
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [each["step"] for each in records] == list(range(1, 10))
+    return records
+
+
+@pytest.mark.slow
+def test_tensorboard_of_a_killed_run(tmp_path: Path) -> None:
+    """Each record of metrics.jsonl is there once: every name, in order, in float32."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'jaxdist[tensorboard]'")
+    records = killed_and_resumed(tmp_path, "tensorboard: true")
+    found = points(tmp_path / "run" / "tensorboard")
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
+    assert set(found) == set(itertools.chain(*records)) - {"step", "time"}
+    for name, values in found.items():
+        assert values == [(each["step"], pytest.approx(each[name])) for each in records if name in each], name
+
+
+@pytest.mark.slow
+def test_wandb_of_a_killed_run(tmp_path: Path) -> None:
+    """What is to be sent is one file with each step once; the run keeps its id."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'jaxdist[wandb]'")
+    records = killed_and_resumed(tmp_path, "wandb: {project: mine, mode: offline}")
+    folders = sorted(path.name for path in (tmp_path / "run" / "wandb").glob("*-run-*"))
+    name = (tmp_path / "run" / "wandb_run_id").read_text()
+    assert [folder.split("-")[0] for folder in folders] == ["earlier", "offline"]
+    assert all(folder.endswith(f"-{name}") for folder in folders)
+    [file] = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb")
+    assert history(file) == [(each["step"], each["loss"]) for each in records]
