@@ -6,9 +6,10 @@ import importlib
 import io
 import re
 import shlex
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from functools import cache
 from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from jaxdist.cli.main import COMMANDS, main
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.config.shipped import find_config
+from jaxdist.errors import UserError
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES += ["README.md", "README.ko.md", "CONTRIBUTING.md"]
@@ -187,6 +189,29 @@ def kind_of(page: str, text: str) -> str:
 def test_every_block_is_held(page: str) -> None:
     free = [text for text in blocks(page) if not kind_of(page, text)]
     assert not free, "\n---\n".join(free)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/expectations.md"])
+def test_commands_in_tables_are_understood(page: str) -> None:
+    rows = re.findall(r"^\|.*", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    commands = [words for row in rows for code in re.findall(r"`([^`]+)`", row) if (words := command_of(code))]
+    assert len(commands) > 6
+    for words in commands:
+        with pytest.raises(UserError) if "mesh.tensor=3" in words else nullcontext():  # which shows the message
+            check_command(words)
+
+
+def test_all_expectations_are_answered() -> None:
+    """25 and 10 rows, each with a key, a command or a page; the keys are there."""
+    text = (ROOT / "docs" / "expectations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == [*range(1, 26), *range(1, 11)]
+    assert [number for number, answer in rows if "`" not in answer and "](" not in answer] == []
+    sections = "|".join(vars(Config()))
+    keys = re.findall(rf"`((?:{sections})\.[\w.]+)", "".join(answer for _, answer in rows))
+    assert len(keys) > 8
+    for key in keys:
+        attrgetter(key)(Config())
 
 
 def test_the_tests_that_hold_blocks_are_there() -> None:
