@@ -7,7 +7,6 @@ import runpy
 import sys
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import isclass, ismodule
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,7 @@ def commands(_: str) -> str:
     from jaxdist.cli.main import COMMANDS, main
 
     lines = []
-    for name, command in COMMANDS.items():
-        if not find_spec(command.module):
-            continue
+    for name in COMMANDS:
         with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
             main([name, "--help"])
         lines += [f"## jaxdist {name}", "```text", printed.getvalue().rstrip(), "```", ""]

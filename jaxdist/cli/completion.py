@@ -35,7 +35,7 @@ end
 complete -c jaxdist -a '(__jaxdist)'
 """,
 }
-CONFIGURED = ("train", "explain", "plan", "profile")  # commands that take a configuration, or its name
+CONFIGURED = ("train", "explain", "plan")  # commands that take a configuration, or its name
 _EXAMPLES = (
     'eval "$(jaxdist completion bash)"    # in ~/.bashrc',
     "jaxdist completion fish > ~/.config/fish/completions/jaxdist.fish",

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import venv
-from importlib.util import find_spec
 from pathlib import Path
 
 import child
@@ -18,8 +17,6 @@ from jaxdist.config.resolve import unused_gpus
 from jaxdist.config.shipped import about, find_config, shipped
 from jaxdist.errors import UserError
 
-MERGED = [name for name, each in COMMANDS.items() if find_spec(each.module) is not None]
-
 
 def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     try:
@@ -29,11 +26,7 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
     return (status, *capsys.readouterr())
 
 
-def test_all_commands_but_those_of_other_branches_are_there() -> None:
-    assert set(COMMANDS) - set(MERGED) <= {"profile", "report"}
-
-
-@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_help_ends_with_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said([name, "--help"], capsys)
     examples = out.partition("\nexamples:\n")[2].splitlines()
