@@ -40,6 +40,7 @@ def draw_mesh(kept: dict[str, Any], ax: Axes) -> None:
         left, bottom, colour = 2.2 * data + tensor, 1 - fsdp, ("#d8e6f6", "#f6e3c8")[fsdp]
         ax.add_patch(FancyBboxPatch((left, bottom), 0.8, 0.8, boxstyle="round,pad=0.02", fc=colour, ec="#889"))
         ax.text(left + 0.4, bottom + 0.4, f"fsdp {fsdp}\ntensor {tensor}", ha="center", va="center", fontsize=8)
+    for data in range(2):
         ax.text(2.2 * data + 0.9, -0.3, f"data {data}", ha="center", fontsize=8)
     for row, words in enumerate(AXES):
         ax.text(0, -0.75 - 0.3 * row, words, fontsize=9)
