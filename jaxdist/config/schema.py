@@ -264,7 +264,7 @@ class XlaConfig:
 
     preset: str = setting(
         "fast",
-        "fast: what was measured to help on this kind of device; plain: the compiler as it comes",
+        "fast: chosen from schedules compiled for this kind of device; plain: the compiler as it comes",
         choices=("fast", "plain"),
     )
     flags: tuple[str, ...] = setting((), "more flags, [--xla_name=value]; XLA_FLAGS of the environment wins over them")
