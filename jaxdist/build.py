@@ -169,15 +169,20 @@ def skips_steps(config: Config, precision: Precision) -> bool:
     return config.train.on_nonfinite == "skip" or precision.scale_rule is not None
 
 
+def optimizer_of(config: Config) -> optax.GradientTransformation:
+    """The optimizer of a configuration, with the moving average of `train.ema`."""
+    deterministic = config.parallel.grad_sync.deterministic
+    made = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
+    return made if config.train.ema is None else with_ema(made, config.train.ema)
+
+
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be without devices."""
     options, parallel = step_options(config, mesh), config.parallel
     attention = attention_of(config, options.precision, mesh)
     stages = mesh.shape["pipe"]
     model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
-    deterministic = options.grad_sync.deterministic
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
-    optimizer = optimizer if config.train.ema is None else with_ema(optimizer, config.train.ema)
+    optimizer = optimizer_of(config)
     step, order = make_train_step(model, optimizer, mesh, options), np.arange(0)
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)

@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist report") -> int
         jax.config.update("jax_platforms", "cpu")
         if options.remedies and isinstance(configs[0], Config):
             jax.config.update("jax_num_cpu_devices", math.prod(asdict(configs[0].mesh).values()))
-    output = _write(options.runs, configs, options.output, trace=not options.no_trace, compiled=options.remedies)
+    try:
+        output = _write(options.runs, configs, options.output, trace=not options.no_trace, compiled=options.remedies)
+    except OSError as error:
+        what = f"{str(error.filename or options.runs[0])!r} cannot be read or written: {error.strerror}"
+        raise UserError(f"{what}; give a file in a folder that is there, by --output") from error
     print(f"written: {output}")
     return 0
 
@@ -91,8 +95,10 @@ def _traced(record: "RunRecord", config: Config, *, compiled: bool) -> "RunRecor
     from jaxdist.mesh import abstract_mesh
     from jaxdist.plan.compiled.memory import batch_of
     from jaxdist.plan.remedies import remedies
+    from jaxdist.precision.policy import enable_x64
     from jaxdist.trainer.summary import compiled_memory, predict, remedy_rows
 
+    enable_x64(config.precision.policy)
     try:
         mesh = abstract_mesh(**asdict(config.mesh))
         parts, batch = assemble(config, mesh), batch_of(config, mesh)

@@ -27,6 +27,7 @@ from jaxdist.state import TrainState, specs_of_arrays
 ESTIMATED_PEAK, COMPILED_PEAK = (f"peak, {how} (state, batch and temporary)" for how in ("estimated", "compiled"))
 ESTIMATED_TEMPORARY = "temporary, estimated (gradients, copies, activations)"
 # The last is known of models with blocks only.
+IN_HOST_MEMORY = "host memory, optimizer state"
 NOT_HERE = "not in this table (more in 1 of 10 configurations)"
 
 # Compiled peak / estimated peak, tenth percentile, median and ninetieth, of the 50 random configurations in
@@ -107,7 +108,7 @@ def memory_at_rest(target: TrainState) -> dict[str, int]:
     """Exact bytes of the state on one device, but for the count of steps."""
     state = {"parameters": resident_bytes(target.params), "optimizer state": resident_bytes(target.opt_state)}
     if host := resident_bytes(target.opt_state, on_host=True):
-        state["host memory, optimizer state"] = host
+        state[IN_HOST_MEMORY] = host
     return state | ({"residual of int8": resident_bytes(target.residual)} if jax.tree.leaves(target.residual) else {})
 
 

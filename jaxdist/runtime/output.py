@@ -105,7 +105,6 @@ def quiet_gloo() -> Iterator[None]:
     off. What else is printed from C++ there passes; Python's own standard output goes on to the file it had."""
     sys.stdout.flush()
     file, (reading, writing), before = os.dup(1), os.pipe(), sys.stdout
-    os.set_inheritable(writing, True)
 
     def forward() -> None:
         with os.fdopen(reading, "rb") as lines:
@@ -124,8 +123,8 @@ def quiet_gloo() -> Iterator[None]:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         sys.stdout = before
-        os.dup2(file, 1)  # closes the pipe, which ends the thread
-        thread.join(5)
+        os.dup2(file, 1)  # closes the pipe, which ends the thread, unless a process that was started here has it, too
+        thread.join(1)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds 
 ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
 STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
 NAME_LENGTH = 64
-WRITTEN = ("checkpoints", "logs", "stacks")  # the folders of a run directory that a run writes into
+# The folders of a run directory that a run writes into. W&B makes links in its own.
+WRITTEN = ("checkpoints", "logs", "stacks", "profile", "tensorboard")
 
 
 def safe_name(text: str) -> str:

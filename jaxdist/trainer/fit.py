@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist.build import Parts, skips_steps
+from jaxdist.config.checks import check_packages
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
@@ -42,7 +43,7 @@ from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
 from jaxdist.state import TrainState, shardings_of
 from jaxdist.step import make_train_step
-from jaxdist.trainer.evaluation import Ending, own_evaluation
+from jaxdist.trainer.evaluation import Ending, averaged, own_evaluation
 from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step, settings_by_key
 from jaxdist.trainer.nonfinite import NonFinite
 from jaxdist.trainer.resume import show_changes
@@ -181,7 +182,7 @@ class _Given(NamedTuple):
 
     def evaluated(self, state: TrainState) -> PyTree:
         """The parameters to evaluate."""
-        return self.ema(state) if self.averages else state.params
+        return averaged(state) if self.averages else state.params
 
     def ema(self, state: TrainState) -> PyTree:
         """The moving average of the parameters, laid out like them; None without one."""
@@ -244,6 +245,7 @@ def _settled(
         raise UserError(
             f"patience: {patience!r}; allowed: an int of 1 or more, with eval_data and train.eval_every; or None"
         )
+    check_packages(config.observe)
     return config, options if skips_steps(config, options.precision) else replace(options, max_skips=0)
 
 

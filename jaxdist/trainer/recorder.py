@@ -1,5 +1,6 @@
 """Metrics of finished steps, for the console and metrics.jsonl. They are read one step late."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -34,11 +35,16 @@ def last_time(outputs: Outputs) -> float | None:
     return records[-1].get("time") if records else None
 
 
-def session_start(outputs: Outputs, called: float) -> float:
-    """When this session began, by `time.monotonic`: with its process; where an earlier session of the same process
-    wrote the last line, when training was called."""
-    start, last = process_start(), last_time(outputs)
-    return called if last is not None and last > time.time() - (time.monotonic() - start) else start
+@functools.cache
+def _first_session() -> float:
+    """When this was first called in this process, by `time.monotonic`."""
+    return time.monotonic()
+
+
+def session_start(called: float) -> float:
+    """When this session began, by `time.monotonic`: the first of a process with the process, others when training was
+    called."""
+    return process_start() if called <= _first_session() else called
 
 
 class Measured(NamedTuple):

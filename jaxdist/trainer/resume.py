@@ -11,6 +11,7 @@ from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
 from jaxdist.trainer.failures.same_program import settings_by_key
 
+FORCE = ", or checkpoint.resume=force to go on all the same"
 PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # on resuming
 
 
@@ -82,6 +83,6 @@ def check_identity(
         also = f" (besides, {show_changes(others, 5)})" if others else ""
         raise UserError(
             f"{key}: {value!r}, but the run in {folder} was started with {before!r}{also}; set it back, or start "
-            "another run with --run-dir, or checkpoint.resume=force to go on all the same"
+            f"another run with --run-dir{'' if 'train.ema' in found else FORCE}"
         )
     return found

@@ -15,7 +15,14 @@ from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, Sent, read_
 from jaxdist.observe.report.read import defaults_of
 from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
-from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, NOT_HERE, explain_parts
+from jaxdist.plan.explain import (
+    ESTIMATED_PEAK,
+    ESTIMATED_TEMPORARY,
+    IN_HOST_MEMORY,
+    NOT_HERE,
+    explain_parts,
+    memory_at_rest,
+)
 from jaxdist.plan.remedies import Table, candidates
 from jaxdist.plan.traced.ledger import GRADIENT, SENDS, Collective
 from jaxdist.specs import PyTree, axes_by_dim
@@ -42,11 +49,14 @@ def predict(config: Config, parts: Parts, mesh: AnyMesh, batch: PyTree) -> Predi
         )
         for row in found.parameters
     )
-    sums = {name: found.memory[name] for name in ("parameters", "optimizer state", "batch")}
+    at_rest = [name for name in memory_at_rest(parts.target) if name != IN_HOST_MEMORY]
+    sums = {name: found.memory[name] for name in (*at_rest, "batch")}
+    if carried := resident_bytes(parts.target.model_state):
+        sums["state of the model"] = carried
     temporary, peak = found.memory[ESTIMATED_TEMPORARY], found.memory[ESTIMATED_PEAK]
     rest = peak - temporary - sum(sums.values())
     sums |= {"temporary": temporary} | ({"counters": rest} if rest > 0 else {})
-    shown = {*sums, ESTIMATED_TEMPORARY, ESTIMATED_PEAK, NOT_HERE}
+    shown = {*sums, ESTIMATED_TEMPORARY, ESTIMATED_PEAK, NOT_HERE, IN_HOST_MEMORY}
     inside = {name: size for name, size in found.memory.items() if name not in shown and size}
     return Prediction(layout, sums, inside, _sent(found.ledger.collectives, found.ledger.busiest))
 
@@ -143,13 +153,16 @@ def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
 
 @contextmanager
 def _told(run: TrainingRun, name: str) -> Iterator[None]:
-    """A context in which a file that cannot be written is a line on the console: the run itself is complete."""
+    """A context in which a file that cannot be made is a line on the console: the run itself is complete."""
     try:
         yield
     except OSError as error:
-        run.outputs.console.line(
-            f"{name} cannot be written: {error.strerror}; the run and its checkpoints are complete"
-        )
+        why = f"cannot be written: {error.strerror}"
+    except Exception as error:  # such as a user's loss that cannot be traced again
+        why = f"cannot be made: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    else:
+        return
+    run.outputs.console.line(f"{name} {why}; the run and its checkpoints are complete")
 
 
 def write_summary(run: TrainingRun, samples: str) -> None:

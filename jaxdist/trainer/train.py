@@ -82,7 +82,7 @@ def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Returns the last step, and whether the run is complete."""
     config, watch = run.plan.config, run.watch
     spikes = Spikes(config.train.loss_spike)
-    started = session_start(run.outputs, stop.started)
+    started = session_start(stop.started)
     measured = Measured(Clock(*work.per_step, started=started), StepFigures(run.plan, run.outputs.console.line))
     while True:
         try:
@@ -319,6 +319,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
             elif ending.is_over:
                 console.line(ending.why(step, "train.early_stop"))
             write_summary(run, samples)
+            outputs.sinks.close()  # which may wait for a network, and the others for this process
         anywhere(False)  # all stay until process 0 is done, with watch and signal handlers
     if not complete:
         leave_stop_note(os.environ)

@@ -19,10 +19,12 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.reader import Stored, open_steps
 from jaxdist.cli.work.checkpoint import average, check_all, listing
 from jaxdist.config.load import to_yaml
-from jaxdist.config.schema import DevicesConfig, MeshConfig, ParallelConfig
+from jaxdist.config.schema import DevicesConfig, MeshConfig, ParallelConfig, TrainConfig
 from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
+from jaxdist.optim.ema import EmaState
+from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record
 
 pytestmark = pytest.mark.xdist_group("huggingface")
@@ -116,6 +118,23 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
         assert mine.meta(10) == its.meta(10)
 
 
+def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
+    """Evaluations read it; that the run was over by an early stop is forgotten."""
+    config = config_of("gpt2-tied", model={"layers": 1}, train=TrainConfig(ema=0.9))
+    source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
+    for step in (1, 2):
+        params = random_params(config, step)
+        state = TrainState(jnp.int32(step), params, EmaState({**params, "head": {}}, {"mu": params}))
+        with Checkpoints(tmp_path / "run" / "checkpoints", keep=9) as checkpoints:
+            checkpoints.save(step, state, record(config, source) | {"ending": {"best": 1.0, "since": 3}})
+    average(tmp_path / "run", tmp_path / "mean", last=2)
+    (mean,) = open_steps(tmp_path / "mean")
+    ema = mean.rest()["opt_state"]["ema"]
+    assert ema["blocks"] and "ending" not in mean.meta
+    for path, leaf in jax.tree_util.tree_leaves_with_path(ema):
+        assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
+
+
 def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     for last, message in ((4, r"--last: 4, but the complete steps in .* are: 2, 4, 10$"), (0, r"--last: 0; allowed")):
         with pytest.raises(UserError, match=message):
@@ -173,7 +192,7 @@ def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:
     save_run(tmp_path / "run", config, random_params(config))
     assert command("export", tmp_path / "run", "--output", tmp_path / "hf").returncode == 0
     (tmp_path / "c.yaml").write_text(to_yaml(config))
-    keys = ("train.steps=1", "train.eval_every=0", "train.sample_tokens=0", "observe.report=false")
+    keys = ("train.steps=1", "train.eval_every=0", "train.sample_tokens=0", "observe.report=false", "train.ema=0.9")
     done = command("import", tmp_path / "hf", "--config", tmp_path / "c.yaml", "--run-dir", tmp_path / "new", *keys)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"{tmp_path / 'hf'} to ")
     trained = command(

@@ -202,6 +202,7 @@ REFUSED = {
     "a list": (lambda h, batch: [h.sum()], "metrics of the head: gave metrics of type list; allowed: a dict"),
     "a mean": (lambda h, batch: {"size": h.mean()}, "metrics of the head: metric 'size' must be two scalars"),
     "rows": (lambda h, batch: {"size": (batch["weights"], 1)}, "metric 'size' must be two scalars"),
+    "a part of the time": (lambda h, batch: {"time/h": (h.sum(), 1)}, "metric 'time/h' is jaxdist's own"),
     "a taken name": (lambda h, batch: {"loss": (h.sum(), 1)}, "metrics of the head: metric 'loss' is jaxdist's own"),
     "a leaf": (lambda h, batch: batch["targets"], r"metrics of Other: reads batch\['targets'\], which the batch"),
 }

@@ -242,7 +242,11 @@ def test_comparison_shows_what_differs(tmp_path):
     assert "3 runs compared." in page.text  # one has another unit
     write_comparison(tmp_path / "both.html", runs[:2])
     page = Page((tmp_path / "both.html").read_text())
-    assert "2 runs compared: the lowest loss is 1.6404 bits per byte, of a." in page.text
+    assert "2 runs compared: the lowest evaluation is 1.6404 bits per byte, of a." in page.text
+    blind = [{key: line[key] for key in line if not key.startswith("eval/")} for line in records(150)]
+    write_comparison(tmp_path / "unlike.html", [runs[0], record(title="b", metrics=blind)])
+    page_of_unlike = Page((tmp_path / "unlike.html").read_text()).text
+    assert "2 runs compared." in page_of_unlike and "final training loss" in page_of_unlike  # no winner
     assert "parallel.strategyzero3<ddp>" in page.text and "model.layers" not in page.text
     assert page.text.count("steps200150") == 1 and len(page.labels) == 2
     assert all(words.endswith("(simulated)") for words in page.timings)

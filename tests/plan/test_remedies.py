@@ -200,7 +200,7 @@ def test_where_nothing_compiles_the_command_is_said(
     said = capsys.readouterr().err
     file = tmp_path / "run" / "config.yaml"
     assert "the remedies cannot be compiled here: RESOURCE_EXHAUSTED: again\n" in said and "Memory of a device:" in said
-    assert said.endswith(f"and how much: python scripts/explain.py --config {file} --remedies\n")
+    assert said.endswith(f"and how much: jaxdist explain {file} --remedies\n")
     assert load_config(file, planned=True) == config
     monkeypatch.setattr("jaxdist.trainer.run.init_state", fails("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):

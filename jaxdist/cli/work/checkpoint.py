@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxdist.build import make_model
+from jaxdist.build import make_model, optimizer_of
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
 from jaxdist.checkpoint.checksums import newer_format
@@ -27,7 +28,6 @@ from jaxdist.files.regular import DAMAGED, read_regular, replace_file
 from jaxdist.model import ModelDef
 from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
-from jaxdist.optim.make import make_optimizer
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of
@@ -111,9 +111,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
         shapes = leaves_by_name(made.shapes)
         named = load_params(files, model, shapes, positions=positions)
         params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")
-    deterministic = config.parallel.grad_sync.deterministic
-    optimizer = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
-    opt_state = jax.jit(only_trained(optimizer, config.optimizer.freeze).init)(params)
+    opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.freeze).init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))
@@ -128,7 +126,8 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
 def average(run_dir: Path, output: Path, *, last: int) -> str:
     """Make a run directory with the newest checkpoint of a run, its parameters the mean of the newest `last`.
 
-    The mean is computed in float64. The residual of lossy gradient sums is left out. Returns a line about it.
+    The mean is computed in float64. The moving average of `train.ema` becomes the mean, too. The residual of lossy
+    gradient sums is left out. Returns a line about it.
     """
     if last < 1:
         raise UserError(f"--last: {last}; allowed: 1 and more")
@@ -141,12 +140,24 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     params = unflatten_dict({name: jnp.asarray(_mean(steps, name)) for name in newest.params()}, sep=".")
     rest = jax.tree.map(jnp.asarray, newest.rest())
     others = {name: rest[name] for name in ("guard", "model_state") if name in rest}
+    if newest.meta.get("train", {}).get("ema") is not None:  # it is what evaluations read
+        rest["opt_state"]["ema"] = _typed_like(rest["opt_state"]["ema"], params)
     state = TrainState(rest["step"], params, rest["opt_state"], **others)
+    meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
-        checkpoints.save(newest.step, state, without_order(newest.meta))
+        checkpoints.save(newest.step, state, meta)
     if (run_dir / "config.yaml").exists():
         replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
     return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}"
+
+
+def _typed_like(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The values of the leaves that a tree of dicts has, in its types. The tree may lack some: frozen parameters."""
+    return {
+        name: _typed_like(part, values[name]) if isinstance(part, dict) else values[name].astype(part.dtype)
+        for name, part in tree.items()
+        if name in values and part is not None
+    }
 
 
 def _mean(steps: Sequence[Stored], name: str) -> np.ndarray:

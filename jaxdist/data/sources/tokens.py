@@ -136,7 +136,7 @@ def _starts(file: _File) -> np.ndarray:
     if starts is None:
         raise UserError(
             f"data.packing: 'documents' needs the document starts of {str(file.path)!r}, and there is no .index beside "
-            "it; write the data with scripts/prepare_data.py, or use data.packing=none"
+            "it; write the data with `jaxdist data`, or use data.packing=none"
         )
     return starts
 

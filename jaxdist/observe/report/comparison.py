@@ -43,13 +43,13 @@ def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _results(record: RunRecord, losses: Losses, account: Account | None) -> list[object]:
-    _, own, step = losses.own
+    kind, own, step = losses.own
     prediction, peak = record.prediction, measured_peak(record)
     mfu = median(curve(record.metrics, "mfu").values)
     computing = account.seconds.get("device", 0.0) / account.total if account else math.nan
     return [
         f"{record.last_step:,}",
-        f"{loss_text(own)} {losses.unit}, step {step:,}",
+        f"{loss_text(own)} {losses.unit}, {kind}, step {step:,}",
         loss_text(losses.train.values[-1]) if losses.train.steps.size else "-",
         timing(record, f"{record.rate:,.0f} {record.unit}/s") if math.isfinite(record.rate) else "-",
         timing(record, speed_of(record)),
@@ -110,8 +110,10 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
     own = [losses.own[1] if math.isfinite(losses.own[1]) else math.inf for losses, _ in every]
     best = [name for name, value in zip(names, own, strict=True) if value == min(own)]
     said = f"{len(records)} runs compared"
-    if len(units) == 1 and math.isfinite(min(own)):
-        said += f": the lowest loss is {loss_text(min(own))} {min(units)}, of {' and '.join(best)}"
+    kinds = {losses.own[0] for losses, _ in every}
+    if len(units) == len(kinds) == 1 and math.isfinite(min(own)):
+        kind = min(kinds).removeprefix("best ")
+        said += f": the lowest {kind} is {loss_text(min(own))} {min(units)}, of {' and '.join(best)}"
     runs = [
         (swatch(f"run{i % _COLOURS}", name), headline(record, *both))
         for i, (name, record, both) in enumerate(zip(names, records, every, strict=True))

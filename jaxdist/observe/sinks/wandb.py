@@ -40,7 +40,14 @@ class WandB:
             name=run_dir.resolve().name,
             dir=str(run_dir),
             config=yaml.safe_load(config) if config else None,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                finish_timeout=60,
+                finish_timeout_raises=True,
+            ),
         )
         for record in read_metrics(run_dir / "metrics.jsonl"):
             if record["step"] >= self._run.starting_step:

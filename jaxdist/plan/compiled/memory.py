@@ -95,7 +95,8 @@ def held_bytes(state: TrainState) -> dict[str, int]:
     device = min(jax.local_devices(), key=lambda device: device.id)
 
     def size(tree: PyTree) -> int:
-        shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST]
+        shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
         return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
     return {"parameters": size(state.params), "optimizer state": size(state.opt_state)}

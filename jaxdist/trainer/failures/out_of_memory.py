@@ -37,7 +37,7 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     file = folder / "config.yaml"
     if not file.exists():  # the run had not begun
         replace_file(file, to_yaml(config, redact_settings).encode())
-    command = f"python scripts/explain.py --config {file} --remedies"
+    command = f"jaxdist explain {file} --remedies"
     try:
         table = remedies(config, progress=_say) if compiling else None
     except jax.errors.JaxRuntimeError as error:

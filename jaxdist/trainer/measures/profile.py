@@ -37,12 +37,16 @@ class Profile:
     def __init__(self, run: TrainingRun, clock: Clock) -> None:
         wanted = run.plan.config.observe.profile
         self._run, self._clock, self._tracing = run, clock, False
-        self._first = wanted.start if jax.process_index() == 0 else None
-        self._last = (self._first or 0) + wanted.steps - 1
+        self._first, self._last = wanted.start, (wanted.start or 0) + wanted.steps - 1
+        self._begun = False  # on every process: all enter the same phases
 
     def before(self, step: int) -> None:
         """Begin, if this is the first step of the trace."""
-        if step == self._first:
+        if step != self._first:
+            return
+        self._begun = True
+        self._run.watch.crumbs.enter("profile")  # a phase without a limit: a trace may be large
+        if jax.process_index() == 0:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # calls of Python would be most of the file
             with self._apart():
@@ -51,7 +55,10 @@ class Profile:
 
     def after(self, step: int) -> None:
         """End, if this was the last step of the trace, and print its longest items."""
-        if self._tracing and step == self._last and self.close():
+        if not self._begun or step != self._last:
+            return
+        self._run.watch.crumbs.enter("profile")
+        if self.close():
             with self._apart():
                 self._run.outputs.console.line("\n".join(item_table(longest(trace_of(self._run.outputs.folder)))))
 
@@ -68,14 +75,14 @@ class Profile:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """A context that waits for the devices first. Its seconds are those of a save, and so in no step's time."""
-        with self._clock.spending("device"):
-            jax.block_until_ready(self._run.progress.state)
-        with self._clock.spending("save"):
-            try:
+        try:
+            with self._clock.spending("device"):
+                jax.block_until_ready(self._run.progress.state)
+            with self._clock.spending("save"):
                 yield
-            except Exception as error:  # of the profiler, the disk: not the run's failure
-                what = f"observe.profile: {type(error).__name__}: {' '.join(str(error).split())[:300]}; the run goes on"
-                self._run.outputs.warn({"what": what, "action": "went on"})
+        except Exception as error:  # of the profiler, the disk, a state that a failed step used up: said, and passed
+            what = f"observe.profile: {type(error).__name__}: {' '.join(str(error).split())[:300]}; the run goes on"
+            self._run.outputs.warn({"what": what, "action": "went on"})
 
 
 def trace_of(run_dir: Path) -> Path:
@@ -91,7 +98,11 @@ def longest(path: Path, count: int = 10) -> list[Item]:
     calls: dict[tuple[str, str], int] = defaultdict(int)
     own: dict[tuple[str, str], float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    try:
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    except Exception as error:  # of a C++ library: a RuntimeError, or one of its own
+        raise UserError(f"{path}: is no trace that can be read; take another one ({_HINT})") from error
+    for plane in planes:
         if not plane.name.startswith(("/device:", "/host:CPU")):
             continue
         for line in plane.lines:

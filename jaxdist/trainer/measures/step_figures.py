@@ -1,7 +1,8 @@
 """Figures of a step that its program tells: the share of the devices' peak that it reaches, and what it sends."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -82,17 +83,23 @@ class StepFigures:
         self._thread.start()
 
     def _read(self, traced: Any, batch: PyTree) -> None:
-        plan = self._plan
+        parts = self._plan.parts
+        if self._peak is not None:
+            with self._told("mfu"):
+                self._flops = model_flops(parts.model, parts.target.params, parts.target.model_state, batch)
+        if traced is not None:
+            with self._told("sent_bytes"):
+                self._sent = round(ledger_of(without_dead_code(traced), parts.target).wire_bytes)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """A context in which a figure that cannot be had is a line on the console."""
         try:
-            if self._peak is not None:
-                target = plan.parts.target
-                self._flops = model_flops(plan.parts.model, target.params, target.model_state, batch)
-            if traced is not None:
-                self._sent = round(ledger_of(without_dead_code(traced), plan.parts.target).wire_bytes)
-        except UserError as error:  # a loop of unknown length communicates
-            self._say(f"metrics.jsonl has no sent_bytes: {error}")
+            yield
+        except UserError as error:  # such as a loop of unknown length that communicates
+            self._say(f"metrics.jsonl has no {name}: {error}")
         except Exception as error:  # of a user's own loss; it must not end the run
-            self._say(f"metrics.jsonl has no mfu or sent_bytes: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self._say(f"metrics.jsonl has no {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def metrics(self, step_s: float) -> dict[str, float]:
         """The metrics of a step of that many seconds, where they are known:
