@@ -53,8 +53,8 @@ def test_trace_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert train(load_config(configuration(tmp_path)), tmp_path / "run") == 0
     said = capsys.readouterr().out
     items = longest(trace_of(tmp_path / "run"), 1000)
-    calls = {item.name: item.calls for item in items if "python" in item.line}
-    assert calls["PjitFunction(step)"] in (2, 4)  # newer jax has two events for a call
+    calls = sum(item.calls for item in items if item.name == "PjitFunction(step)")
+    assert calls in (2, 4)  # newer jax has two events for a call
     for line in {item.line for item in items}:
         assert sum(item.share for item in items if item.line == line) == pytest.approx(1)
     assert main([str(tmp_path / "run")]) == 0
