@@ -63,10 +63,18 @@ def _results(record: RunRecord, losses: Losses, account: Account | None) -> list
 
 
 _RESULTS = (
-    "steps", "best loss", "final training loss", "throughput, median", "time of a step, median", "wall time",
-    "MFU, median", "computing", "memory of a device, predicted", "memory of a device, measured",
+    "steps",
+    "best loss",
+    "final training loss",
+    "throughput, median",
+    "time of a step, median",
+    "wall time",
+    "MFU, median",
+    "computing",
+    "memory of a device, predicted",
+    "memory of a device, measured",
     "sent by a device a step",
-)  # fmt: skip
+)
 
 
 def _curves(
