@@ -1,6 +1,6 @@
 """The record of a run: console, metrics.jsonl, env.json and report.html. Nothing here imports JAX.
 
-`jaxdist.observe.report` imports matplotlib, and so is imported only where a report is written.
+`jaxdist.observe.report` is imported only where a report is written.
 """
 
 from jaxdist.observe.console import Console

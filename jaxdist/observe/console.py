@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def error_text(error: Exception) -> str:
+    """The type and the beginning of the text of an error, in one line: for what is said and does not end a run."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def format_duration(seconds: float) -> str:
     """Hours, minutes and seconds as `1:02:03`; days in front when there are any."""
     if not math.isfinite(seconds):

@@ -11,6 +11,7 @@ from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 from jaxdist.mesh import AnyMesh
 from jaxdist.observe import read_metrics, redact_settings, work_unit
+from jaxdist.observe.console import error_text
 from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, Sent, read_run, write_report
 from jaxdist.observe.report.read import defaults_of
 from jaxdist.optim.muon import OPTIMIZER
@@ -159,7 +160,7 @@ def _told(run: TrainingRun, name: str) -> Iterator[None]:
     except OSError as error:
         why = f"cannot be written: {error.strerror}"
     except Exception as error:  # such as a user's loss that cannot be traced again
-        why = f"cannot be made: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        why = f"cannot be made: {error_text(error)}"
     else:
         return
     run.outputs.console.line(f"{name} {why}; the run and its checkpoints are complete")

@@ -1,14 +1,19 @@
 """The trace of a few steps: what its items are, and the refusals."""
 
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxdist.cli.profile import main
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
-from jaxdist.trainer.measures.profile import longest, own_times, trace_of
+from jaxdist.trainer.measures.clock import Clock
+from jaxdist.trainer.measures.profile import Profile, longest, own_times, trace_of
 from jaxdist.trainer.train import train
 
 CONFIG = """
@@ -60,3 +65,16 @@ def test_trace_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([str(tmp_path / "run")]) == 0
     table = capsys.readouterr().out.split("\n", 1)[1]
     assert "the 10 longest items" in table and table.strip() in said
+
+
+def test_a_failed_step_keeps_its_own_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The state was used up by the step that failed: the trace is ended all the same, and nothing else is raised."""
+    config, ended, state = load_config(configuration(tmp_path)), [], jnp.zeros(2)
+    state.delete()
+    parts = {"plan": SimpleNamespace(config=config), "progress": SimpleNamespace(state=state)}
+    profile = Profile(SimpleNamespace(**parts), Clock(1))  # type: ignore[arg-type]
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: ended.append(True))
+    profile._tracing = True
+    with pytest.raises(MemoryError), closing(profile):
+        raise MemoryError
+    assert ended == [True]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from jaxdist.config.schema import ObserveConfig
+from jaxdist.observe.console import error_text
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 from jaxdist.observe.sinks.wandb import WandB
 
@@ -82,8 +83,7 @@ class Sinks:
             if self._failed[name] == 1:
                 at = "at the end" if step is None else f"at step {step}; the run goes on"
                 at = at if step != 0 else "the run goes on without it"
-                text = " ".join(str(error).split())[:300]
-                what = f"observe.{name}: {type(error).__name__}: {text}; {at}"
+                what = f"observe.{name}: {error_text(error)}; {at}"
                 self._warn({"what": what, "action": "went on"})
             return False
 

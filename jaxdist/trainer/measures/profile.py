@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist.errors import UserError
+from jaxdist.observe.console import error_text
 from jaxdist.trainer.measures.clock import Clock
 from jaxdist.trainer.run import TrainingRun
 
@@ -75,14 +76,14 @@ class Profile:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """A context that waits for the devices first. Its seconds are those of a save, and so in no step's time."""
-        try:
-            with self._clock.spending("device"):
-                jax.block_until_ready(self._run.progress.state)
-            with self._clock.spending("save"):
+        with self._clock.spending("device"), suppress(RuntimeError):  # of a step that failed, which is told elsewhere
+            jax.block_until_ready(self._run.progress.state)
+        with self._clock.spending("save"):
+            try:
                 yield
-        except Exception as error:  # of the profiler, the disk, a state that a failed step used up: said, and passed
-            what = f"observe.profile: {type(error).__name__}: {' '.join(str(error).split())[:300]}; the run goes on"
-            self._run.outputs.warn({"what": what, "action": "went on"})
+            except Exception as error:  # of the profiler, the disk: not the run's failure
+                what = f"observe.profile: {error_text(error)}; the run goes on"
+                self._run.outputs.warn({"what": what, "action": "went on"})
 
 
 def trace_of(run_dir: Path) -> Path:

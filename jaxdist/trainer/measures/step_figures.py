@@ -14,6 +14,7 @@ from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
 from jaxdist.model import ModelDef
+from jaxdist.observe.console import error_text
 from jaxdist.plan.compiled.hardware import peak_flops
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger_of
@@ -99,7 +100,7 @@ class StepFigures:
         except UserError as error:  # such as a loop of unknown length that communicates
             self._say(f"metrics.jsonl has no {name}: {error}")
         except Exception as error:  # of a user's own loss; it must not end the run
-            self._say(f"metrics.jsonl has no {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._say(f"metrics.jsonl has no {name}: {error_text(error)}")
 
     def metrics(self, step_s: float) -> dict[str, float]:
         """The metrics of a step of that many seconds, where they are known:
