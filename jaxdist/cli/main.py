@@ -27,6 +27,7 @@ COMMANDS = {
     "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),
     "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
     "lab": Command("jaxdist.lab.command", "run a job on virtual hosts with slow links", "run_lab"),
+    "bench": Command("jaxdist.cli.runs.bench", "time the step of a configuration, beside variants of it"),
     "profile": Command("jaxdist.cli.runs.profile", "where the time of a run's steps went"),
     "report": Command("jaxdist.cli.runs.report", "make the report of a run again, or compare runs"),
     "init": Command("jaxdist.cli.init", "write a project of your own: configuration, model, SLURM recipe"),

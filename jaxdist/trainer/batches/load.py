@@ -1,10 +1,11 @@
 """Load the data of a configuration, and refuse what its model cannot be trained on."""
 
+import math
 from dataclasses import fields, replace
 
 from jaxdist.config.entries import ModelFacts, SourceFacts, options_of
 from jaxdist.config.schema import Config
-from jaxdist.data import Ids, Source, batch_shapes, load_source
+from jaxdist.data import Ids, Source, batch_shapes, leaves_of, load_source
 from jaxdist.errors import UserError
 from jaxdist.plan.compiled.memory import sample_of
 
@@ -87,3 +88,11 @@ def packed(config: Config, source: Source) -> Source:
             f" {source.info['name']} gives none; allowed: none; or data.source=tokens"
         )
     return source
+
+
+def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
+    """(tokens that a step is trained on, "tokens"); where samples are not ids, (samples, "samples")."""
+    leaves = leaves_of(source, global_batch=config.data.global_batch, seq_len=config.data.seq_len)
+    if source.vocab and "targets" in leaves:
+        return math.prod(leaves["targets"].shape), "tokens"
+    return config.data.global_batch, "samples"
