@@ -61,8 +61,8 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     embed, block, head, logits = (
         autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
     )
-    metrics = model.metrics and autocast(model.metrics, precision.compute)
-    return model._replace(embed=embed, block=block, head=head, logits=logits, metrics=metrics)
+    metrics, features = (unit and autocast(unit, precision.compute) for unit in (model.metrics, model.features))
+    return model._replace(embed=embed, block=block, head=head, logits=logits, metrics=metrics, features=features)
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:
