@@ -50,6 +50,7 @@ class Parts(NamedTuple):
     attention: the kernel of attention, xla or cudnn; and why not cudnn.
     target: the state as ShapeDtypeStructs with shardings.
     order: the block that each row of stacked blocks holds (`order_of_blocks`); empty for the loss of a module.
+    teaching: where a teacher's logits come from (`jaxdist.distill.teaching`); None without section distill.
     """
 
     model: ModelDef | ModuleLoss
@@ -59,6 +60,7 @@ class Parts(NamedTuple):
     target: TrainState
     order: np.ndarray
     step: TrainStep
+    teaching: Any = None
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
@@ -186,5 +188,18 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     step, order = make_train_step(model, optimizer, mesh, options), np.arange(0)
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
-    target = state_target(model, optimizer, mesh, options)
-    return Parts(model, optimizer, options, attention, target, order, step)
+    target, teaching = state_target(model, optimizer, mesh, options), None
+    if config.distill.on:
+        from jaxdist.distill.teaching import teaching_of
+
+        teaching = teaching_of(config, mesh, forward_only)
+        step = teaching.step(model, optimizer, mesh, options)
+    return Parts(model, optimizer, options, attention, target, order, step, teaching)
+
+
+def forward_only(config: Config, mesh: AnyMesh) -> tuple[ModelDef | ModuleLoss, StepOptions]:
+    """The model of a configuration for evaluation alone, and the options of its layout and precision."""
+    options = step_options(config, mesh)
+    attention, _ = attention_of(config, options.precision, mesh)
+    stages = mesh.shape["pipe"]
+    return make_model(config, options.precision, stages=stages, training=False, attention=attention), options

@@ -51,16 +51,27 @@ def vocabulary_of(model: ModelDef, key: str) -> tuple[jax.ShapeDtypeStruct, ...]
     return found
 
 
+def table_shapes(table: tuple[jax.ShapeDtypeStruct, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `vocabulary_of` gives, by name and in another dtype."""
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in zip(("table", "bias"), table, strict=False)
+    }
+
+
+def table_specs(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, P]:
+    """The specs of what `table_shapes` gives: the vocabulary is split over `tensor`."""
+    return {name: P("tensor", *[None] * (leaf.ndim - 1)) for name, leaf in shapes.items()}
+
+
 def distilled(student: ModelDef, mixture: Mixture, table: tuple[jax.ShapeDtypeStruct, ...] = ()) -> ModelDef:
     """The student, whose loss is that of `jaxdist.distill.divergence`. Batches have leaves of the teacher besides.
 
     table: shapes of the teacher's table, and of its bias if it has one; (): batches hold its largest logits.
     """
     vocabulary_of(student, "model.name: the student")
-    names = ("table", "bias")[: len(table)]
     dtype = jax.tree.leaves(student.shapes)[0].dtype
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in zip(names, table, strict=True)}
-    specs = {name: P("tensor", *[None] * (leaf.ndim - 1)) for name, leaf in shapes.items()}
+    shapes = table_shapes(table, dtype)
+    names, specs = tuple(shapes), table_specs(shapes)
 
     def with_teacher(tree: PyTree, own: PyTree) -> PyTree:
         return {**tree, "head": {**tree["head"], TEACHER: own}} if names else tree

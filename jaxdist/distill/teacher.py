@@ -8,16 +8,19 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxdist.collectives import psum, to_varying
-from jaxdist.distill.model import HIDDEN, vocabulary_of
+from jaxdist.distill.divergence import vocab_logsumexp
+from jaxdist.distill.model import HIDDEN, IDS, LOGSUMEXP, VALUES, table_shapes, table_specs, vocabulary_of
 from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, check_mesh
 from jaxdist.model import ModelDef
+from jaxdist.nn.embedding import vocab_logits, whole_vocab
+from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.microbatch import sample_keys
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.relay import on_first_stage
 from jaxdist.parallel.program import in_precision, make_program
-from jaxdist.specs import BATCH_SPEC, STACKED, PyTree, batch_spec, unit_specs
+from jaxdist.specs import BATCH_SPEC, STACKED, PyTree, batch_spec, unit_specs, without_idle
 from jaxdist.state import shardings_of, specs_of_arrays
 
 
@@ -85,3 +88,45 @@ def features_program(
 
     rows = batch_spec(mesh)
     return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, rows), out_specs=rows))
+
+
+def top_program(teacher: Teacher, *, top_k: int, temperature: float, chunk: int | None = None) -> Callable[..., Any]:
+    """The function batch -> the teacher's largest logits, {VALUES, IDS, LOGSUMEXP: [B, S, ...]}.
+
+    chunk: tokens whose logits exist at a time, as `model.loss_chunk`.
+    """
+    mesh, rows, dtype = teacher.mesh, batch_spec(teacher.mesh), teacher.options.precision.compute
+    shapes = table_shapes(teacher.table, dtype)
+    specs = {name: without_idle(spec, mesh) for name, spec in table_specs(shapes).items()}
+    target = {
+        name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, leaf in shapes.items()
+    }
+    tables: list[PyTree] = []
+
+    def region(table: PyTree, h: jax.Array) -> dict[str, jax.Array]:
+        projection = tuple(table[name] for name in shapes)
+        tokens = h.shape[0] * h.shape[1]
+        size = loss_chunk(h, projection[0], chunk) or tokens
+        count = -(-tokens // size)
+        flat = jax.numpy.pad(h.reshape(tokens, -1), ((0, count * size - tokens), (0, 0)))
+
+        def of_chunk(h_CD: jax.Array) -> dict[str, jax.Array]:
+            logits = vocab_logits(h_CD[None].astype(dtype), *projection)
+            values, ids = jax.lax.top_k(whole_vocab(logits)[0], top_k)
+            return {VALUES: values, IDS: ids, LOGSUMEXP: vocab_logsumexp(logits / temperature)[0]}
+
+        def uncut(leaf: jax.Array) -> jax.Array:
+            return leaf.reshape(count * size, *leaf.shape[2:])[:tokens].reshape(*h.shape[:2], *leaf.shape[2:])
+
+        return jax.tree.map(uncut, jax.lax.map(of_chunk, flat.reshape(count, size, -1)))
+
+    run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, rows), out_specs=rows))
+
+    def top(batch: PyTree) -> dict[str, jax.Array]:
+        if not tables:
+            tables.append(teacher.read_table(target))
+        found: dict[str, jax.Array] = run(tables[0], teacher.features(teacher.params, batch))
+        return found
+
+    return top

@@ -222,7 +222,11 @@ def build(
         watch.agree(facts_of_program(config, parts, mesh, plan.source))
     watch.crumbs.enter("restore")
     fresh = lambda: init_state(parts.model, parts.optimizer, mesh, parts.options)  # noqa: E731
-    progress = restore_or_init(config, parts.target, outputs, fresh, identity(config, plan.source))
+    teacher, own = None, identity(config, plan.source)
+    if parts.teaching is not None:
+        teacher = parts.teaching.begin(own, outputs.console.line)
+        own = identity(config, plan.source, teacher)
+    progress = restore_or_init(config, parts.target, outputs, fresh, own)
     lead, baselines = jax.process_index() == 0, dict[str, float]()
     if lead:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
@@ -244,7 +248,7 @@ def build(
         plan=plan,
         progress=progress,
         outputs=outputs,
-        record=lambda step: record(config, plan.source, passed=progress.passed, forced=progress.forced),
+        record=lambda step: record(config, plan.source, teacher, passed=progress.passed, forced=progress.forced),
         baselines=baselines,
         watch=watch,
         cache=cache,
