@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxdist import optim as optim
     from jaxdist import precision as precision
     from jaxdist import runtime as runtime
-    from jaxdist.config.grad_sync import GradSync as GradSync
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
+    from jaxdist.config.sections.grad_sync import GradSync as GradSync
     from jaxdist.errors import UserError as UserError
     from jaxdist.init import init_state as init_state
     from jaxdist.init import state_target as state_target
@@ -52,7 +52,7 @@ _HOME = {
     "BATCH_SPEC": "jaxdist.specs",
     "Config": "jaxdist.config.schema",
     "FitResult": "jaxdist.trainer.fit",
-    "GradSync": "jaxdist.config.grad_sync",
+    "GradSync": "jaxdist.config.sections.grad_sync",
     "ModelDef": "jaxdist.model",
     "Precision": "jaxdist.precision.policy",
     "Program": "jaxdist.parallel.schedule",

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.cli.checkpoint import main
+from jaxdist.cli.runs.checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], "checkpoint.py"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.cli.train import main
+from jaxdist.cli.runs.train import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], "train.py"))

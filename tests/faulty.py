@@ -137,6 +137,6 @@ if __name__ == "__main__":
     if chosen.get("rank") == int(os.environ["RANK"]):
         spoil(chosen)
     sys.argv[0] = str(SCRIPTS / "train.py")
-    from jaxdist.cli.train import main
+    from jaxdist.cli.runs.train import main
 
     sys.exit(main(sys.argv[1:], "train.py"))

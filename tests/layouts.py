@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxdist import registry
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt

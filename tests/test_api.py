@@ -12,8 +12,8 @@ import pytest
 from jaxprs import primitive_counts
 
 import jaxdist
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh

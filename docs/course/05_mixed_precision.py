@@ -22,7 +22,7 @@ import optax
 from _course import bars, devices, show
 
 import jaxdist
-from jaxdist.config.precision import LossScale
+from jaxdist.config.sections.precision import LossScale
 from jaxdist.precision.policy import Precision
 
 devices()

@@ -17,18 +17,19 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("jaxdist.cli.train", "train a model as a YAML file says; the same run directory resumes"),
+    "train": Command("jaxdist.cli.runs.train", "train a model as a YAML file says; the same run directory resumes"),
     "launch": Command(
         "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
     ),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),
-    "checkpoint": Command("jaxdist.cli.checkpoint", "list, verify, export, import and average checkpoints"),
+    "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),
     "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
     "lab": Command("jaxdist.lab.command", "run a job on virtual hosts with slow links", "run_lab"),
-    "profile": Command("jaxdist.cli.profile", "where the time of a run's steps went"),
-    "report": Command("jaxdist.cli.report", "make the report of a run again, or compare runs"),
+    "bench": Command("jaxdist.cli.runs.bench", "time the step of a configuration, beside variants of it"),
+    "profile": Command("jaxdist.cli.runs.profile", "where the time of a run's steps went"),
+    "report": Command("jaxdist.cli.runs.report", "make the report of a run again, or compare runs"),
     "init": Command("jaxdist.cli.init", "write a project of your own: configuration, model, SLURM recipe"),
     "completion": Command("jaxdist.cli.completion", "print the completion script of bash, zsh or fish"),
 }

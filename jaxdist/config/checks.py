@@ -33,7 +33,8 @@ from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxdist.config.schema import Config, DataConfig, ObserveConfig
+    from jaxdist.config.schema import Config, DataConfig
+    from jaxdist.config.sections.observe import ObserveConfig
 
 
 def check_config(config: Config, *, planned: bool = False) -> Config:

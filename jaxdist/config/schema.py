@@ -10,10 +10,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxdist.config.entries import Entries, Section, named, with_options
-from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.rules.fields import parse_mixture, section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.observe import ObserveConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
+from jaxdist.config.sections.precision import PrecisionConfig
 
 _NONE: Any = None
 
@@ -166,28 +168,6 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its learning rate."""
-
-    name: str = setting("adamw", "the optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon"), dotted=True)
-    lr: float = setting(3e-3, "peak learning rate", above=0)
-    schedule: str = setting(
-        "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"), dotted=True
-    )
-    warmup_steps: int = setting(
-        0, "steps over which the rate rises from 0; above train.steps it is half of these", at_least=0
-    )
-    final_lr_ratio: float = setting(0.1, "last learning rate as a fraction of lr", at_least=0, at_most=1)
-    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
-    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
-    eps: float = setting(1e-8, "added to the denominator", above=0)
-    momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
-    weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
-    clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
-    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, '*.bias']")
-
-
-@dataclass(frozen=True)
 class EarlyStopConfig:
     """An end before `train.steps`: docs/watching.md."""
 
@@ -286,40 +266,6 @@ class DevicesConfig:
         "one, also on CPUs from jax 0.11",
         switch=True,
     )
-
-
-@dataclass(frozen=True)
-class WandbConfig:
-    """Weights & Biases. `observe.wandb: my-project` is short for `{project: my-project}`."""
-
-    project: str | None = setting(None, "the project that the run belongs to; null: W&B gets nothing", how=True)
-    mode: str = setting(
-        "online",
-        "online: sent while the run goes on; offline: kept in wandb/ of the run directory, for `wandb sync`",
-        choices=("online", "offline"),
-        how=True,
-    )
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """A trace of a few steps, in profile/ of the run directory: docs/watching.md."""
-
-    start: int | None = setting(None, "the first step of the trace; null: no trace", at_least=1, how=True)
-    steps: int = setting(3, "how many steps it has", at_least=1, how=True)
-
-
-@dataclass(frozen=True)
-class ObserveConfig:
-    """What a run shows and writes."""
-
-    log_every: int = setting(10, "steps between lines on the console", at_least=1)
-    console: str = setting("auto", "auto: rich on a terminal, else plain", choices=("auto", "plain", "rich"))
-    report: bool = setting(True, "whether report.html is written at the end")
-    samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
-    tensorboard: bool = setting(False, "metrics for TensorBoard, in tensorboard/ of the run directory", how=True)
-    wandb: WandbConfig = section(WandbConfig, "metrics for Weights & Biases", shorthand="project")
-    profile: ProfileConfig = section(ProfileConfig, "a trace of a few steps")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxdist.optim.per_block import adafactor
 from jaxdist.specs import PyTree
 
 if TYPE_CHECKING:
-    from jaxdist.config.schema import OptimizerConfig
+    from jaxdist.config.sections.optimizer import OptimizerConfig
 
 _HERE = "jaxdist.optim.make"  # where a registry would be: these entries are no files
 NOT_DECAYED = ("bias", "scale")  # vectors, even if stacked blocks give them a second dim

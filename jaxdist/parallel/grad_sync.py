@@ -19,9 +19,9 @@ from jaxdist.collectives import (
     reduce_scatter,
     to_varying,
 )
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.fields import check_section
 from jaxdist.config.rules.grad_sync import GRAD_SYNC, check_shards
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.optim import check_order

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.remat import Remat, check_prefetch, check_remat
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.grad_sync import check_sync, finish, order_of_work, reduce_late
 from jaxdist.precision.policy import Precision, make_precision

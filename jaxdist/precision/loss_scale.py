@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config.precision import LossScale
+from jaxdist.config.sections.precision import LossScale
 from jaxdist.specs import PyTree
 
 

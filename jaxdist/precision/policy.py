@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config.precision import LossScale, PrecisionConfig
 from jaxdist.config.rules.precision import POLICY_TYPES, Policy, resolve_policy
+from jaxdist.config.sections.precision import LossScale, PrecisionConfig
 from jaxdist.errors import UserError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.config.entries import ModelFacts
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.resolve import warmup_of
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
 from jaxdist.observe import redact, redact_settings
 from jaxdist.parallel.grad_sync import order_of_work

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import jax
 
-from jaxdist.config.schema import Config
-from jaxdist.data import Source, leaves_of
 from jaxdist.mesh import on_cpu
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.watchdog import Watch
@@ -18,14 +16,6 @@ from jaxdist.trainer.measures.clock import Clock, process_start
 from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes
 from jaxdist.trainer.run import Outputs, RunPlan, Work
-
-
-def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
-    """(tokens that a step is trained on, "tokens"); where samples are not ids, (samples, "samples")."""
-    leaves = leaves_of(source, global_batch=config.data.global_batch, seq_len=config.data.seq_len)
-    if source.vocab and "targets" in leaves:
-        return math.prod(leaves["targets"].shape), "tokens"
-    return config.data.global_batch, "samples"
 
 
 def last_time(outputs: Outputs) -> float | None:

@@ -37,6 +37,8 @@ from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
+from jaxdist.trainer.batches.load import work_of_a_step
+from jaxdist.trainer.batches.sample_hashes import log_samples
 from jaxdist.trainer.evaluation import Ending, Evaluator, evaluated, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
 from jaxdist.trainer.failures.same_program import facts_of_start
@@ -45,9 +47,8 @@ from jaxdist.trainer.measures.clock import Clock
 from jaxdist.trainer.measures.profile import Profile
 from jaxdist.trainer.measures.step_figures import StepFigures
 from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
-from jaxdist.trainer.recorder import Measured, Recorder, last_time, session_start, work_of_a_step
+from jaxdist.trainer.recorder import Measured, Recorder, last_time, session_start
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, build
-from jaxdist.trainer.sample_hashes import log_samples
 from jaxdist.trainer.saving import all_saved, begin_save, settle
 from jaxdist.trainer.summary import write_summary
 

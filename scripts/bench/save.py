@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding
 from jaxdist import init_state, make_mesh, make_optimizer, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.checksums import CHECKSUMS, check_files
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.data import Loader
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.models.gpt import gpt

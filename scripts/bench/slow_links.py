@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts

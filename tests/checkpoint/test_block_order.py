@@ -21,7 +21,8 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.block_order import NONE, _aside, _take, _taken, as_saved, between, in_order_of, stacked_dims
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.work.checkpoint import average
-from jaxdist.config.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from jaxdist.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.observe import read_metrics

@@ -21,7 +21,8 @@ from jobs import wait_until
 from levels import levels
 
 from jaxdist.checkpoint import Checkpoints, SaveFailed, manager
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh

@@ -20,8 +20,8 @@ from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.work.checkpoint import import_model
-from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
+from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks

@@ -9,7 +9,7 @@ import sys
 import pytest
 from reports import ENVIRONMENT, records
 
-from jaxdist.cli.report import main
+from jaxdist.cli.runs.report import main
 from jaxdist.config.load import load_config, to_yaml
 
 TINY = [
@@ -70,7 +70,7 @@ def test_wrong_arguments_are_one_line(tmp_path, run_dir, capsys):
 
 @pytest.mark.slow
 def test_remedies_are_compiled(run_dir):
-    code = "import sys; from jaxdist.cli.report import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from jaxdist.cli.runs.report import main; sys.exit(main(sys.argv[1:]))"
     environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # devices are the command's
     subprocess.run([sys.executable, "-c", code, str(run_dir), "--remedies"], check=True, env=environ, timeout=300)
     text = (run_dir / "report.html").read_text()

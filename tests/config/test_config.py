@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from jaxdist.config.checks import check_layout
 from jaxdist.config.load import load_config, to_yaml
-from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.reader import parse_yaml
 from jaxdist.config.resolve import known_devices, resolve_mesh
 from jaxdist.config.rules.fields import all_keys, check_value
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config, MeshConfig, ModelConfig
+from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError, nearest
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
-from jaxdist.config.precision import LossScale
 from jaxdist.config.resolve import SHRINK_ORDER
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.precision import LossScale
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh

@@ -18,8 +18,8 @@ import pytest
 from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step, state_target
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, with_rounded_products

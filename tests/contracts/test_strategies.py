@@ -16,8 +16,8 @@ from jaxprs import ancestors, collectives, scans_with
 from levels import levels
 
 from jaxdist import registry
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh

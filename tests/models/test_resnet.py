@@ -22,7 +22,7 @@ from jaxdist.data.source import Source
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.models.resnet import ResNet, classify, from_torchvision, resnet
-from jaxdist.trainer import run
+from jaxdist.trainer.batches import load
 
 EXACT = 1e-10
 SMALL = {"depth": 18, "blocks": (1, 1), "width": 2, "stem": "small", "channels": 1, "classes": 3, "image_size": 4}
@@ -221,10 +221,10 @@ def test_images_of_another_shape_are_one_line(
 ) -> None:
     leaves = {"image": jax.ShapeDtypeStruct((8, 8, 1), np.float32), "label": jax.ShapeDtypeStruct((), np.int32)}
     samples = Samples(1, leaves, lambda numbers: {})
-    monkeypatch.setattr(run, "load_source", lambda _: Source(samples, samples, 0, {"name": "digits"}))
+    monkeypatch.setattr(load, "load_source", lambda _: Source(samples, samples, 0, {"name": "digits"}))
     config = load_config(Path(__file__).parents[2] / "configs" / "resnet_digits.yaml", [override], planned=True)
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=f"^{message}"):
-        run.load_data(config)
+        load.load_data(config)
 
 
 @pytest.mark.slow

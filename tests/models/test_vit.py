@@ -37,8 +37,8 @@ from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import place_params, specs_of_arrays
 from jaxdist.step import make_train_step
+from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.evaluation import make_eval_step
-from jaxdist.trainer.run import load_data
 
 ROWS, CLASSES = 32, 5
 SMALL = ModelConfig(

@@ -14,15 +14,15 @@ import oracle
 import pytest
 
 from jaxdist.build import assemble, attention_of, cuda_capability
-from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.schema import Config, DevicesConfig, ModelConfig, ParallelConfig
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import why_not_cudnn
-from jaxdist.nn.attention import attention, cudnn_attention
+from jaxdist.nn.attention.kernels import attention, cudnn_attention
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.precision.policy import precision_of
 from jaxdist.step import make_train_step

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import make_mesh
 from jaxdist.nn import Attention, CrossAttention
-from jaxdist.nn.attention import attention, cudnn_attention
+from jaxdist.nn.attention.kernels import attention, cudnn_attention
 from jaxdist.nn.param import specs_of
 from jaxdist.specs import map_specs, without_idle
 

@@ -18,9 +18,9 @@ from jaxprs import equations, floats
 from levels import levels
 
 from jaxdist.build import make_model
-from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.schema import Config, DataConfig, MemoryConfig, ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh

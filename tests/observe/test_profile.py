@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.cli.profile import main
+from jaxdist.cli.runs.profile import main
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.trainer.measures.clock import Clock

@@ -14,7 +14,7 @@ import pytest
 from child import QUICK, environment
 
 from jaxdist.config.checks import check_packages
-from jaxdist.config.schema import ObserveConfig, WandbConfig
+from jaxdist.config.sections.observe import ObserveConfig, WandbConfig
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.observe.sinks import Sinks

@@ -17,7 +17,8 @@ from levels import levels
 
 from jaxdist import make_mesh, make_train_step
 from jaxdist.build import assemble
-from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt

@@ -16,7 +16,8 @@ from levels import levels
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import warmup_of
 from jaxdist.config.rules.fields import check_section
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh

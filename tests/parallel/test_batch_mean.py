@@ -22,7 +22,7 @@ from losses import as_numpy, plain, returning, rows, steps_of, trace
 
 import jaxdist
 from jaxdist.checkpoint.manager import Checkpoints
-from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.dependence import depends
 from jaxdist.mesh import abstract_mesh

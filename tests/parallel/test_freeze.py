@@ -16,7 +16,8 @@ from levels import levels
 
 from jaxdist import GradSync, init_state, make_mesh, make_optimizer, make_train_step, registry, state_target
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.specs import BATCH_SPEC, path_name

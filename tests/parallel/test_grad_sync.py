@@ -18,9 +18,9 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
 from jaxdist.collectives.cost import LINKS
 from jaxdist.config.entries import AlgorithmFacts
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.grad_sync import LINK_NAMES
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.models.gpt import gpt

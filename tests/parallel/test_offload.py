@@ -12,8 +12,8 @@ import pytest
 from jaxdist import init_state, make_mesh, make_train_step, state_target
 from jaxdist.build import assemble
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import HOST, abstract_mesh
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.explain import explain

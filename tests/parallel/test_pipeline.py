@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from levels import levels
 from pipelines import SCHEDULES, Case, check_wide, config_of, model_of, run, start
 
-from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh

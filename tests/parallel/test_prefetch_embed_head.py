@@ -21,8 +21,8 @@ from levels import levels
 from optax import MaskedNode
 
 from jaxdist.collectives import zeros_varying_like
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt

@@ -16,9 +16,9 @@ from jaxprs import collectives, names_of_values
 from levels import levels
 
 from jaxdist import make_mesh, make_train_step
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.rules.remat import MODES, NAMES
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh, abstract_mesh

@@ -7,7 +7,8 @@ from batches import token_shapes
 from layouts import Case, check_wide
 from levels import levels
 
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh

@@ -24,9 +24,9 @@ from levels import levels
 
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.init import init_state, state_target
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh

@@ -17,7 +17,7 @@ from levels import levels
 from pipelines import Case
 
 from jaxdist.collectives import to_varying
-from jaxdist.config.schema import OptimizerConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, make_mesh

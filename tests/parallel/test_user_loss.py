@@ -19,7 +19,7 @@ from levels import levels
 
 import jaxdist
 from jaxdist import init_state, make_mesh, make_train_step, registry
-from jaxdist.config.grad_sync import GradSync
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")

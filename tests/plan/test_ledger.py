@@ -17,7 +17,8 @@ from levels import levels
 import jaxdist
 from jaxdist import make_mesh, make_train_step, registry, state_target
 from jaxdist.collectives import psum
-from jaxdist.config.schema import ModelConfig, OptimizerConfig
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh
 from jaxdist.models.gpt import gpt

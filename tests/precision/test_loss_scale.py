@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from levels import levels
 
 from jaxdist import init_state, make_mesh, make_train_step
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
-from jaxdist.config.precision import LossScale
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.precision import LossScale
 from jaxdist.data import Loader
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt

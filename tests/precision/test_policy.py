@@ -17,8 +17,8 @@ from jaxprs import equations, floats
 from levels import levels
 
 from jaxdist import registry
-from jaxdist.config.precision import PrecisionConfig
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh

@@ -10,10 +10,10 @@ import pytest
 from child import ROOT
 
 from jaxdist.config.checks import prefetches
-from jaxdist.config.grad_sync import GradSync
 from jaxdist.config.load import load_config
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.config.schema import Config, DevicesConfig, MeshConfig, ParallelConfig, XlaConfig
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (

@@ -18,8 +18,9 @@ from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.plan.explain import explain
 from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.evaluation import Evaluator, text_sampler
-from jaxdist.trainer.run import build, load_data
+from jaxdist.trainer.run import build
 from jaxdist.trainer.train import train
 
 ROOT = Path(__file__).parents[2]

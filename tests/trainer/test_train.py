@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.load import load_config
-from jaxdist.config.schema import Config, ModelConfig, OptimizerConfig
+from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.data import Loader
 from jaxdist.errors import UserError
 from jaxdist.init import init_state

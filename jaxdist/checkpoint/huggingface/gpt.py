@@ -2,7 +2,7 @@
 
 Names and layouts are those of `transformers`, models/gpt2/modeling_gpt2.py (Conv1D kernels are [in, out], as ours) and
 models/llama/modeling_llama.py (Linear weights are [out, in]). Both rotate the halves of a head together, as
-`jaxdist.nn.attention.rotary` does, so no head is permuted.
+`jaxdist.nn.attention.rotary.rotary` does, so no head is permuted.
 
 Legend: D model width, n key/value heads, G query heads of one, K head width, F hidden width of the MLP, V vocabulary.
 """

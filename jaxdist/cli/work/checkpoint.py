@@ -33,8 +33,8 @@ from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of
 from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
+from jaxdist.trainer.batches.load import check_vocabulary
 from jaxdist.trainer.resume import record
-from jaxdist.trainer.run import check_vocabulary
 
 
 def checkpoint_command(arguments: Namespace, config: Config | None) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from jaxdist.config.schema import ObserveConfig
+from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.observe.console import error_text
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 from jaxdist.observe.sinks.wandb import WandB

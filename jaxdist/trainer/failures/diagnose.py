@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import rank, to_varying
-from jaxdist.config.grad_sync import GradSync
-from jaxdist.config.precision import LossScale
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.precision import LossScale
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions

@@ -16,7 +16,7 @@ _EXAMPLES = (
 def main(argv: Sequence[str] | None = None, prog: str = "jaxdist profile") -> int:
     """Exit status: 0; 2 for wrong arguments, and where the run has no trace.
 
-    >>> from jaxdist.cli.profile import main
+    >>> from jaxdist.cli.runs.profile import main
     >>> main(["no/such/run"])
     2
     """

@@ -1,7 +1,5 @@
 """How gradients are reduced: the section `parallel.grad_sync` of a configuration. Imports no jax."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

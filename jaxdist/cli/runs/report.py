@@ -25,7 +25,7 @@ _EXAMPLES = (
 def main(argv: Sequence[str] | None = None, prog: str = "jaxdist report") -> int:
     """Exit status: 0; 2 for wrong arguments.
 
-    >>> from jaxdist.cli.report import main
+    >>> from jaxdist.cli.runs.report import main
     >>> main(["no/such/run"])
     2
     """

@@ -1,0 +1,1 @@
+"""Sections of the configuration: their keys, with description and allowed values. Imports no jax."""

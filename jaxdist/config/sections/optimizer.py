@@ -1,0 +1,27 @@
+"""Section `optimizer` of the configuration."""
+
+from dataclasses import dataclass
+
+from jaxdist.config.rules.fields import setting
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate."""
+
+    name: str = setting("adamw", "the optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon"), dotted=True)
+    lr: float = setting(3e-3, "peak learning rate", above=0)
+    schedule: str = setting(
+        "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant"), dotted=True
+    )
+    warmup_steps: int = setting(
+        0, "steps over which the rate rises from 0; above train.steps it is half of these", at_least=0
+    )
+    final_lr_ratio: float = setting(0.1, "last learning rate as a fraction of lr", at_least=0, at_most=1)
+    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
+    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = setting(1e-8, "added to the denominator", above=0)
+    momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
+    clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
+    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, '*.bias']")

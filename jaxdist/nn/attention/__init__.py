@@ -1,0 +1,6 @@
+"""Attention: the layers, the kernels that compute it, and rotary positions."""
+
+from jaxdist.nn.attention.kernels import why_not_cudnn
+from jaxdist.nn.attention.layers import Attention, CrossAttention, QKVProjection
+
+__all__ = ["Attention", "CrossAttention", "QKVProjection", "why_not_cudnn"]

@@ -1,0 +1,114 @@
+"""Attention of queries over keys and values: in plain JAX, and by cuDNN.
+
+Legend: B batch, S sequence of queries, T sequence of keys and values, D model width, K head width, G query heads of one
+key/value head, n key/value heads on this device.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.nn.dropout import dropout_heads
+from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
+from jaxdist.precision.policy import accumulation_dtype
+
+SITE_PROBABILITIES, SITE_CROSS = 1, 1 << 16  # of dropout: a block may have one attention of each kind
+
+
+def attention(
+    q_BSnGK: jax.Array,
+    k_BTnK: jax.Array,
+    v_BTnK: jax.Array,
+    keys_B: jax.Array,
+    *,
+    dropout: float,
+    causal: bool = True,
+    seen_BT: jax.Array | None = None,
+    site: int = SITE_PROBABILITIES,
+) -> jax.Array:
+    """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
+
+    Scores and softmax are in at least fp32, products in the input's dtype. The scores take O(S T) memory.
+
+    causal: whether a query sees only keys up to its own position.
+    seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
+        no key gets zeros.
+    site: of dropout, see `jaxdist.nn.dropout`.
+    """
+    seen_BT = None if seen_BT is None else seen_BT.astype(bool)
+    batch, length, n, groups, width = q_BSnGK.shape
+    wide = accumulation_dtype(q_BSnGK.dtype)
+    scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
+    # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
+    lowest = jnp.finfo(wide).min
+    hidden = jnp.triu(jnp.full((length, length), lowest, wide), 1) if causal else None
+    if seen_BT is not None:
+        padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
+        hidden = padding if hidden is None else jnp.minimum(hidden, padding)
+    weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
+    by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
+    weights = dropout_heads(by_head, keys_B, site=site, rate=dropout).reshape(weights.shape)
+    context = jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
+    return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal)
+
+
+def _zeros_where_nothing_is_seen(context_BSnGK: jax.Array, seen_BT: jax.Array | None, *, causal: bool) -> jax.Array:
+    """Zeros for queries that see no key; without this they get the mean over all values."""
+    if seen_BT is None:
+        return context_BSnGK
+    seen_BT = seen_BT.astype(jnp.int32)
+    any_BS = lax.cummax(seen_BT, axis=1) if causal else seen_BT.max(axis=1, keepdims=True)
+    return context_BSnGK * any_BS[..., None, None, None].astype(context_BSnGK.dtype)
+
+
+def cudnn_attention(
+    q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array, *, causal: bool = True, seen_BT: jax.Array | None = None
+) -> jax.Array:
+    """`attention` by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
+
+    A key mask becomes a bias [B, 1, S, T] in the dtype of the queries.
+
+    Only for inputs to which `why_not_cudnn` returns None: there is no fallback.
+    """
+    by_head = q_BSnGK.reshape(*q_BSnGK.shape[:2], -1, q_BSnGK.shape[-1])  # heads of a group are neighbours in cuDNN
+    mask = None
+    if seen_BT is not None:
+        seen_BT, (batch, length) = seen_BT.astype(bool), seen_BT.shape
+        mask = jnp.broadcast_to(seen_BT[:, None, None, :], (batch, 1, q_BSnGK.shape[1], length))
+    context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, implementation="cudnn")
+    return _zeros_where_nothing_is_seen(context.reshape(q_BSnGK.shape), seen_BT, causal=causal)
+
+
+def why_not_cudnn(
+    *, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False, masked: tuple[int, ...] = ()
+) -> str | None:
+    """The reason why cuDNN's kernel cannot compute this attention, or None, whether causal or not.
+
+    capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" if they have none.
+    dtype: the dtype of queries, keys and values.
+    per_op: whether precision.per_op casts operation by operation.
+    masked: the lengths of queries and keys, if there is a key mask. Without one the lengths do not matter.
+
+    Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0
+    cuDNN's documentation of its attention.
+    """
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        return "the devices are no NVIDIA GPUs"
+    generation = float(capability)
+    if generation < 8:
+        return f"cuDNN's kernel needs compute capability 8.0 (Ampere), not {capability}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN computes attention in bfloat16 or float16, not {jnp.dtype(dtype)}"
+    if per_op:
+        return "precision.per_op casts operation by operation, and cuDNN's is one"
+    if dropout:
+        return "model.dropout drops inside attention, by sample, which cuDNN's kernel cannot"
+    widest = 256 if generation >= 9 else 128
+    if head_width % 8 or head_width > widest:
+        return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"
+    if any(length % 2 for length in masked):
+        return f"cuDNN takes a key mask where lengths are even, not {' and '.join(map(str, masked))}"
+    return None

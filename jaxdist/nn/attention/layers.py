@@ -1,0 +1,126 @@
+"""Self-attention and cross-attention with grouped-query heads (Ainslie et al. 2023), heads split over `tensor`.
+
+Legend: B batch, S sequence of queries, T sequence of keys and values, D model width, K head width, G query heads of one
+key/value head, n key/value heads on this device.
+"""
+
+from typing import Any, Unpack
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, attention, cudnn_attention
+from jaxdist.nn.attention.rotary import rotary
+from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
+
+
+class QKVProjection(nnx.Module):
+    """Projection to queries, keys and values by one matrix product: h [B, S, D] -> [B, S, n, G, K], 2 x [B, S, n, K].
+
+    The kernel is [D, key/value heads, G + 2, K], split over the key/value heads. A device thus has whole groups, and
+    its query heads need no keys of another device. The result has the name attention.qkv (`memory.remat`).
+
+    matmul: see `MatmulOptions`. With sequence, h is this device's positions, while q, k and v are all positions.
+    """
+
+    def __init__(
+        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, **matmul: Unpack[MatmulOptions]
+    ) -> None:
+        features = kv_heads, heads // kv_heads + 2, width // heads
+        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, **matmul)
+
+    def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
+        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+
+
+def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
+    """The attention of a layer and its output projection -> [B, S, D]. given: dropout keys, key mask."""
+    (keys_B, seen_BT), causal = given, isinstance(layer, Attention) and layer.causal
+    if layer.kernel == "cudnn":
+        context = cudnn_attention(q, k, v, causal=causal, seen_BT=seen_BT)
+    else:
+        site = SITE_PROBABILITIES if isinstance(layer, Attention) else SITE_CROSS
+        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, seen_BT=seen_BT, site=site)
+    context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
+    return checkpoint_name(layer.out(context), "attention.out")
+
+
+class Attention(nnx.Module):
+    """Self-attention: QKV projection, optional rotary positions, attention, output projection.
+
+    Names for `memory.remat`: attention.context is the input of the output projection, attention.out its result.
+
+    kernel: "xla", or "cudnn", which has no dropout.
+    causal: whether a position sees only those up to its own.
+    matmul: see `MatmulOptions`. Only the two projections multiply in float8. With sequence, input and output are this
+        device's positions; heads see all positions.
+    """
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        rope_theta: float | None = None,
+        dropout: float = 0.0,
+        out_scale: float = 1.0,
+        kernel: str = "xla",
+        causal: bool = True,
+        **matmul: Unpack[MatmulOptions],
+    ) -> None:
+        self.kernel, self.causal = kernel, causal
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, **matmul)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+
+    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None) -> jax.Array:
+        """seen_BS: a key mask, as in `attention`, of all positions."""
+        q, k, v = self.qkv(h_BSD)
+        if self.rope_theta is not None:
+            q = rotary(q.reshape(*q.shape[:2], -1, q.shape[-1]), self.rope_theta).reshape(q.shape)
+            k = rotary(k, self.rope_theta)
+        return _attend(self, q, k, v, keys_B, seen_BS)
+
+
+class CrossAttention(nnx.Module):
+    """Cross-attention (Vaswani et al. 2017, 3.2.3): queries from h [B, S, D], keys and values from memory [B, T, M].
+
+    Names for `memory.remat` are those of `Attention`, without attention.qkv.
+
+    memory_width: the width M.
+    kernel: "xla", or "cudnn", which has no dropout.
+    matmul: see `MatmulOptions`. With sequence, h, memory and the result are this device's positions.
+    """
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        memory_width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        dropout: float = 0.0,
+        out_scale: float = 1.0,
+        kernel: str = "xla",
+        **matmul: Unpack[MatmulOptions],
+    ) -> None:
+        self.kernel, self.dropout = kernel, dropout
+        head_width = width // heads
+        self.q = ColumnParallelLinear(rngs, width, (kv_heads, heads // kv_heads, head_width), bias=bias, **matmul)
+        self.kv = ColumnParallelLinear(rngs, memory_width, (kv_heads, 2, head_width), bias=bias, **matmul)
+        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
+
+    def __call__(
+        self, h_BSD: jax.Array, memory_BTM: jax.Array, keys_B: jax.Array, seen_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """memory_BTM: cast to the dtype of h. seen_BT: a key mask, as in `attention`, of all of its positions."""
+        kv = self.kv(memory_BTM.astype(h_BSD.dtype))
+        return _attend(self, self.q(h_BSD), kv[..., 0, :], kv[..., 1, :], keys_B, seen_BT)
