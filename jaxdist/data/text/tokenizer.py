@@ -205,6 +205,8 @@ def load_tokenizer(folder: Path, *, key: str) -> Tokenizer:
     for settings in (_settings(folder / _SPECIAL, key), config):  # the latter counts
         texts |= {name: text for name, value in settings.items() if (text := _token_text(name, value)) is not None}
     ids = {name: model.token_to_id(text) for name, text in texts.items()}
+    before = _before(model)
+    model.post_processor = None  # that of GPT-2 says that a word begins after the blank before it
     return Tokenizer(
         name=file.name,
         vocab=vocab,
@@ -213,7 +215,7 @@ def load_tokenizer(folder: Path, *, key: str) -> Tokenizer:
         model=_Package(model, key),
         bos=ids.get("bos_token"),
         eos=ids.get("eos_token"),
-        before=_before(model),
+        before=before,
         special=texts,
         chat_template=_template(folder, config, key),
     )
