@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 from jaxdist.config.rules.fields import setting
-from jaxdist.config.schema import DataConfig
 from jaxdist.errors import UserError
 
 
 @dataclass(frozen=True)
-class ExampleOptions(DataConfig):
+class ExampleOptions:
     """How examples become rows of token ids."""
 
     tokenizer: str | None = setting(None, "a folder with tokenizer.json; null: bytes", how=True)
@@ -25,7 +25,7 @@ class ExampleOptions(DataConfig):
     )
 
 
-def check_examples(data: DataConfig) -> None:
+def check_examples(data: Any) -> None:
     """Raise `UserError` for a day that is none."""
     day = getattr(data, "chat_date", "2024-07-26")
     try:

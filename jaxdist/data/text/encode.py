@@ -13,7 +13,7 @@ from jaxdist.data.text.tokenizer import Encoded, Tokenizer
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # at most, rendered and encoded together
 
 
-class Document(NamedTuple):
+class EncodedExample(NamedTuple):
     """An example as ids (uint32 [n]); counts: bool [n], whether a token is one to learn."""
 
     example: Example
@@ -30,7 +30,7 @@ class _Marked(NamedTuple):
 
 def encoded(
     examples: Iterable[Example], tokenizer: Tokenizer, renderer: Callable[[], Renderer], *, completion_only: bool
-) -> Iterator[Document]:
+) -> Iterator[EncodedExample]:
     """Examples as ids, a batch in memory at a time.
 
     - Conversations are what the chat template makes of them: it writes all special tokens.
@@ -66,7 +66,7 @@ def _plain(pieces: Sequence[str], completion_only: bool) -> _Marked:
     return _Marked(text, [(len(text) - len(pieces[-1]) if completion_only else 0, len(text))])
 
 
-def _document(example: Example, marked: _Marked, whole: Encoded, tokenizer: Tokenizer) -> Document:
+def _document(example: Example, marked: _Marked, whole: Encoded, tokenizer: Tokenizer) -> EncodedExample:
     """A token counts if it begins in a part that counts. Where one lies across the edge of such a part, the text before
     the edge and the text after it are encoded apart, as they are when a model continues a prompt."""
     begins, ends = np.array(whole.begins, np.int64), np.array(whole.ends, np.int64)
@@ -83,8 +83,8 @@ def _document(example: Example, marked: _Marked, whole: Encoded, tokenizer: Toke
     for begin, end in marked.spans:
         counts |= (begins >= begin) & (begins < end)
     if example.conversation is not None:
-        return Document(example, ids, counts)
+        return EncodedExample(example, ids, counts)
     before = np.array(tokenizer.before, np.uint32)
     after = np.array([] if tokenizer.eos is None else [tokenizer.eos], np.uint32)
     counts = np.concatenate([np.zeros(before.shape, bool), counts, np.ones(after.shape, bool)])
-    return Document(example, np.concatenate([before, ids, after]), counts)
+    return EncodedExample(example, np.concatenate([before, ids, after]), counts)

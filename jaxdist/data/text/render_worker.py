@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from jinja2 import TemplateError, nodes
@@ -35,7 +35,7 @@ class _Generation(Extension):
     """{% generation %} ... {% endgeneration %}: what a template says is the assistant's. It is put between marks that
     no text has."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = frozenset({"generation"})
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.samples import Samples
 from jaxdist.data.source import Source, fingerprint, hash_fraction, source_info
-from jaxdist.data.text.encode import Document, encoded
+from jaxdist.data.text.encode import EncodedExample, encoded
 from jaxdist.data.text.examples import KINDS, Example
 from jaxdist.data.text.packing import Collected, Documents, first_fit, in_rows
 from jaxdist.data.text.template import Renderer
@@ -62,7 +62,7 @@ class _Counted:
     too_long: int = 0
     nothing_to_learn: int = 0
 
-    def kept(self, document: Document, room: int, truncation: str) -> tuple[np.ndarray, np.ndarray] | None:
+    def kept(self, document: EncodedExample, room: int, truncation: str) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids of a document that fit into a row, and whether they count; None: it is left out."""
         self.kinds[document.example.kind] += 1
         ids, counts = document.ids, document.counts
