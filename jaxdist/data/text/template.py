@@ -40,7 +40,7 @@ class Renderer:
     - special: special tokens by name. day: what the template is told is today, such as "2024-07-26".
     - spans: whether the assistant's turns are looked for. Otherwise all of the text counts.
 
-    Raises `UserError` where jinja2 is not installed, or the template cannot be compiled.
+    Entering it raises `UserError` where the template cannot be compiled; making it, where jinja2 is not installed.
     """
 
     def __init__(self, template: str, *, key: str, special: dict[str, str], day: str, spans: bool) -> None:
@@ -57,10 +57,15 @@ class Renderer:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
         limits = {"seconds": SECONDS, "memory": MEMORY_BYTES, "characters": CHARACTERS}
-        self._send([{"template": template, "special": special, "day": day, **limits}])
-        self._answer("compiling it")
+        self._given = {"template": template, "special": special, "day": day, **limits}
 
     def __enter__(self) -> Self:
+        try:
+            self._send([self._given])
+            self._answer("compiling it")
+        except UserError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
