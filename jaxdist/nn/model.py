@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.nn.param import specs_of
@@ -241,6 +242,7 @@ def model_def(
     scan_blocks: int = 1,
     columns: bool = False,
     rows: Callable[[PyTree], PyTree] | None = None,
+    lora: LoraConfig | None = None,
 ) -> ModelDef:
     """The `ModelDef` of an nnx.Module. Nothing is allocated: the module is traced abstractly.
 
@@ -251,6 +253,8 @@ def model_def(
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
             {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
     param_dtype: the dtype of all parameters.
+    lora: adapters for layers of the blocks (`jaxdist.nn.matmul.lora`), beside which nothing should be trained:
+        make_train_step(..., freeze=jaxdist.config.sections.optimizer.ADAPTERS_ONLY).
     tied, scan_blocks, columns, rows: see `ModelDef`.
 
     Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
@@ -264,6 +268,12 @@ def model_def(
     ...         self.blocks = nnx.List(blocks)
     >>> assert jaxdist.model_def(Model).layers == 4
     """
+    keyed: Callable[[Any, Any], Any] = lambda block, keys_B: block  # noqa: E731
+    if lora is not None:
+        from jaxdist.nn.matmul.lora import adapting, keyed
+
+        _check_build(build)
+        build = adapting(build, lora)
     init, skeleton = functools.partial(_drawn, build, param_dtype), _skeleton(build, rows=rows is not None)
     embed_def, embed_state = nnx.split(skeleton.embed, nnx.Param)
     head_def, head_state = nnx.split(skeleton.head, nnx.Param)
@@ -277,7 +287,7 @@ def model_def(
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
         shapes=jax.eval_shape(init, jax.random.key(0)),
         embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
-        block=lambda params, h, keys_B, *rows: nnx.merge(block_def, params)(h, keys_B, *rows),
+        block=lambda params, h, keys_B, *rows: keyed(nnx.merge(block_def, params), keys_B)(h, keys_B, *rows),
         head=_reads(name(skeleton.head), lambda *given: _head_sums(*of_head(*given)), 3),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
         layers=len(skeleton.blocks),
