@@ -25,6 +25,7 @@ from jaxdist.errors import UserError
 from jaxdist.nn.dropout import dropout, dropout_columns
 from jaxdist.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxdist.nn.param import normal, spec_of, zeros
+from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import STACKED
 
 FIRST_SITE = 16  # of dropout in a block; the layers themselves use smaller ones
@@ -72,7 +73,7 @@ class Adapter(nnx.Module):
 
 def _whole(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The weight, typed varying like x. As for a bias, autodiff sums its gradient over devices in at least fp32."""
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    wide = weight.astype(accumulation_dtype(weight.dtype))
     cast: jax.Array = to_varying(wide, varying_axes(x)).astype(weight.dtype)
     return cast
 
