@@ -142,7 +142,7 @@ def gpt(
 
     Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora.
     """
-    check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8, lora=lora is not None)
+    check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
     matmul: MatmulOptions = {"fp8": fp8, "sequence": sequence_parallel, "collective_matmul": collective_matmul}
     return model_def(

@@ -23,9 +23,6 @@ from jaxdist.nn.sequence_parallel import sum_to_positions, whole_sequence
 from jaxdist.precision.policy import accumulation_dtype
 
 
-Parts = tuple[tuple[str, int], ...]
-
-
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y + bias, added in at least fp32 and returned in y's dtype."""
     # The gradient of a bias is a sum over all positions (and over `tensor`, if y is split over it): in fp32, too.
@@ -76,7 +73,7 @@ class ColumnParallelLinear(nnx.Module):
     parts: (name, size) of each projection along the last dim but one of the result, if there are several.
     """
 
-    lora: Any = None  # its adapter (`jaxdist.nn.matmul.lora`)
+    lora: Any = None  # its adapter (`jaxdist.nn.lora`)
 
     def __init__(
         self,
@@ -86,7 +83,7 @@ class ColumnParallelLinear(nnx.Module):
         *,
         split: int = 0,
         bias: bool,
-        parts: Parts = (),
+        parts: Sequence[tuple[str, int]] = (),
         fp8: bool = False,
         sequence: bool = False,
         collective_matmul: bool = False,
@@ -116,8 +113,8 @@ class RowParallelLinear(nnx.Module):
     fp8, sequence, collective_matmul: see `MatmulOptions`. With sequence, a reduce-scatter replaces the psum.
     """
 
-    lora: Any = None  # its adapter (`jaxdist.nn.matmul.lora`)
-    parts: Parts = ()  # it is one projection
+    lora: Any = None  # its adapter (`jaxdist.nn.lora`)
+    parts: Sequence[tuple[str, int]] = ()  # it is one projection
 
     def __init__(
         self,

@@ -212,8 +212,25 @@ def _has_metrics(head: Any) -> bool:
     return True
 
 
-def _metrics(head: Any, *given: Any) -> Any:
-    return head.metrics(*given)
+def _metrics_of(head: Any, of_head: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`ModelDef.metrics`. of_head: makes a head, and what its methods are called with, of a function's arguments."""
+
+    def metrics(head: Any, *given: Any) -> Any:
+        return head.metrics(*given)
+
+    if not _has_metrics(head):
+        return None
+    return _reads(f"metrics of {type(head).__name__}", lambda *given: metrics(*of_head(*given)), 3)
+
+
+def _with_adapters(build: Any, lora: LoraConfig | None) -> tuple[Any, Callable[[Any, jax.Array], Any]]:
+    """(build with adapters, if there are any; what gives a block the dropout keys of its rows)."""
+    if lora is None:
+        return build, lambda block, keys_B: block
+    from jaxdist.nn.lora import adapting, keyed  # which imports layers
+
+    _check_build(build)
+    return adapting(build, lora), keyed
 
 
 def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
@@ -253,8 +270,7 @@ def model_def(
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
             {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
     param_dtype: the dtype of all parameters.
-    lora: adapters for layers of the blocks (`jaxdist.nn.matmul.lora`), beside which nothing should be trained:
-        make_train_step(..., freeze=jaxdist.config.sections.optimizer.ADAPTERS_ONLY).
+    lora: adapters of the blocks' linear layers, see `jaxdist.nn.lora`.
     tied, scan_blocks, columns, rows: see `ModelDef`.
 
     Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
@@ -268,15 +284,10 @@ def model_def(
     ...         self.blocks = nnx.List(blocks)
     >>> assert jaxdist.model_def(Model).layers == 4
     """
-    keyed: Callable[[Any, Any], Any] = lambda block, keys_B: block  # noqa: E731
-    if lora is not None:
-        from jaxdist.nn.matmul.lora import adapting, keyed
-
-        _check_build(build)
-        build = adapting(build, lora)
+    build, keyed = _with_adapters(build, lora)
     init, skeleton = functools.partial(_drawn, build, param_dtype), _skeleton(build, rows=rows is not None)
-    embed_def, embed_state = nnx.split(skeleton.embed, nnx.Param)
-    head_def, head_state = nnx.split(skeleton.head, nnx.Param)
+    ends = (nnx.split(module, nnx.Param) for module in (skeleton.embed, skeleton.head))
+    (embed_def, embed_state), (head_def, head_state) = ends
     block_def, block_state = _uniform(skeleton.blocks)
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
@@ -297,7 +308,5 @@ def model_def(
         collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
-        metrics=_reads(f"metrics of {name(skeleton.head)}", lambda *given: _metrics(*of_head(*given)), 3)
-        if _has_metrics(skeleton.head)
-        else None,
+        metrics=_metrics_of(skeleton.head, of_head),
     )

@@ -4,7 +4,7 @@ from jaxdist.errors import UserError
 
 
 def check_collective_matmul(
-    collective_matmul: bool, *, sequence_parallel: bool, fp8: bool, per_op: bool = False, lora: bool = False
+    collective_matmul: bool, *, sequence_parallel: bool, fp8: bool, per_op: bool = False
 ) -> None:
     """Raise `UserError` where `parallel.collective_matmul` lacks what it needs."""
     if collective_matmul and not sequence_parallel:
@@ -16,11 +16,6 @@ def check_collective_matmul(
         raise UserError(
             "parallel.collective_matmul: true multiplies piece by piece, and precision.policy 'fp8' scales"
             " whole tensors; allowed: false; or precision.policy=bf16"
-        )
-    if collective_matmul and lora:
-        raise UserError(
-            "parallel.collective_matmul: true multiplies by the kernel alone, and optimizer.lora adds to its product;"
-            " allowed: false; or optimizer.lora.rank=0"
         )
     if collective_matmul and per_op:
         raise UserError(

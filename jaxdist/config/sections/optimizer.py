@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxdist.config.rules.fields import section, setting
+from jaxdist.errors import UserError
 
 ADAPTERS_ONLY = ("*", "!*.lora.*")  # freezes all but LoRA's adapters
 
@@ -18,6 +19,14 @@ class LoraConfig:
         "layers of the blocks that get one, by patterns, or by Hugging Face's names: [q_proj, v_proj]",
     )
     dropout: float = setting(0.0, "probability of dropping an input of an adapter in training", at_least=0, below=1)
+
+    def check(self, *, collective_matmul: bool) -> None:
+        """Raise `UserError` where adapters do not fit the other settings."""
+        if self.rank and collective_matmul:
+            raise UserError(
+                "parallel.collective_matmul: true multiplies by the kernel alone, and optimizer.lora adds to its"
+                " product; allowed: false; or optimizer.lora.rank=0"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""LoRA, low-rank adapters of linear layers (Hu et al. 2021, arXiv 2106.09685): x W + alpha / rank * (x A) B.
+"""LoRA: low-rank adapters of linear layers, x W + alpha / rank * (x A) B (Hu et al. 2021, arXiv 2106.09685).
 
 Only A and B are trained: everything else is frozen by `ADAPTERS_ONLY` (`jaxdist.config.sections.optimizer`). A is split
 over `tensor` as the layer's inputs are, and B as its outputs. A column-parallel layer has a whole A; a row-parallel one
@@ -12,7 +12,7 @@ Legend: I input width of the layer, R rank; B is [R, *features].
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,8 +84,8 @@ class Adapters(nnx.Module):
     parts: (name, size along the last dim but one of the result) of each projection.
     """
 
-    def __init__(self, parts: tuple[tuple[str, int], ...], adapters: dict[str, Adapter]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[tuple[str, int]], adapters: dict[str, Adapter]) -> None:
+        self.parts = tuple(parts)
         for name, adapter in adapters.items():
             setattr(self, name, adapter)
 
@@ -123,6 +123,7 @@ def _layers(block: nnx.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def _attach(block: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
+    lora.check(collective_matmul=any(layer.collective_matmul for _, layer in _layers(block)))
     layers = list(_layers(block))
     names = [f"{path}.{part}" if part else path for path, layer in layers for part, _ in layer.parts or (("", 0),)]
     chosen, site = _targeted(names, lora.targets), FIRST_SITE
