@@ -33,11 +33,13 @@ def identity(config: Config, source: Source, teacher: str | None = None) -> dict
     """
     data = {**content_settings(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
+    lora = {key: value for key, value in asdict(config.optimizer.lora).items() if key != "dropout"}
+    lora = lora if lora["rank"] else {"rank": 0}
     whole = {
         "model": content_settings(config.model.resolved()),
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
         "precision": precision,
-        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
+        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze, "lora": lora},
         "train": {"seed": config.train.seed, "ema": config.train.ema},
         "distill": {"teacher": teacher, **{key: getattr(config.distill, key) if teacher else None for key in LEARNS}},
     }
@@ -74,11 +76,9 @@ def check_identity(
     saved: the record. now: of `identity`. Raises `UserError` naming what differs, unless `force` is set.
     """
     # Older versions knew no other values of these keys.
-    older: dict[str, dict[str, Any]] = {
-        "data": {"packing": "none", "mixture": []},
-        "train": {"ema": None},
-        "distill": dict.fromkeys(("teacher", *LEARNS)),
-    }
+    older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}, "train": {"ema": None}}
+    older["model"] = {"window": None, "rope_type": "default"}  # of gpt
+    older["distill"] = dict.fromkeys(("teacher", *LEARNS))
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]
     saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}
