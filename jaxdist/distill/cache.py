@@ -58,6 +58,10 @@ class Kept(NamedTuple):
             LOGSUMEXP: (single, grid),
         }
 
+    def sizes(self) -> dict[str, int]:
+        """{leaf of a batch: bytes of its file}."""
+        return {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self.files().items()}
+
 
 def samples_of(identity: Mapping[str, Any]) -> dict[str, Any]:
     """What makes sample k of a run the same sample. identity: as of `jaxdist.trainer.resume.identity`."""
@@ -76,8 +80,8 @@ def open_cache(folder: Path, key: str = "distill.cache") -> Kept:
         kept = _kept(read_json_file(path))
     except (ValueError, OSError) as error:
         raise UserError(f"{key}: {str(path)!r} is no manifest of format {FORMAT}: {error}; {REMEDY}") from error
-    for name, (dtype, shape) in kept.files().items():
-        file, size = folder / f"{name}.bin", math.prod(shape) * dtype.itemsize
+    for name, size in kept.sizes().items():
+        file = folder / f"{name}.bin"
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             raise UserError(f"{key}: {str(file)!r} has {found or 0} bytes, and {size} belong there; {REMEDY}")

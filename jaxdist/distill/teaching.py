@@ -15,6 +15,7 @@ import optax
 
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config, ParallelConfig
+from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.data.loader import GlobalBatches
 from jaxdist.distill.cache import (
@@ -73,11 +74,11 @@ def load_teacher(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> Te
         data=config.data.replace(seq_len=positions or config.data.seq_len),
         precision=config.precision if asked.precision is None else PrecisionConfig(policy=asked.precision),
         parallel=ParallelConfig(strategy=asked.strategy, min_shard_bytes=config.parallel.min_shard_bytes),
-        optimizer=replace(config.optimizer, freeze=()),
+        optimizer=OptimizerConfig(),
     )
     built, options = forward_only(other, mesh)
     if not isinstance(built, ModelDef):
-        vocabulary_of(_no_vocabulary(), f"{KEY}: {show(asked.teacher)}")
+        raise UserError(f"{KEY}: {show(asked.teacher)} is a loss of its own, which gives no logits; allowed: gpt, bert")
     return Teacher(built, mesh, options, key=f"{KEY}: {show(asked.teacher)}")
 
 
@@ -96,7 +97,7 @@ def check_student(student: Any) -> ModelDef:
     return student
 
 
-@dataclass(kw_only=False)
+@dataclass
 class Live:
     """A teacher that computes before each step."""
 
