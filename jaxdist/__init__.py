@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
     from jaxdist.config.sections.grad_sync import GradSync as GradSync
+    from jaxdist.distill.divergence import distill_loss as distill_loss
     from jaxdist.errors import UserError as UserError
     from jaxdist.init import init_state as init_state
     from jaxdist.init import state_target as state_target
@@ -64,6 +65,7 @@ _HOME = {
     "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",
     "batch_mean": "jaxdist.parallel.batch_mean",
+    "distill_loss": "jaxdist.distill.divergence",
     "fit": "jaxdist.trainer.fit",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.traced.ledger",

@@ -28,6 +28,7 @@ from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
 from jaxdist.precision.policy import Precision, precision_of
+from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
@@ -200,6 +201,15 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
         teaching = teaching_of(config, mesh, forward_only)
         step = teaching.step(model, optimizer, mesh, options)
     return Parts(model, optimizer, options, attention, target, order, step, teaching)
+
+
+def with_teacher(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
+    """The parts of a plan, and the shapes of its batch: with what a teacher adds to the state and to the batch."""
+    if parts.teaching is None:
+        return parts, batch
+    joint = parts.teaching.joint
+    parts = parts._replace(step=joint.step, target=joint.target, options=joint.options)
+    return parts, joint.with_leaves(batch)
 
 
 def forward_only(config: Config, mesh: AnyMesh) -> tuple[ModelDef | ModuleLoss, StepOptions]:

@@ -4,9 +4,8 @@ So it travels with the microbatches of every schedule. The state is the student'
 for the length of a step, and checkpoints, evaluations and samples never see it.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -25,20 +24,38 @@ from jaxdist.step import make_train_step
 from jaxdist.train_step import Metrics, TrainStep
 
 
-def make_distilled_step(
+class Joint(NamedTuple):
+    """The step of the student's state with the teacher's table in it, of batches with what the teacher says.
+
+    - target: that state as ShapeDtypeStructs with shardings. options: the table is frozen.
+    - teacher: a `Teacher`; or the leaves that batches have of its largest logits.
+    """
+
+    step: TrainStep
+    target: TrainState
+    options: StepOptions
+    teacher: Teacher | dict[str, jax.ShapeDtypeStruct]
+
+    def with_leaves(self, batch: PyTree) -> PyTree:
+        """The shapes of a batch with those that the teacher adds to it."""
+        said = self.teacher.leaf(batch) if isinstance(self.teacher, Teacher) else self.teacher
+        return {**said, **batch}
+
+    @property
+    def table(self) -> PyTree:
+        """The teacher's table in `target`; {} if batches have its logits."""
+        return self.target.params["head"].get(TEACHER, {})
+
+
+def join(
     student: ModelDef,
     teacher: Teacher | dict[str, jax.ShapeDtypeStruct],
     optimizer: optax.GradientTransformation,
     mesh: AnyMesh,
     options: StepOptions,
     mixture: Mixture,
-) -> TrainStep:
-    """A train step, as `make_train_step` gives one for the student alone: for the same states and batches.
-
-    teacher: a `Teacher`; or the leaves that batches have of its largest logits.
-
-    Raises `UserError` for vocabularies of two sizes.
-    """
+) -> Joint:
+    """The step of student and teacher. Raises `UserError` for vocabularies of two sizes, and in deterministic mode."""
     table: tuple[jax.ShapeDtypeStruct, ...] = ()
     if isinstance(teacher, Teacher):
         table = teacher.table
@@ -50,35 +67,48 @@ def make_distilled_step(
                 " parallel.grad_sync.deterministic is true; allowed: false; or logits from distill.cache"
             )
     model = distilled(student, mixture, table)
-    joint = replace(options, freeze=(*options.freeze, FROZEN)) if table else options
-    inner = make_train_step(model, optimizer, mesh, joint)
-    target = state_target(model, optimizer, mesh, joint)
-    return TrainStep(lambda state: _Joined(inner, teacher, state, target), mesh, options)
+    options = replace(options, freeze=(*options.freeze, FROZEN)) if table else options
+    step = make_train_step(model, optimizer, mesh, options)
+    return Joint(step, state_target(model, optimizer, mesh, options), options, teacher)
+
+
+def make_distilled_step(
+    student: ModelDef,
+    teacher: Teacher | dict[str, jax.ShapeDtypeStruct],
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh,
+    options: StepOptions,
+    mixture: Mixture,
+) -> TrainStep:
+    """A train step, as `make_train_step` gives one for the student alone: for the same states and batches.
+
+    teacher: see `Joint`. Raises `UserError` as `join` does.
+    """
+    return of_student(join(student, teacher, optimizer, mesh, options, mixture), mesh, options)
+
+
+def of_student(joint: Joint, mesh: AnyMesh, options: StepOptions) -> TrainStep:
+    """The step for the student's own state."""
+    return TrainStep(lambda state: _Joined(joint, state), mesh, options)
 
 
 class _Joined:
-    """The step for one layout of the state, which `TrainStep` calls, lowers and traces.
+    """The step for one layout of the student's state, which `TrainStep` calls, lowers and traces."""
 
-    - inner: the step of the state with the teacher's table. target: that state as ShapeDtypeStructs with shardings.
-    - own: the state without, by its structure.
-    """
-
-    def __init__(
-        self, inner: TrainStep, teacher: Teacher | dict[str, jax.ShapeDtypeStruct], own: TrainState, target: TrainState
-    ) -> None:
-        self._teacher, self._target, self._structure = teacher, target, jax.tree.structure(own)
+    def __init__(self, joint: Joint, own: TrainState) -> None:
+        self._joint, self._structure = joint, jax.tree.structure(own)
         self._table: PyTree = {}
-        self._function = inner.jitted(self._with(own, self._shapes()))
-        self._waits = on_cpu(target.step.sharding.mesh)
+        self._function = joint.step.jitted(self._with(own, joint.table))
+        self._waits = on_cpu(joint.target.step.sharding.mesh)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        teacher = self._teacher
+        teacher = self._joint.teacher
         if isinstance(teacher, Teacher):
             if self._waits:  # two programs that communicate at once may leave each other without threads
                 jax.block_until_ready(state.step)
             batch = {**batch, HIDDEN: teacher.features(teacher.params, batch)}
             if not self._table or next(iter(self._table.values())).is_deleted():  # a step that failed has used it up
-                self._table = teacher.read_table(self._shapes())
+                self._table = teacher.read_table(self._joint.table)
         state, metrics = self._function(self._with(state, self._table), batch)
         self._table = state.params["head"].get(TEACHER, {})
         if "grads" in metrics:
@@ -88,18 +118,11 @@ class _Joined:
 
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """As `TrainStep.lower`."""
-        return self._abstractly(self._function.lower, state, batch)
+        return self._function.lower(self._with(state, self._joint.table), self._joint.with_leaves(batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """As `TrainStep.trace`."""
-        return self._abstractly(self._function.trace, state, batch)
-
-    def _abstractly(self, function: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
-        said = self._teacher.leaf(batch) if isinstance(self._teacher, Teacher) else self._teacher
-        return function(self._with(state, self._shapes()), {**said, **batch})
-
-    def _shapes(self) -> PyTree:
-        return self._target.params["head"].get(TEACHER, {})
+        return self._function.trace(self._with(state, self._joint.table), self._joint.with_leaves(batch))
 
     def _with(self, state: TrainState, table: PyTree) -> TrainState:
         """The state with the teacher's table among the parameters of the head.
@@ -110,7 +133,7 @@ class _Joined:
             return state
         params = {**state.params, "head": {**state.params["head"], TEACHER: table}}
         others = jax.tree.leaves(state._replace(params=()))
-        whole = jax.tree.unflatten(jax.tree.structure(self._target._replace(params=())), others)
+        whole = jax.tree.unflatten(jax.tree.structure(self._joint.target._replace(params=())), others)
         return whole._replace(params=params)  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,7 @@ is restored, and `batches` for its loader.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ from jaxdist.distill.cache import (
     write_cache,
 )
 from jaxdist.distill.model import Mixture, vocabulary_of
-from jaxdist.distill.step import make_distilled_step
+from jaxdist.distill.step import Joint, join, of_student
 from jaxdist.distill.teacher import Teacher, top_program
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.pretrained import open_pretrained
+from jaxdist.specs import PyTree
 from jaxdist.train_step import TrainStep
 
 KEY = "distill.teacher"
@@ -103,13 +104,20 @@ class Live:
 
     config: Config
     teacher: Teacher
+    joint: Joint | None = None  # from `step` on
+
+    @property
+    def target(self) -> PyTree:
+        """The teacher's own parameters as ShapeDtypeStructs with shardings."""
+        return self.teacher.target
 
     def step(
         self, student: Any, optimizer: optax.GradientTransformation, mesh: AnyMesh, options: StepOptions
     ) -> TrainStep:
         """The step of the student."""
         given = check_student(student), self.teacher, optimizer, mesh, options
-        return make_distilled_step(*given, mixture_of(self.config))
+        self.joint = join(*given, mixture_of(self.config))
+        return of_student(self.joint, mesh, options)
 
     def begin(self, identity: dict[str, Any], say: Say) -> str:
         """Read the teacher's parameters. Returns their digest."""
@@ -138,7 +146,9 @@ class Cached:
     config: Config
     folder: Path
     kept: Kept
-    vocab: int = field(default=0)
+    vocab: int = 0
+    joint: Joint | None = None  # from `step` on
+    target: PyTree = ()  # no parameters
 
     def step(
         self, student: Any, optimizer: optax.GradientTransformation, mesh: AnyMesh, options: StepOptions
@@ -148,7 +158,8 @@ class Cached:
         self.vocab = vocabulary_of(model, "model.name: the student")[0].shape[0]
         self.check(self.kept.data)
         leaves = cached_leaves(self.kept, self.config.data.global_batch)
-        return make_distilled_step(model, leaves, optimizer, mesh, options, mixture_of(self.config))
+        self.joint = join(model, leaves, optimizer, mesh, options, mixture_of(self.config))
+        return of_student(self.joint, mesh, options)
 
     def check(self, data: dict[str, Any]) -> None:
         """Raise `UserError` for a cache that does not fit the run."""
