@@ -1,6 +1,8 @@
 """A distilled step in every layout, against a loss written plainly on one device in float64."""
 
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -13,10 +15,11 @@ from jax.sharding import NamedSharding
 from layouts import SEQ, VOCAB, Case, initial, make_batch, model_config, optimizer
 
 from jaxdist.config.schema import ModelConfig
-from jaxdist.distill.divergence import TopLogits
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES, Mixture
 from jaxdist.distill.step import make_distilled_step
 from jaxdist.distill.teacher import Teacher
+from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
@@ -156,3 +159,62 @@ def test_three_steps_equal_those_of_one_device_in_more_layouts(case: Case) -> No
 
 def test_all_logits_as_the_largest_ones_equal_whole_logits() -> None:
     check(Case("gpt2", True, "zero3", 2, (1, 2, 2)), cached=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def traced() -> Any:
+    """(step, state, batch, teacher) with a split vocabulary under zero3."""
+    with jax.enable_x64(True):
+        step, state, teacher, mesh = parts(Case("llama", False, "zero3", 1, (1, 2, 2)))
+        yield step, state, batch_of(0, mesh), teacher
+
+
+def test_the_teacher_has_no_reduction(traced: Any) -> None:
+    """Of all that a step sends, the teacher's table is gathered, and its gradient never reduced."""
+    step, state, batch, _ = traced
+    with jax.enable_x64(True):
+        found = ledger(step, state, batch).collectives
+    of_teacher = {each.op for each in found if "teacher" in each.purpose}
+    assert of_teacher == {"all_gather"}
+    assert {"reduce_scatter"} <= {each.op for each in found}  # those of the student
+
+
+def test_no_array_has_all_logits(traced: Any) -> None:
+    """Neither the traced nor the compiled program has an array of B x S x V, of a device or of all."""
+    step, state, batch, _ = traced
+    tokens = ROWS * SEQ // 2  # of a device: fsdp is 2
+    logits = tokens * VOCAB // 2  # of a device: tensor is 2
+    with jax.enable_x64(True):
+        text = step.lower(state, batch).compile().as_text()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f64\[([\d,]+)\]", text)}
+    assert (1, 5, VOCAB // 2) in {shape[-3:] for shape in shapes}  # a chunk
+    found = [shape for shape in shapes if shape[-1] in (VOCAB, VOCAB // 2) and math.prod(shape) >= logits]
+    assert not found, found
+
+
+def test_vocabularies_of_two_sizes_are_refused() -> None:
+    mesh = make_mesh()
+    models = [
+        gpt(ModelConfig(layers=1, width=16, heads=2, vocab=vocab), max_length=SEQ) for vocab in (VOCAB, 2 * VOCAB)
+    ]
+    teacher = Teacher(models[1], mesh, StepOptions())
+    with pytest.raises(UserError, match=r"distill.teacher: the teacher has a vocabulary of 96, the student of 48"):
+        make_distilled_step(models[0], teacher, optimizer(), mesh, StepOptions(), MIXTURE)
+
+
+def test_a_teacher_under_deterministic_sums_is_refused() -> None:
+    mesh, model = make_mesh(), gpt(ModelConfig(layers=1, width=16, heads=2, vocab=VOCAB), max_length=SEQ)
+    options = StepOptions(grad_sync=GradSync(deterministic=True))
+    with pytest.raises(UserError, match=r"parallel.grad_sync.deterministic is true; allowed: false"):
+        make_distilled_step(model, Teacher(model, mesh, StepOptions()), optimizer(), mesh, options, MIXTURE)
+
+
+def test_the_step_does_not_take_a_table_that_a_failed_step_used_up(traced: Any) -> None:
+    step, state, batch, _ = traced
+    with jax.enable_x64(True):
+        again = jax.tree.map(jnp.copy, state)
+        state, first = step(jax.tree.map(jnp.copy, state), batch)
+        for leaf in step.jitted(state)._table.values():
+            leaf.delete()
+        _, second = step(again, batch)
+    assert float(first["loss"]) == float(second["loss"])
