@@ -123,10 +123,19 @@ def check_cache(kept: Kept, *, folder: Path, data: dict[str, Any], temperature: 
         check_vocabularies(vocab, kept.vocab, key="distill.cache")
 
 
-def cached_leaves(kept: Kept, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves that a batch of so many rows gets."""
+def check_samples(kept: Kept, folder: Path, wanted: int) -> None:
+    """Raise `UserError` for a cache of fewer samples."""
+    if kept.samples < wanted:
+        raise UserError(
+            f"distill.cache: {str(folder)!r} holds {kept.samples} samples, and the run takes {wanted}; make it with the"
+            " train.steps and data.global_batch of the run"
+        )
+
+
+def cached_leaves(kept: Kept, rows: int, sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves that a batch of so many rows gets. sharding: of the batch."""
     return {
-        name: jax.ShapeDtypeStruct((rows, *shape[1:]), dtype.newbyteorder("="))
+        name: jax.ShapeDtypeStruct((rows, *shape[1:]), dtype.newbyteorder("="), sharding=sharding)
         for name, (dtype, shape) in kept.files().items()
     }
 
@@ -138,14 +147,10 @@ def with_cache(loader: GlobalBatches, folder: Path, kept: Kept) -> GlobalBatches
     }
 
     def samples(k: np.ndarray) -> dict[str, np.ndarray]:
-        if k.size and k.max() >= kept.samples:
-            raise UserError(
-                f"distill.cache: {str(folder)!r} holds {kept.samples} samples, and the run is at sample"
-                f" {int(k.max())}; make it with the train.steps and data.global_batch of the run"
-            )
+        check_samples(kept, folder, int(k.max(initial=-1)) + 1)
         return loader.samples(k) | {name: array[k] for name, array in arrays.items()}
 
-    leaves = loader.leaves | cached_leaves(kept, loader.global_batch)
+    leaves = loader.leaves | cached_leaves(kept, loader.global_batch, loader.sharding)
     return GlobalBatches(
         samples, leaves, global_batch=loader.global_batch, sharding=loader.sharding, batches=loader.batches
     )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config, ParallelConfig
@@ -22,6 +23,7 @@ from jaxdist.distill.cache import (
     Kept,
     cached_leaves,
     check_cache,
+    check_samples,
     new_kept,
     open_cache,
     samples_of,
@@ -36,7 +38,7 @@ from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.pretrained import open_pretrained
-from jaxdist.specs import PyTree
+from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.train_step import TrainStep
 
 KEY = "distill.teacher"
@@ -157,7 +159,7 @@ class Cached:
         model = check_student(student)
         self.vocab = vocabulary_of(model, "model.name: the student")[0].shape[0]
         self.check(self.kept.data)
-        leaves = cached_leaves(self.kept, self.config.data.global_batch)
+        leaves = cached_leaves(self.kept, self.config.data.global_batch, NamedSharding(mesh, BATCH_SPEC))
         self.joint = join(model, leaves, optimizer, mesh, options, mixture_of(self.config))
         return of_student(self.joint, mesh, options)
 
@@ -169,6 +171,7 @@ class Cached:
     def begin(self, identity: dict[str, Any], say: Say) -> str:
         """Check that the cache is of the samples of this run. Returns the digest of the teacher that made it."""
         self.check(samples_of(identity))
+        check_samples(self.kept, self.folder, self.config.train.steps * self.config.data.global_batch)
         asked = self.config.distill
         if asked.teacher is not None:
             with open_pretrained(asked.teacher, key=KEY, ema=asked.ema) as found:
