@@ -53,9 +53,7 @@ def vocabulary_of(model: ModelDef, key: str) -> tuple[jax.ShapeDtypeStruct, ...]
 
 def table_shapes(table: tuple[jax.ShapeDtypeStruct, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """What `vocabulary_of` gives, by name and in another dtype."""
-    return {
-        name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in zip(("table", "bias"), table, strict=False)
-    }
+    return {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in zip(("table", "bias"), table, strict=False)}
 
 
 def table_specs(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, P]:
@@ -104,10 +102,8 @@ def _loss(
     assert student.features is not None and student.vocabulary is not None
     h_BSD, projection = student.features(params, h), student.vocabulary(params, embed)
     targets_BS, weights_BS = counted_targets(batch["targets"], batch["weights"], h_BSD.dtype)
-    if table:
-        said = (batch[HIDDEN].astype(table[0].dtype),)
-    else:
-        said = TopLogits(batch[VALUES], batch[IDS], batch[LOGSUMEXP])
+    hidden = (batch[HIDDEN].astype(table[0].dtype),) if table else ()
+    said = hidden or TopLogits(batch[VALUES], batch[IDS], batch[LOGSUMEXP])
     of_chunk = _of_chunk(mixture.temperature, mixture.mixing)
     chunk = loss_chunk(h_BSD, projection[0], mixture.chunk) or targets_BS.size
     rows = targets_BS, weights_BS, said

@@ -134,7 +134,7 @@ class _Joined:
         params = {**state.params, "head": {**state.params["head"], TEACHER: table}}
         others = jax.tree.leaves(state._replace(params=()))
         whole = jax.tree.unflatten(jax.tree.structure(self._joint.target._replace(params=())), others)
-        return whole._replace(params=params)  # type: ignore[no-any-return]
+        return whole._replace(params=params)
 
 
 def _without(params: PyTree) -> PyTree:

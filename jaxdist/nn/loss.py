@@ -141,9 +141,7 @@ def _forward(
     return loss, (None, grads)
 
 
-def _backward(
-    of_chunk: OfChunk, residuals: Any, grad: jax.Array
-) -> tuple[jax.Array, Projection, None, None]:
+def _backward(of_chunk: OfChunk, residuals: Any, grad: jax.Array) -> tuple[jax.Array, Projection, None, None]:
     given, grads = residuals
     if grads is None:
         grads = _with_gradients(of_chunk, grad, *given)[1]

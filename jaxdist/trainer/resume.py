@@ -51,7 +51,11 @@ def record(
 ) -> dict[str, Any]:
     """The record that is saved beside a state. passed and forced: see `jaxdist.trainer.run.Progress`."""
     more = {"forced": list(forced)} if forced else {}
-    return identity(config, source, teacher) | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed} | more
+    return (
+        identity(config, source, teacher)
+        | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed}
+        | more
+    )
 
 
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:

@@ -1,6 +1,6 @@
 """Bits per byte of a student that is distilled, beside the same student trained alone.
 
-    python scripts/bench/distill.py [--out runs/distill] [--seeds 3] [--teacher-steps 600] [--json OUT] [section.key=value ...]
+    python scripts/bench/distill.py [--out runs/distill] [--seeds 3] [--teacher-steps 600] [--json OUT] [key=value ...]
 
 It trains configs/distill_quickstart.yaml: once with the teacher's width and steps, then for each seed the student alone
 and the student with `distill.teacher`, for the same steps on the same data. Runs that are there already are not trained
@@ -47,7 +47,9 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     import jax
 
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}"
+    machine = (
+        f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}"
+    )
     print(f"{CONFIG.name} on {machine}")
     steps = f"train.steps={arguments.teacher_steps}"
     folder = arguments.out / f"teacher-{arguments.teacher_steps}"

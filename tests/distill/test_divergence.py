@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxdist
-from jaxdist.distill.divergence import TopLogits, divergence, distill_loss
+from jaxdist.distill.divergence import TopLogits, distill_loss, divergence
 from jaxdist.errors import UserError
 
 TOKENS, VOCAB, TEMPERATURE, MIXING = 6, 40, 1.6, 0.7
