@@ -251,6 +251,16 @@ def _drawn(build: Callable[[nnx.Rngs], Any], param_dtype: Any, key: jax.Array) -
     return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
 
 
+def _parts_of_logits(head: Any, head_def: Any, embedding: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """`features` and `vocabulary` of a `ModelDef`, where the head has both methods."""
+    if not all(callable(getattr(head, method, None)) for method in ("features", "vocabulary")):
+        return {}
+    return {
+        "features": lambda params, h: nnx.merge(head_def, params).features(h),
+        "vocabulary": lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed)),
+    }
+
+
 def model_def(
     build: Callable[[nnx.Rngs], Any],
     *,
@@ -268,8 +278,7 @@ def model_def(
         blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
-            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss. With the methods features and
-            vocabulary of `ModelDef` (jaxdist/models/gpt.py has them) it can be distilled.
+            {"accuracy": (sum, weight)}, if evaluations are to have more; and, to be distilled, features and vocabulary.
     param_dtype: the dtype of all parameters.
     lora: adapters of the blocks' linear layers, see `jaxdist.nn.lora`.
     tied, scan_blocks, columns, rows: see `ModelDef`.
@@ -293,7 +302,6 @@ def model_def(
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
     name = lambda module: type(module).__name__  # noqa: E731
-    splits = all(callable(getattr(skeleton.head, method, None)) for method in ("features", "vocabulary"))
     of_head = lambda params, embed, *given: (nnx.merge(head_def, params), *given, embedding(embed))  # noqa: E731
     return ModelDef(
         init=init,
@@ -311,6 +319,5 @@ def model_def(
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
         metrics=_metrics_of(skeleton.head, of_head),
-        features=(lambda params, h: nnx.merge(head_def, params).features(h)) if splits else None,
-        vocabulary=(lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed))) if splits else None,
+        **_parts_of_logits(skeleton.head, head_def, embedding),
     )

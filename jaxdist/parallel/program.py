@@ -58,11 +58,9 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
         return model
     from jaxdist.precision.autocast import autocast
 
-    embed, block, head, logits = (
-        autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
-    )
-    metrics, features = (unit and autocast(unit, precision.compute) for unit in (model.metrics, model.features))
-    return model._replace(embed=embed, block=block, head=head, logits=logits, metrics=metrics, features=features)
+    names = ("embed", "block", "head", "logits", "metrics", "features")
+    units = {name: getattr(model, name) for name in names}
+    return model._replace(**{name: unit and autocast(unit, precision.compute) for name, unit in units.items()})
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:
