@@ -48,8 +48,8 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
         for key, value in wanted.items()
         if getattr(model, key) != value
     ]
-    if family(model).kind != theirs.kind:
-        other.insert(0, f"model.style={theirs.kind} (is {family(model).kind})")
+    if family(model).form != theirs.form:
+        other.insert(0, f"model.style={theirs.form} (is {family(model).form})")
     other += more
     if not other and (impossible := theirs.impossible(found, model)):
         raise UserError(f"{CONFIG}: {impossible}")
@@ -94,7 +94,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     if not {"model", "data"} <= stored.meta.keys():
         raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
     check_name(stored.meta["model"].get("name", "gpt"))  # first: making the options of a dotted path imports it
-    model, positions = ModelConfig(**stored.meta["model"]), stored.meta["data"]["seq_len"]
+    model, positions = ModelConfig(**stored.meta["model"]).resolved(), stored.meta["data"]["seq_len"]
     found = stored.params()
     tables, rows = family(model).tables, model.vocab or 0
     kept = rows if vocab is None else vocab
@@ -143,7 +143,7 @@ def check_model(
     wrong = config_differences(config, model, positions=positions)
     own, kind = family(model), config["model_type"]
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
-    if own.kind != kind:
+    if own.form != FAMILIES[kind].form:
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
     known, rows, dtypes, table = set(own.copies(model)), set[int](), set[str](), ""
     for each, _, usual in _pieces(model, positions=positions):

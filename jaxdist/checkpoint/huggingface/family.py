@@ -64,6 +64,8 @@ class Family(NamedTuple):
     - written: (model, positions) -> the other keys of config.json.
     - read: what `keys` cannot say, see `ConfigReader`. Its values of our keys replace those of `keys`.
     - impossible: (found, model) -> what no configuration makes, where nothing else differs; or "".
+    - style: `model.style` of all its models; "" if they have no such key. Names of tensors are those of all families of
+      this style: which of them a model has goes by its other options.
     - tables: our leaves whose rows are the vocabulary.
     - copies: model -> {a tensor that may be in the files: our leaf that it repeats}.
     - unequal: what a message says of such a tensor that does not repeat it; {} for the name of the tensor that is read.
@@ -80,11 +82,17 @@ class Family(NamedTuple):
     written: Callable[[ModelConfig, int], dict[str, Any]]
     read: ConfigReader = _nothing
     impossible: Callable[[dict[str, Any], ModelConfig], str] = lambda found, model: ""
+    style: str = ""
     tables: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], dict[str, str]] = _no_copies
     unequal: str = "differs from {}, and this model has one parameter for both; no configuration makes two"
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Equal for families whose tensors have the same names."""
+        return self.style or self.kind
 
 
 def config_value(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:
