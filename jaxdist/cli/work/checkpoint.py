@@ -117,7 +117,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))
     replace_file(run_dir / "config.yaml", to_yaml(config, redact_settings).encode())
-    return f"{made.parameters:,} parameters{''.join(said).partition(' parameters')[2]}"
+    return f"{made.parameters:,} parameters{''.join(said).removeprefix(f'--from: parameters of {folder}')}"
 
 
 def average(run_dir: Path, output: Path, *, last: int) -> str:
