@@ -99,13 +99,14 @@ def load_here(rank: int, processes: int, folder: str, said: str) -> None:
     simulated = DevicesConfig(platform="cpu", simulated=DEVICES // processes)
     start(Config(devices=simulated, mesh=MeshConfig(fsdp=DEVICES)))
     mesh = make_mesh(fsdp=DEVICES)
-    jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())  # what JAX needs for itself
+    with open_pretrained(folder, key="--folder") as found:
+        assert found.model is not None
+        model = gpt(found.model, max_length=LENGTH)
+    target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3").params
     before = memory()
     with peaks() as most:
         begun = time.perf_counter()
         with open_pretrained(folder, key="--folder") as found:
-            model = gpt(found.model, max_length=LENGTH)
-            target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3").params
             params = found.load(target, say=lambda line: None)
         jax.block_until_ready(params)
         seconds = time.perf_counter() - begun
