@@ -39,11 +39,26 @@ def placed(
             if bounds not in parts:
                 parts[bounds] = np.zeros([stop - start for start, stop in bounds], like.dtype)
         for piece in group:
-            for bounds, part in parts.items():
-                _put(piece, part, bounds, order)
-        arrays = [jax.device_put(parts[_bounds(index, like.shape)], device) for device, index in where.items()]
+            for bounds in parts:
+                _put(piece, parts[bounds], bounds, order)
+        arrays = _on_devices(parts, where, like.shape)
         made = jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
-        yield name, jax.block_until_ready(made)  # the parts may go now
+        del arrays
+        yield name, made
+
+
+def _on_devices(
+    parts: dict[Any, np.ndarray], where: Mapping[Any, tuple[slice, ...]], shape: tuple[int, ...]
+) -> list[jax.Array]:
+    """The parts on the devices that keep them. Each leaves `parts`, and the host, before the next one goes."""
+    devices = dict[Any, list[Any]]()
+    for device, index in where.items():
+        devices.setdefault(_bounds(index, shape), []).append(device)
+    arrays = list[jax.Array]()
+    for bounds, same in devices.items():
+        part = parts.pop(bounds)
+        arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in same]
+    return arrays
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
