@@ -43,7 +43,7 @@ MISTRAL = (
 )
 MARKED = (  # with blocks that say what the assistant's is, and every helper
     "{%- for message in messages %}\n  {%- if loop.index > 9 %}{% break %}{% endif %}\n"
-    "{{ message.role }} {{ strftime_now('%Y') }}: {% if message.role == 'assistant' %}"
+    "{{ message.role }} {{ strftime_now('%Y') }}:{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message | tojson }}{% endif %};{% endfor %}"
 )
 # What each gives, with ⟨ and ⟩ around the assistant's turns.
@@ -54,8 +54,8 @@ GOLDEN = {
     "<|end_header_id|>\n\n⟨Yes: 1 < 2.<|eot_id|>⟩<|start_header_id|>user<|end_header_id|>\n\nAnd\nthen?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟨No.<|eot_id|>⟩",
     MISTRAL: "<s>[INST] Héllo? [/INST]⟨Yes: 1 < 2.</s>⟩[INST]  And\nthen?  [/INST]⟨No.</s>⟩",
-    MARKED: 'user 2024: {"role": "user", "content": "Héllo?"};assistant 2024: ⟨Yes: 1 < 2.⟩;'
-    'user 2024: {"role": "user", "content": " And\\nthen? "};assistant 2024: ⟨No.⟩;',
+    MARKED: 'user 2024:{"role": "user", "content": "Héllo?"};assistant 2024:⟨Yes: 1 < 2.⟩;'
+    'user 2024:{"role": "user", "content": " And\\nthen? "};assistant 2024:⟨No.⟩;',
 }
 NAMES = ["chatml", "llama3", "mistral", "marked"]
 
