@@ -15,7 +15,7 @@ ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(40)]
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], *, files: int = 2) -> Path:
-    """A folder as `save_to_disk` of datasets 3.6 and 5.2 writes it."""
+    """A folder as `save_to_disk` of datasets 3.6 writes it."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra parquet) is not installed")
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{files:05d}.arrow" for i in range(files)]

@@ -1,7 +1,7 @@
 """Rows of tables as examples: Parquet files, and folders that `save_to_disk` of Hugging Face's datasets writes.
 
-Files are read by pyarrow (extra `parquet`), and nothing that they hold is run: such a folder is a list of Arrow files in
-state.json, and one of several splits has dataset_dict.json, with a folder for each.
+Files are read by pyarrow (extra `parquet`), and nothing that they hold is run. Such a folder has a list of Arrow files
+in state.json; one of several splits has a folder for each, and dataset_dict.json.
 """
 
 import json
@@ -75,7 +75,9 @@ def table_examples(files: Iterable[Path], *, key: str) -> Iterator[Example]:
         with readable(key, path), path.open("rb") as file:
             try:
                 yield from _rows(batches, file, path, key)
-            except (arrow.ArrowException, UnicodeError) as error:
+            except (arrow.ArrowException, UnicodeError, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # of the disk: pyarrow's own have no number
                 said = " ".join(str(error).split())[:200]
                 raise UserError(f"{key}: {str(path)!r} is no table, or damaged ({said}); copy it again") from error
 
@@ -83,6 +85,7 @@ def table_examples(files: Iterable[Path], *, key: str) -> Iterator[Example]:
 def _rows(batches: Callable[[Any], Iterator[Any]], file: Any, path: Path, key: str) -> Iterator[Example]:
     number = 0
     for batch in batches(file):
+        batch.validate(full=True)  # offsets that lead elsewhere would end the process
         for row in batch.to_pylist():
             number += 1
             where = f"{path}, row {number}"
