@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxdist.cli.data import main
 from jaxdist.config.schema import DataConfig
 from jaxdist.data import Samples, load_source
 from jaxdist.data.text import template as limits
@@ -233,3 +234,16 @@ def test_a_folder_that_is_damaged_is_one_line(tmp_path: Path, monkeypatch: pytes
     refused("holds no tokenizer.json")
     with pytest.raises(UserError, match="nowhere' does not exist"):
         load_tokenizer(tmp_path / "nowhere", key="--tokenizer")
+
+
+def test_examples_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_level(tmp_path, CHATML)
+    pair = {"prompt": "1+1=", "completion": "\x1b[2J2"}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in ({"messages": TALK}, pair, pair)))
+    assert main([str(path), "--show", "2", "--tokenizer", str(tmp_path)]) == 0
+    talk = GOLDEN[CHATML].replace("⟨", "⟦").replace("⟩", "⟧")
+    size = len(load_tokenizer(tmp_path, key="").encode(render(CHATML)[0]))
+    first, second = f"{path}, line 1: {size} tokens, 16 learned", f"{path}, line 2: 10 tokens, 6 learned"
+    assert capsys.readouterr().out == f"{first}\n{talk}\n\n{second}\n1+1=⟦\\x1b[2J2</s>⟧\n\n"
+    assert main([str(path)]) == 2 and "--show N without --out" in capsys.readouterr().err
