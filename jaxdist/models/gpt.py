@@ -1,5 +1,6 @@
 """GPT: a decoder-only transformer whose options give GPT-2 (learned positions, LayerNorm, GELU, tied embeddings;
-Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query heads, untied; Touvron et al. 2023).
+Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query heads, untied; Touvron et al. 2023),
+with what Llama 3, Mistral and Qwen add to it.
 
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.nn import (
     MLP,
     Attention,
@@ -33,6 +35,7 @@ from jaxdist.nn import (
     whole_sequence,
     whole_vocab,
 )
+from jaxdist.nn.attention import RopeScaling
 from jaxdist.nn.linear import MatmulOptions
 
 FACTS = ModelFacts(ids_only=True, kernels=True)
@@ -88,6 +91,13 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
+def _scaling(config: ModelConfig) -> RopeScaling | None:
+    if config.rope_type == "default":
+        return None
+    low, high = config.rope_low, config.rope_high
+    return RopeScaling(config.rope_type, config.rope_factor, low=low, high=high, positions=config.rope_positions)
+
+
 def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
@@ -98,9 +108,14 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
         config.kv_heads,
         bias=bias,
         rope_theta=config.rope_theta if config.positions == "rope" else None,
+        rope_scaling=_scaling(config),
         dropout=config.dropout,
         out_scale=out_scale,
         kernel=config.attention.replace("auto", "xla"),
+        window=config.window,
+        head_width=config.head_width,
+        qkv_bias=config.qkv_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
         **matmul,
     )
     mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, **matmul)
@@ -125,6 +140,7 @@ def gpt(
     fp8: bool = False,
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
+    lora: LoraConfig | None = None,
 ) -> ModelDef:
     """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S].
 
@@ -136,8 +152,9 @@ def gpt(
         (`jaxdist.nn.sequence_parallel`).
     collective_matmul: whether the blocks' layers send piece by piece while they multiply
         (`jaxdist.nn.matmul.collective`).
+    lora: adapters of the blocks' layers, see `model_def`.
 
-    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8.
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora.
     """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
@@ -147,5 +164,6 @@ def gpt(
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
+        lora=lora,
         columns=not full.dropout and not sequence_parallel,  # both go by the position in h
     )
