@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,20 @@ def test_a_folder_that_is_damaged_is_one_line(tmp_path: Path, monkeypatch: pytes
     refused("holds no tokenizer.json")
     with pytest.raises(UserError, match="nowhere' does not exist"):
         load_tokenizer(tmp_path / "nowhere", key="--tokenizer")
+
+
+def test_the_page_shows_these_examples(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    lines, shown = (
+        re.findall(rf"^```\n({start}.*?)^```", page, re.M | re.S)[0]
+        for start in (r"\{\"messages\"", r"\$ jaxdist data")
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("examples.jsonl").write_text(lines)
+    Path("chatml.jinja").write_text(CHATML)
+    command, _, printed = shown.partition("\n")
+    assert main(command.split()[3:]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_examples_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
