@@ -22,7 +22,9 @@ def main(argv: Sequence[str], prog: str = "jaxdist data") -> int:
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl files, folders of them")
     parser.add_argument("--out", metavar="DIR", type=Path, help="a new folder")
-    parser.add_argument("--tokenizer", default="bytes", metavar="FILE", help="bytes, or a tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", default="bytes", metavar="FILE", help="bytes, or a tokenizer.json, or its folder"
+    )
     parser.add_argument("--field", default="text", help="the key of the text in .jsonl files")
     parser.add_argument("--end", default="", help="added to the end of each document, such as '<|endoftext|>'")
     parser.add_argument("--held-out", type=float, default=0.05, help="fraction of the documents for val.bin")

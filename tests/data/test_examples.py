@@ -54,7 +54,7 @@ def test_completions_count_and_prompts_do_not(tmp_path: Path) -> None:
     every = jsonl(path, val_path=str(held), completion_only=False)
     assert rows_of(every)[11] == ("11+11=22\n", "1+11=22\n") and every.info["sha256"] != source.info["sha256"]
     assert source.info["examples"]["train_learned"] == sum(2 + (i > 4) for i in range(40)) + 5
-    assert source.info["lines"][0] == "40 of prompt, 2 of text: 343 tokens"
+    assert source.info["lines"][0] == "40 of prompt, 2 of text: 343 tokens (bytes)"
 
 
 def test_packed_examples_are_apart(tmp_path: Path) -> None:
