@@ -44,7 +44,7 @@ MISTRAL = (
     "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
 MARKED = (  # with blocks that say what the assistant's is, and every helper
-    "{%- for message in messages %}\n  {%- if loop.index > 9 %}{% break %}{% endif %}\n"
+    "{%- for message in messages %}\n  {% if loop.index > 9 %}{% break %}{% endif %}\n"
     "{{ message.role }} {{ strftime_now('%Y') }}:{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message | tojson }}{% endif %};{% endfor %}"
 )
@@ -134,7 +134,12 @@ def test_a_run_learns_the_assistants_turns(tmp_path: Path) -> None:
     other = load_source(DataConfig(**keys, chat_template=str(tmp_path / "own.jinja")))
     row = {name: leaf[0] for name, leaf in other.train.read(np.arange(1)).items()}
     assert tokenizer.decode(row["targets"][row["weights"] > 0].tolist()) == "Yes: 1 < 2.No."
-    assert len({each.info["sha256"] for each in (source, every, other)}) == 3
+    (tmp_path / "same.jinja").write_text(CHATML + "{# #}")
+    renamed = load_source(DataConfig(**keys, chat_template=str(tmp_path / "same.jinja")))
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    touched = load_source(DataConfig(**keys))
+    assert len({each.info["sha256"] for each in (source, every, other, renamed, touched)}) == 5
 
 
 def test_a_prompt_that_ends_in_a_blank(tmp_path: Path) -> None:

@@ -77,6 +77,13 @@ def test_what_is_no_dataset_is_one_line(tmp_path: Path) -> None:
     for bad in (content[:200], b"", b"\0" * 100, b"\xff" * 100):
         file.write_bytes(bad)
         refused("is no table, or damaged")
+    saved(tmp_path / "e", [{"text": "a" * 77}], files=1)
+    file = tmp_path / "e" / "data-00000-of-00001.arrow"
+    ends = b"\0\0\0\0M\0\0\0"  # 0 and 77: where the text begins and ends
+    content = file.read_bytes()
+    at = content.rindex(ends)
+    file.write_bytes(content[:at] + b"\0\0\0\0\xff\xff\xff\x7f" + content[at + 8 :])
+    refused("is no table, or damaged", tmp_path / "e")
     refused("row 1: is no example .*bytes", saved(tmp_path / "b", [{"text": b"a"}], files=1))
     refused("row 1: holds nothing", saved(tmp_path / "c", [{"input": "a"}], files=1))
     (tmp_path / "d").mkdir()
