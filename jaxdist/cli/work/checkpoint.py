@@ -18,6 +18,7 @@ from jaxdist.checkpoint.block_order import without_order
 from jaxdist.checkpoint.checksums import newer_format
 from jaxdist.checkpoint.huggingface.convert import check_model, export, load_params
 from jaxdist.checkpoint.huggingface.family import CONFIG
+from jaxdist.checkpoint.huggingface.peft import MARK, Merged, export_adapter, has_adapters
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
 from jaxdist.config.load import to_yaml
@@ -50,7 +51,7 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
             return check_all(arguments.run_dir)
         elif arguments.command == "export":
             (stored,) = open_steps(arguments.run_dir, step=arguments.step)
-            said = export(stored, arguments.output, vocab=arguments.vocab)
+            said = export_as(stored, arguments.output, arguments)
             print(f"step {stored.step} to {arguments.output}: {said}")
         elif arguments.command == "import":
             assert config is not None
@@ -63,6 +64,23 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
         mend = "nothing complete was written: remove what there is of it, and try again" if writes else "mend it"
         raise UserError(f"{arguments.command}: {error}; {mend}") from error
     return 0
+
+
+def export_as(stored: Stored, output: Path, arguments: Namespace) -> str:
+    """Export a step as a whole model, or only its adapters (`--adapter`). Returns a line about it."""
+    asked = "--adapter" if arguments.adapter else "--merged"
+    if (arguments.adapter or arguments.merged) != has_adapters(stored):
+        raise UserError(
+            f"{asked}: {stored.folder} has no adapters; leave it out"
+            if arguments.adapter or arguments.merged
+            else f"{stored.folder}: holds a model and LoRA's adapters; give --merged for a model that has both in its"
+            " kernels, or --adapter for the adapters alone, in PEFT's format"
+        )
+    if arguments.adapter and arguments.vocab is not None:
+        raise UserError(f"--vocab: {arguments.vocab}, but adapters have no vocabulary; leave it out")
+    if arguments.adapter:
+        return export_adapter(stored, output)
+    return export(Merged(stored.folder) if arguments.merged else stored, output, vocab=arguments.vocab)
 
 
 def listing(run_dir: Path) -> list[str]:
@@ -110,7 +128,11 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
         assert isinstance(made, ModelDef), "a loss has no format of Hugging Face, which check_model has said"
         shapes = leaves_by_name(made.shapes)
         named = load_params(files, model, shapes, positions=positions)
-        params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")
+        arrays = {name: jnp.asarray(array) for name, array in named}
+        draw = jax.jit(
+            lambda key: {name: each for name, each in leaves_by_name(made.init(key)).items() if MARK in name}
+        )
+        params = unflatten_dict(draw(jax.random.key(config.train.seed)) | arrays, sep=".")
     opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.frozen).init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
