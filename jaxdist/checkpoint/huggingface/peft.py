@@ -22,7 +22,7 @@ from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MARK = ".lora."  # in the names of our parameters
 # Where a projection lies in a kernel, by the names of `parts` of the layers; a layer without parts is one projection.
 PLACES: Mapping[str, Any] = {
@@ -36,7 +36,7 @@ PLACES: Mapping[str, Any] = {
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the classes of transformers whose adapters are written
 
 
-class Adapter(NamedTuple):
+class StoredAdapter(NamedTuple):
     """An adapter of all blocks.
 
     - a: [blocks, I, R].
@@ -62,9 +62,9 @@ def _scale(stored: Stored) -> tuple[int, float]:
     return lora["rank"], lora["alpha"]
 
 
-def _adapters(stored: Stored, layer: str) -> list[Adapter]:
+def _adapters(stored: Stored, layer: str) -> list[StoredAdapter]:
     """Those of a layer ("blocks.mlp.up"); an empty list for a layer without any."""
-    names, found = Stored.params(stored), list[Adapter]()
+    names, found = Stored.params(stored), list[StoredAdapter]()
     prefixes = {name.removesuffix("a") for name in names if name.startswith(layer + MARK) and name.endswith(".a")}
     for part, place in PLACES.items():
         prefix = f"{layer}{MARK}{part}"
@@ -74,7 +74,7 @@ def _adapters(stored: Stored, layer: str) -> list[Adapter]:
         features = names[f"{layer}.kernel"].shape[2:]
         whole, own = np.zeros((*b.shape[:2], *features), b.dtype), np.zeros((1, *features), bool)
         whole[place], own[place] = b, True
-        found.append(Adapter(a, whole, own))
+        found.append(StoredAdapter(a, whole, own))
     assert len(found) == len(prefixes), prefixes
     return found
 
@@ -104,7 +104,7 @@ def _inputs_last(each: Tensor, features: tuple[int, ...]) -> bool:
     return bool(np.ascontiguousarray(each.view(np.broadcast_to(inputs, (2, *features)))).reshape(-1)[1] == 1)
 
 
-def _factors(each: Tensor, adapters: list[Adapter], block: int) -> tuple[np.ndarray, np.ndarray]:
+def _factors(each: Tensor, adapters: list[StoredAdapter], block: int) -> tuple[np.ndarray, np.ndarray]:
     """(A [R, I], B [O, R]) of a tensor of Hugging Face, from all adapters that add to it."""
     downs, ups = [], []
     for adapter in adapters:
@@ -145,9 +145,9 @@ def export_adapter(stored: Stored, output: Path) -> str:
     total = sum(entry.nbytes for entry in entries)
     output.mkdir(parents=True, exist_ok=True)
     write(output, entries, arrays.values(), file_bytes=total)
-    (output / SINGLE).rename(output / WEIGHTS)
+    (output / SINGLE).rename(output / ADAPTER_WEIGHTS)
     text = json.dumps(_config(stored, ranks=ranks, transposed=transposed), indent=2)
-    (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
+    (output / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     return f"adapters of rank {rank} for {', '.join(ranks)}: {len(entries)} tensors, {total:,} bytes"
 
 
