@@ -75,8 +75,9 @@ class Adapter(nnx.Module):
 def _whole(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The weight, typed varying like x. As for a bias, autodiff sums its gradient over devices in at least fp32."""
     wide = weight.astype(accumulation_dtype(weight.dtype))
-    cast: jax.Array = to_varying(wide, varying_axes(x)).astype(weight.dtype)
-    return cast
+    with jax.named_scope("lora.gradients"):  # of the sum that the cast becomes in the backward pass, for the ledger
+        cast: jax.Array = to_varying(wide, varying_axes(x))
+    return cast.astype(weight.dtype)
 
 
 class Adapters(nnx.Module):

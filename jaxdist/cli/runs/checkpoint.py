@@ -7,7 +7,12 @@ from jaxdist.config.load import load_config
 from jaxdist.config.shipped import find_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
-_EXAMPLES = ("jaxdist checkpoint ls runs/mine", "jaxdist checkpoint export runs/mine --output hf")
+_EXAMPLES = (
+    "jaxdist checkpoint ls runs/mine",
+    "jaxdist checkpoint export runs/mine --output hf",
+    "jaxdist checkpoint export runs/mine --merged --output hf  # of a run with LoRA",
+    "jaxdist checkpoint export runs/mine --adapter --output adapter",
+)
 
 
 @reports_mistakes
