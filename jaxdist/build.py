@@ -134,7 +134,7 @@ def make_model(
     for key, (setting, allowed) in asked.items():
         if not takes_any and key not in known:  # a model of somebody else's need not know of it
             raise UserError(
-                f"{setting} needs a model that can be built with {key}=, and model.name"
+                f"{setting} needs a model that takes the option {key}, and model.name"
                 f" {name!r} takes no such option; allowed: {allowed}"
             )
     given |= dict.fromkeys(asked, True)
