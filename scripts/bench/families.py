@@ -23,11 +23,11 @@ from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 SIZES: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "vocab": 260}
 GROUPED: dict[str, Any] = {**SIZES, "style": "llama", "kv_heads": 2, "mlp_width": 48}
-SCALED: dict[str, Any] = {"rope_type": "llama3", "rope_factor": 4.0, "rope_positions": 8}
+SCALED: dict[str, Any] = {"rope_type": "llama3", "rope_factor": 4.0, "rope_positions": 40}
 FAMILIES = {
     "GPT-2": ModelConfig(**SIZES),
     "Llama": ModelConfig(**GROUPED),
-    "Llama 3.1, scaled rotary positions": ModelConfig(**GROUPED, **SCALED, rope_theta=5e5),
+    "Llama 3.1, scaled rotary positions": ModelConfig(**GROUPED, **SCALED, rope_theta=100.0),
     "Mistral, window of 5 positions": ModelConfig(**GROUPED, window=5),
     "Mistral, heads of 16 (Nemo)": ModelConfig(**GROUPED, head_width=16),
     "Qwen2, tied": ModelConfig(**GROUPED, qkv_bias=True, tied=True),
