@@ -388,7 +388,7 @@ REFUSED = [
             ),
         )
     ),
-    ("gpt2-tied", {}, {"n_positions": 99}, r"config.json: asks for data.seq_len=99 \(is 12\)"),
+    ("gpt2-tied", {}, {"n_positions": 9}, r"config.json: asks for data.seq_len=9 \(is 12\)"),
     ("gpt2-tied", {}, {"activation_function": "relu"}, r"config.json: activation_function is 'relu'"),
     ("gpt2-tied", {}, {"scale_attn_by_inverse_layer_idx": True}, r"config.json: scale_attn_by_inverse_layer_idx"),
 ]

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.huggingface.decoder import (
     decoder_tensors,
     tied_head,
 )
-from jaxdist.checkpoint.huggingface.family import Family, Tensor, config_value, norm_tensors
+from jaxdist.checkpoint.huggingface.family import POSITIONS, Family, Tensor, config_value, norm_tensors
 from jaxdist.checkpoint.huggingface.llama import llama_family
 from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
@@ -51,7 +51,7 @@ def gpt_family(model: ModelConfig) -> Family:
 
 
 def _gpt2(model: ModelConfig, positions: int) -> list[Tensor]:
-    table = Tensor("embed.positions.table", "transformer.wpe.weight", (positions, model.width))
+    table = Tensor(POSITIONS, "transformer.wpe.weight", (positions, model.width))
     last = norm_tensors("head.norm", "transformer.ln_f", model.width)
     return decoder_tensors(model, "transformer.wte", [table], "transformer.h", _gpt2_block(model), last)
 
@@ -83,17 +83,15 @@ def _gpt2_written(model: ModelConfig, positions: int) -> dict[str, Any]:
 def _gpt2_read(
     found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int
 ) -> tuple[dict[str, Any], list[str]]:
-    keys, other = GPT2.keys, list[str]()
+    keys = GPT2.keys
     width, heads, hidden = (
         config_value(found, theirs, known[keys[theirs][0]], keys[theirs][1])
         for theirs in ("n_embd", "n_head", "n_inner")
     )
-    if (length := config_value(found, "n_positions", known["seq_len"], 1024)) != positions:
-        other.append(f"data.seq_len={length} (is {positions})")
     fixed: dict[str, Any] = {"bias": True, "qkv_bias": True, "qk_norm": False, "window": None}
     if width % heads == 0:
         fixed["head_width"] = width // heads
-    return fixed | {"kv_heads": heads, "mlp_width": 4 * width if hidden is None else hidden}, other
+    return fixed | {"kv_heads": heads, "mlp_width": 4 * width if hidden is None else hidden}, []
 
 
 def _other_heads(found: dict[str, Any], model: ModelConfig) -> str:
@@ -124,6 +122,8 @@ GPT2 = Family(
         "add_cross_attention": (False,),
     },
     tensors=_gpt2,
+    length=("n_positions", 1024),
+    positions=POSITIONS,
     written=_gpt2_written,
     read=_gpt2_read,
     impossible=_other_heads,

@@ -214,6 +214,7 @@ LLAMA = Family(
     tensors=_tensors,
     written=_written,
     read=_read_llama,
+    length=("max_position_embeddings", 2048),
     tables=TABLES,
     copies=tied_head,
     unequal=UNTIED,
@@ -225,6 +226,7 @@ MISTRAL = LLAMA._replace(
     keys={**SHARED, "num_key_value_heads": ("kv_heads", 8), "intermediate_size": ("mlp_width", 14336)},
     written=lambda model, positions: _written(model, positions) | {"sliding_window": model.window},
     read=_read_mistral,
+    length=("max_position_embeddings", 131072),
 )
 QWEN2 = LLAMA._replace(
     kind="qwen2",
@@ -237,6 +239,7 @@ QWEN2 = LLAMA._replace(
     },
     written=_written_qwen,
     read=_read_qwen2,
+    length=("max_position_embeddings", 32768),
 )
 QWEN3 = QWEN2._replace(
     kind="qwen3",
