@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
+from jaxdist.nn.attention.cache import run_cached
+from jaxdist.nn.embedding import PositionEmbed
 from jaxdist.nn.param import specs_of
 from jaxdist.specs import STACKED, PyTree, map_specs
 
@@ -211,6 +213,13 @@ def _has_metrics(head: Any) -> bool:
     return True
 
 
+def _has_cache(skeleton: Any) -> bool:
+    """Whether embedding and blocks can run with the keys and values of earlier positions, see `ModelDef.cached`."""
+    takes = lambda module, name: name in inspect.signature(module).parameters  # noqa: E731
+    both_ways = any(getattr(node, "causal", True) is False for _, node in nnx.iter_graph(skeleton))
+    return takes(skeleton.embed, "positions") and takes(skeleton.blocks[0], "cache") and not both_ways
+
+
 def _metrics(head: Any, *given: Any) -> Any:
     return head.metrics(*given)
 
@@ -290,4 +299,11 @@ def model_def(
         metrics=_reads(f"metrics of {name(skeleton.head)}", lambda *given: _metrics(*of_head(*given)), 3)
         if _has_metrics(skeleton.head)
         else None,
+        cached=(lambda params, *given: run_cached(nnx.merge(block_def, params), *given))
+        if rows is None and _has_cache(skeleton)
+        else None,
+        positions=min(
+            (node.table.shape[0] for _, node in nnx.iter_graph(skeleton) if isinstance(node, PositionEmbed)),
+            default=None,
+        ),
     )

@@ -27,6 +27,7 @@ def attention(
     dropout: float,
     causal: bool = True,
     seen_BT: jax.Array | None = None,
+    positions: tuple[jax.Array, jax.Array] | None = None,
     site: int = SITE_PROBABILITIES,
 ) -> jax.Array:
     """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
@@ -36,6 +37,7 @@ def attention(
     causal: whether a query sees only keys up to its own position.
     seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
         no key gets zeros.
+    positions: of queries [B, S] and of keys [B, T], by which `causal` goes. None: both are 0, 1, ...
     site: of dropout, see `jaxdist.nn.dropout`.
     """
     seen_BT = None if seen_BT is None else seen_BT.astype(bool)
@@ -45,6 +47,9 @@ def attention(
     # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
     lowest = jnp.finfo(wide).min
     hidden = jnp.triu(jnp.full((length, length), lowest, wide), 1) if causal else None
+    if causal and positions is not None:
+        later = positions[1][:, None, :] > positions[0][:, :, None]
+        hidden = jnp.where(later, lowest, jnp.zeros((), wide))[:, None, None]
     if seen_BT is not None:
         padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
         hidden = padding if hidden is None else jnp.minimum(hidden, padding)
