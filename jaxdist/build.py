@@ -95,10 +95,11 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
         why = why_not_cudnn(
             capability=cuda_capability(config, mesh),
             dtype=jnp.float32 if wide else precision.compute,
-            head_width=model.width // model.heads,
+            head_width=getattr(model, "head_width", None) or model.width // model.heads,
             dropout=model.dropout,
             per_op=precision.per_op,
             masked=(config.data.seq_len,) if ModelFacts.of(model.name).key_mask else (),
+            window=getattr(model, "window", None),
         )
     if model.attention == "cudnn" and why is not None:
         raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")

@@ -29,9 +29,26 @@ def norm(x: jax.Array, params: PyTree, *, eps: float, centre: bool) -> jax.Array
     return x + params["bias"] if "bias" in params else x
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
+def turns(config: Any) -> list[float]:
+    """The frequency of each pair of a head, as Llama 3.1's own code has it (llama_models/llama3/model.py)."""
+    found, width = [], config.head_width
+    for pair in range(0, width, 2):
+        frequency = config.rope_theta ** -(pair / width)
+        wavelength = 2 * np.pi / frequency
+        if config.rope_type == "linear" or (
+            config.rope_type == "llama3" and wavelength > config.rope_positions / config.rope_low
+        ):
+            frequency /= config.rope_factor
+        elif config.rope_type == "llama3" and wavelength > config.rope_positions / config.rope_high:
+            smooth = (config.rope_positions / wavelength - config.rope_low) / (config.rope_high - config.rope_low)
+            frequency = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
+        found.append(frequency)
+    return found
+
+
+def rotate(x: jax.Array, frequencies: list[float]) -> jax.Array:
     length, width = x.shape[1], x.shape[-1]
-    angle = np.arange(length)[:, None] / theta ** (np.arange(0, width, 2) / width)
+    angle = np.arange(length)[:, None] * np.asarray(frequencies)
     turn = jnp.asarray(np.exp(1j * angle))[None, :, None, :]
     pair = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * turn.astype(jnp.result_type(x.dtype, jnp.complex64))
     return jnp.concatenate([pair.real, pair.imag], -1).astype(x.dtype)
@@ -44,17 +61,20 @@ def linear(x: jax.Array, params: PyTree) -> jax.Array:
 
 
 def attention(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
-    batch, length, width = x.shape
+    batch, length, _ = x.shape
     kv, group = config.kv_heads, config.heads // config.kv_heads
-    qkv = linear(x, params["qkv"]["linear"]).reshape(batch, length, kv, group + 2, width // config.heads)
+    qkv = linear(x, params["qkv"]["linear"]).reshape(batch, length, kv, group + 2, config.head_width)
     q = qkv[..., :group, :].reshape(batch, length, config.heads, -1)
     k, v = (jnp.repeat(qkv[..., group + i, :], group, axis=2) for i in range(2))
+    if config.qk_norm:
+        q, k = (norm(y, params[f"{one}_norm"], eps=config.norm_eps, centre=False) for y, one in ((q, "q"), (k, "k")))
     if config.positions == "rope":
-        q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
+        q, k = rotate(q, turns(config)), rotate(k, turns(config))
     scores = jnp.einsum("bqhk,bthk->bhqt", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
-    scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf)
+    ago = np.arange(length)[:, None] - np.arange(length)
+    scores = jnp.where((ago >= 0) & (ago < (config.window or length)), scores, -jnp.inf)
     mixed = jnp.einsum("bhqt,bthk->bqhk", jax.nn.softmax(scores), v)
-    return linear(mixed.reshape(batch, length, width), params["out"])
+    return linear(mixed.reshape(batch, length, -1), params["out"])
 
 
 def mlp(x: jax.Array, params: PyTree, config: Any) -> jax.Array:

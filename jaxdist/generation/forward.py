@@ -75,7 +75,7 @@ def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy
     """The passes with a key/value cache. Parameters are gathered as the strategy does it: by zero1 and zero2 in `begin`,
     by zero3 one block at a time, for each token."""
     units = Units(model, strategy, unit_specs(specs), specs[STACKED])
-    assert model.cached is not None
+    assert (cached := model.cached) is not None
 
     def embed(begun: PyTree, tokens_BS: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         diff, captured = begun
@@ -86,7 +86,7 @@ def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy
     def block(own: PyTree, h: jax.Array, keys: jax.Array, past: Past | None) -> tuple[jax.Array, PyTree]:
         diff, captured, layer = own
         params = units.gather_block(diff, captured, None)
-        found: tuple[jax.Array, PyTree] = units.run(STACKED, model.cached, params, h, fold(keys, layer), past)
+        found: tuple[jax.Array, PyTree] = units.run(STACKED, cached, params, h, fold(keys, layer), past)
         return found
 
     def rows_of(begun: PyTree) -> PyTree:

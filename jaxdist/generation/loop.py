@@ -138,11 +138,11 @@ class Generator:
         placed = [self._placed(each) for each in (tokens, lengths, keys)]
         last, kept = self._start(params, *placed, new=max(new, 0))
         yield self._fetched(last)[:count, None]
-        done, keys = 1, placed[2]
+        done = 1
         while done < most:
             steps = min(self.chunk, most - done)
             at = self._placed(lengths + done - 1)
-            found, kept = self._go_on(params, kept, last, at, keys, np.int32(steps))
+            found, kept = self._go_on(params, kept, last, at, placed[2], np.int32(steps))
             new_tokens = self._fetched(found)
             last, done = self._placed(new_tokens[:, steps - 1]), done + steps
             yield new_tokens[:count, :steps]

@@ -1,5 +1,6 @@
 """GPT: a decoder-only transformer whose options give GPT-2 (learned positions, LayerNorm, GELU, tied embeddings;
-Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query heads, untied; Touvron et al. 2023).
+Radford et al. 2019) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query heads, untied; Touvron et al. 2023),
+with what Llama 3, Mistral and Qwen add to it.
 
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
@@ -33,6 +34,7 @@ from jaxdist.nn import (
     whole_sequence,
     whole_vocab,
 )
+from jaxdist.nn.attention import RopeScaling
 from jaxdist.nn.linear import MatmulOptions
 
 FACTS = ModelFacts(ids_only=True, kernels=True)
@@ -89,6 +91,13 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
+def _scaling(config: ModelConfig) -> RopeScaling | None:
+    if config.rope_type == "default":
+        return None
+    low, high = config.rope_low, config.rope_high
+    return RopeScaling(config.rope_type, config.rope_factor, low=low, high=high, positions=config.rope_positions)
+
+
 def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
@@ -99,9 +108,14 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
         config.kv_heads,
         bias=bias,
         rope_theta=config.rope_theta if config.positions == "rope" else None,
+        rope_scaling=_scaling(config),
         dropout=config.dropout,
         out_scale=out_scale,
         kernel=config.attention.replace("auto", "xla"),
+        window=config.window,
+        head_width=config.head_width,
+        qkv_bias=config.qkv_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
         **matmul,
     )
     mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, **matmul)

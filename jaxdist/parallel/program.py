@@ -62,10 +62,8 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     embed, block, head, logits = (
         autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
     )
-    others = {
-        name: (unit := getattr(model, name)) and autocast(unit, precision.compute) for name in ("metrics", "cached")
-    }
-    return model._replace(embed=embed, block=block, head=head, logits=logits, **others)
+    metrics, cached = (unit and autocast(unit, precision.compute) for unit in (model.metrics, model.cached))
+    return model._replace(embed=embed, block=block, head=head, logits=logits, metrics=metrics, cached=cached)
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:

@@ -68,6 +68,7 @@ def check_identity(
     """
     # Older versions knew no other values of these keys.
     older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}, "train": {"ema": None}}
+    older["model"] = {"window": None, "rope_type": "default"}  # of gpt
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]
     saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}

@@ -41,22 +41,45 @@ def loss_chunk_setting() -> Any:
 def check_heads(model: Any) -> None:
     """Raise `UserError` for heads that do not divide the width."""
     kv_heads = getattr(model, "kv_heads", model.heads)
-    if model.width % model.heads:
+    head_width = getattr(model, "head_width", None)
+    if model.width % model.heads and head_width is None:
         raise UserError(
             f"model.heads: {model.heads} does not divide model.width {model.width}; head counts that work:"
             f" {near(divisors(model.width), model.heads)}"
+            + ("; or give model.head_width" if hasattr(model, "head_width") else "")
         )
     if model.heads % kv_heads:
         raise UserError(
             f"model.kv_heads: {kv_heads} does not divide model.heads {model.heads}; allowed:"
             f" {near(divisors(model.heads), kv_heads)}"
         )
-    if getattr(model, "positions", "") == "rope" and model.width // model.heads % 2:
+
+
+def check_rotary(model: Any) -> None:
+    """Raise `UserError` for what rotary positions (`model.positions`) cannot be."""
+    if model.positions != "rope":
+        if model.rope_type != "default":
+            raise UserError(
+                f"model.rope_type: {model.rope_type!r}, but model.positions is {model.positions}; allowed: default;"
+                " or model.positions=rope"
+            )
+        return
+    if model.head_width % 2 and model.head_width * model.heads != model.width:
+        raise UserError(
+            f"model.head_width: {model.head_width} is odd, and rope rotates pairs; allowed: even; or"
+            " model.positions=learned"
+        )
+    if model.head_width % 2:
         works = [n for n in divisors(model.width) if model.width // n % 2 == 0]
         raise UserError(
             f"model.heads: {model.heads} of model.width {model.width} makes heads of odd width"
             f" {model.width // model.heads}, and rope rotates pairs; head counts that work:"
             f" {near(works, model.heads)}; or model.positions=learned"
+        )
+    if model.rope_type == "llama3" and model.rope_low >= model.rope_high:
+        raise UserError(
+            f"model.rope_low: {model.rope_low:g}; allowed: below model.rope_high, {model.rope_high:g}, with"
+            " model.rope_type=llama3"
         )
 
 

@@ -8,6 +8,7 @@ from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.transformer import (
     attention_setting,
     check_heads,
+    check_rotary,
     check_sequence,
     check_tensor,
     loss_chunk_setting,
@@ -26,6 +27,7 @@ class Options(ModelConfig):
     layers: int = setting(4, "number of blocks", at_least=1)
     width: int = setting(128, "size of the residual stream", at_least=1)
     heads: int = setting(4, "attention heads; divides width", at_least=1)
+    head_width: int | None = setting(None, "width of a head; null: width / heads", at_least=1)
     kv_heads: int | None = setting(None, "key and value heads; divides heads; null: as many as heads", at_least=1)
     vocab: int = setting(256, "number of token ids; 256 for bytes", at_least=1)
     mlp_width: int | None = setting(
@@ -40,9 +42,23 @@ class Options(ModelConfig):
     mlp: str | None = setting(None, "kind of MLP; null: gelu (gpt2), swiglu (llama)", choices=("gelu", "swiglu"))
     tied: bool | None = setting(None, "whether embedding and head share weights; null: true (gpt2), false (llama)")
     bias: bool | None = setting(None, "whether linear layers have a bias; null: true (gpt2), false (llama)")
+    qkv_bias: bool | None = setting(None, "whether queries, keys and values have a bias; null: as bias says")
+    qk_norm: bool = setting(False, "whether each query and key is normalised over its head, before rope")
+    window: int | None = setting(
+        None, "positions that a position sees, its own and the last ones before it; null: all before it", at_least=1
+    )
     dropout: float = setting(0.0, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-5, "added to the variance in normalisation", above=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies (positions: rope)", above=0)
+    rope_type: str = setting(
+        "default",
+        "scaling of the rotary frequencies; linear: all are divided; llama3: those of long wavelengths",
+        choices=("default", "linear", "llama3"),
+    )
+    rope_factor: float = setting(8.0, "divisor of rotary frequencies (rope_type: linear, llama3)", at_least=1)
+    rope_low: float = setting(1.0, "wavelengths above rope_positions / rope_low are divided (llama3)", above=0)
+    rope_high: float = setting(4.0, "wavelengths below rope_positions / rope_high are kept (llama3)", above=0)
+    rope_positions: int = setting(8192, "positions that the model was trained on first (llama3)", at_least=1)
     attention: str = attention_setting()
     scan_blocks: int = scan_blocks_setting()
     loss_chunk: int | None = loss_chunk_setting()
@@ -50,18 +66,22 @@ class Options(ModelConfig):
     def resolved(self) -> Self:
         """Every None replaced by what the style implies, but for `loss_chunk`."""
         llama = self.style == "llama"
+        bias = not llama if self.bias is None else self.bias
+        head = None if self.width % self.heads else self.width // self.heads  # None is refused
         mlp = self.mlp or ("swiglu" if llama else "gelu")
         # 8/3 keeps the parameter count of a 4x GELU network; 64 is the granularity matrix units like.
         wide = 4 * self.width if mlp == "gelu" else -(-8 * self.width // (3 * 64)) * 64
         return replace(
             self,
+            head_width=head if self.head_width is None else self.head_width,
             kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
             mlp_width=wide if self.mlp_width is None else self.mlp_width,
             positions=self.positions or ("rope" if llama else "learned"),
             norm=self.norm or ("rmsnorm" if llama else "layernorm"),
             mlp=mlp,
             tied=not llama if self.tied is None else self.tied,
-            bias=not llama if self.bias is None else self.bias,
+            bias=bias,
+            qkv_bias=bias if self.qkv_bias is None else self.qkv_bias,
         )
 
     def describe(self) -> str:
@@ -73,5 +93,6 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit itself or a mesh of these sizes."""
     model = config.model.resolved()
     check_heads(model)
+    check_rotary(model)
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])

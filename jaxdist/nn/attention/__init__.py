@@ -2,5 +2,6 @@
 
 from jaxdist.nn.attention.kernels import why_not_cudnn
 from jaxdist.nn.attention.layers import Attention, CrossAttention, QKVProjection
+from jaxdist.nn.attention.rotary import RopeScaling
 
-__all__ = ["Attention", "CrossAttention", "QKVProjection", "why_not_cudnn"]
+__all__ = ["Attention", "CrossAttention", "QKVProjection", "RopeScaling", "why_not_cudnn"]

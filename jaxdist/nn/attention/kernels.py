@@ -26,6 +26,7 @@ def attention(
     *,
     dropout: float,
     causal: bool = True,
+    window: int | None = None,
     seen_BT: jax.Array | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
     site: int = SITE_PROBABILITIES,
@@ -35,9 +36,11 @@ def attention(
     Scores and softmax are in at least fp32, products in the input's dtype. The scores take O(S T) memory.
 
     causal: whether a query sees only keys up to its own position.
+    window: of causal attention, how many of these a query sees, the last ones (Beltagy et al. 2020). None: all.
     seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
         no key gets zeros.
-    positions: of queries [B, S] and of keys [B, T], by which `causal` goes. None: both are 0, 1, ...
+    positions: of queries [B, S] and of keys [B, T], by which causal attention goes. None: both are
+        0, 1, ...
     site: of dropout, see `jaxdist.nn.dropout`.
     """
     seen_BT = None if seen_BT is None else seen_BT.astype(bool)
@@ -46,10 +49,7 @@ def attention(
     scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
     # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
     lowest = jnp.finfo(wide).min
-    hidden = jnp.triu(jnp.full((length, length), lowest, wide), 1) if causal else None
-    if causal and positions is not None:
-        later = positions[1][:, None, :] > positions[0][:, :, None]
-        hidden = jnp.where(later, lowest, jnp.zeros((), wide))[:, None, None]
+    hidden = _hidden(length, window, jnp.asarray(lowest, wide), positions) if causal else None
     if seen_BT is not None:
         padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
         hidden = padding if hidden is None else jnp.minimum(hidden, padding)
@@ -57,20 +57,46 @@ def attention(
     by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
     weights = dropout_heads(by_head, keys_B, site=site, rate=dropout).reshape(weights.shape)
     context = jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
-    return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal)
+    return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
 
 
-def _zeros_where_nothing_is_seen(context_BSnGK: jax.Array, seen_BT: jax.Array | None, *, causal: bool) -> jax.Array:
+def _hidden(
+    length: int, window: int | None, lowest: jax.Array, positions: tuple[jax.Array, jax.Array] | None
+) -> jax.Array:
+    """The mask of causal attention: lowest where a query does not see a key, else 0. [S, S], or [B, 1, 1, S, T] where
+    positions of queries and keys are given."""
+    if positions is not None:
+        queries_BS1, keys_B1T = positions[0][:, :, None], positions[1][:, None, :]
+        hidden = keys_B1T > queries_BS1
+        hidden = hidden if window is None else hidden | (keys_B1T <= queries_BS1 - window)
+        return jnp.where(hidden, lowest, jnp.zeros_like(lowest))[:, None, None]
+    every = jnp.full((length, length), lowest)
+    later = jnp.triu(every, 1)
+    return later if window is None else jnp.minimum(later, jnp.tril(every, -window))
+
+
+def _zeros_where_nothing_is_seen(
+    context_BSnGK: jax.Array, seen_BT: jax.Array | None, *, causal: bool, window: int | None
+) -> jax.Array:
     """Zeros for queries that see no key; without this they get the mean over all values."""
     if seen_BT is None:
         return context_BSnGK
     seen_BT = seen_BT.astype(jnp.int32)
     any_BS = lax.cummax(seen_BT, axis=1) if causal else seen_BT.max(axis=1, keepdims=True)
+    if causal and window is not None:
+        count_BS = lax.cumsum(seen_BT, axis=1)
+        any_BS = count_BS - jnp.pad(count_BS, ((0, 0), (window, 0)))[:, : count_BS.shape[1]] > 0
     return context_BSnGK * any_BS[..., None, None, None].astype(context_BSnGK.dtype)
 
 
 def cudnn_attention(
-    q_BSnGK: jax.Array, k_BTnK: jax.Array, v_BTnK: jax.Array, *, causal: bool = True, seen_BT: jax.Array | None = None
+    q_BSnGK: jax.Array,
+    k_BTnK: jax.Array,
+    v_BTnK: jax.Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    seen_BT: jax.Array | None = None,
 ) -> jax.Array:
     """`attention` by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
 
@@ -83,12 +109,22 @@ def cudnn_attention(
     if seen_BT is not None:
         seen_BT, (batch, length) = seen_BT.astype(bool), seen_BT.shape
         mask = jnp.broadcast_to(seen_BT[:, None, None, :], (batch, 1, q_BSnGK.shape[1], length))
-    context = jax.nn.dot_product_attention(by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, implementation="cudnn")
-    return _zeros_where_nothing_is_seen(context.reshape(q_BSnGK.shape), seen_BT, causal=causal)
+    local = None if window is None else (window - 1, 0)  # keys before a query's own, and after it
+    context = jax.nn.dot_product_attention(
+        by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
+    )
+    return _zeros_where_nothing_is_seen(context.reshape(q_BSnGK.shape), seen_BT, causal=causal, window=window)
 
 
 def why_not_cudnn(
-    *, capability: str, dtype: Any, head_width: int, dropout: float, per_op: bool = False, masked: tuple[int, ...] = ()
+    *,
+    capability: str,
+    dtype: Any,
+    head_width: int,
+    dropout: float,
+    per_op: bool = False,
+    masked: tuple[int, ...] = (),
+    window: int | None = None,
 ) -> str | None:
     """The reason why cuDNN's kernel cannot compute this attention, or None, whether causal or not.
 
@@ -96,6 +132,7 @@ def why_not_cudnn(
     dtype: the dtype of queries, keys and values.
     per_op: whether precision.per_op casts operation by operation.
     masked: the lengths of queries and keys, if there is a key mask. Without one the lengths do not matter.
+    window: see `attention`.
 
     Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0
     cuDNN's documentation of its attention.
@@ -116,4 +153,6 @@ def why_not_cudnn(
         return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"
     if any(length % 2 for length in masked):
         return f"cuDNN takes a key mask where lengths are even, not {' and '.join(map(str, masked))}"
+    if masked and window is not None:
+        return "cuDNN takes a key mask or a window, not both"
     return None

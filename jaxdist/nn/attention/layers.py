@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, attention, cudnn_attention
-from jaxdist.nn.attention.rotary import rotary
+from jaxdist.nn.attention.rotary import RopeScaling, rotary
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
+from jaxdist.nn.norm import RMSNorm
 
 
 class QKVProjection(nnx.Module):
@@ -22,13 +23,22 @@ class QKVProjection(nnx.Module):
     The kernel is [D, key/value heads, G + 2, K], split over the key/value heads. A device thus has whole groups, and
     its query heads need no keys of another device. The result has the name attention.qkv (`memory.remat`).
 
+    head_width: the width K of a head; width / heads, if left out.
     matmul: see `MatmulOptions`. With sequence, h is this device's positions, while q, k and v are all positions.
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, width: int, heads: int, kv_heads: int, *, bias: bool, **matmul: Unpack[MatmulOptions]
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        head_width: int | None = None,
+        **matmul: Unpack[MatmulOptions],
     ) -> None:
-        features = kv_heads, heads // kv_heads + 2, width // heads
+        features = kv_heads, heads // kv_heads + 2, head_width or width // heads
         self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, **matmul)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -38,24 +48,29 @@ class QKVProjection(nnx.Module):
 
 def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
     """The attention of a layer and its output projection -> [B, S, D]. given: dropout keys, key mask, positions."""
-    (keys_B, seen_BT, positions), causal = given, isinstance(layer, Attention) and layer.causal
+    (keys_B, seen_BT, positions), own = given, isinstance(layer, Attention)
+    causal, window = (layer.causal, layer.window) if isinstance(layer, Attention) else (False, None)
     if layer.kernel == "cudnn" and positions is None:
-        context = cudnn_attention(q, k, v, causal=causal, seen_BT=seen_BT)
+        context = cudnn_attention(q, k, v, causal=causal, window=window, seen_BT=seen_BT)
     else:
-        site = SITE_PROBABILITIES if isinstance(layer, Attention) else SITE_CROSS
-        mask = {"causal": causal, "seen_BT": seen_BT, "positions": positions}
-        context = attention(q, k, v, keys_B, dropout=layer.dropout, site=site, **mask)
+        site, mask = SITE_PROBABILITIES if own else SITE_CROSS, {"seen_BT": seen_BT, "positions": positions}
+        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, window=window, site=site, **mask)
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
     return checkpoint_name(layer.out(context), "attention.out")
 
 
 class Attention(nnx.Module):
-    """Self-attention: QKV projection, optional rotary positions, attention, output projection.
+    """Self-attention: QKV projection, optional norms and rotary positions, attention, output projection.
 
     Names for `memory.remat`: attention.context is the input of the output projection, attention.out its result.
 
     kernel: "xla", or "cudnn", which has no dropout.
     causal: whether a position sees only those up to its own.
+    window: of causal attention, how many of these a position sees. None: all.
+    head_width: the width of a head; width / heads, if left out.
+    qkv_bias: whether queries, keys and values have a bias; as `bias`, if left out.
+    qk_norm_eps: epsilon of a norm of each query and of each key over its head, before the rotation, with one scale for
+        all heads (Henry et al. 2020). None: no such norm.
     matmul: see `MatmulOptions`. Only the two projections multiply in float8. With sequence, input and output are this
         device's positions; heads see all positions.
     """
@@ -69,16 +84,25 @@ class Attention(nnx.Module):
         *,
         bias: bool,
         rope_theta: float | None = None,
+        rope_scaling: RopeScaling | None = None,
         dropout: float = 0.0,
         out_scale: float = 1.0,
         kernel: str = "xla",
         causal: bool = True,
+        window: int | None = None,
+        head_width: int | None = None,
+        qkv_bias: bool | None = None,
+        qk_norm_eps: float | None = None,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
-        self.kernel, self.causal = kernel, causal
-        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=bias, **matmul)
-        self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
-        self.rope_theta = rope_theta
+        assert causal or window is None, "a window of positions on both sides is not there"
+        self.kernel, self.causal, self.window = kernel, causal, window
+        head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
+        self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_width, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_width, eps=qk_norm_eps)
+        self.out = RowParallelLinear(rngs, heads * head_width, width, bias=bias, scale=out_scale, **matmul)
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.dropout = dropout
 
     def __call__(
@@ -87,9 +111,12 @@ class Attention(nnx.Module):
         """seen_BS: a key mask, as in `attention`, of all positions. cache: of earlier positions; h is the new ones."""
         q, k, v = self.qkv(h_BSD)
         at = None if cache is None else cache.queries_BS
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            q = rotary(q.reshape(*q.shape[:2], -1, q.shape[-1]), self.rope_theta, at).reshape(q.shape)
-            k = rotary(k, self.rope_theta, at)
+            by_head = q.reshape(*q.shape[:2], -1, q.shape[-1])
+            q = rotary(by_head, self.rope_theta, self.rope_scaling, at).reshape(q.shape)
+            k = rotary(k, self.rope_theta, self.rope_scaling, at)
         k, v = (k, v) if cache is None else cache.extend(k, v)
         return _attend(self, q, k, v, keys_B, seen_BS, None if cache is None else cache.seen)
 
