@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -121,6 +121,8 @@ def make_model(
     given: dict[str, Any] = {"max_length": config.data.seq_len, "param_dtype": precision.param}
     build = registry.load("jaxdist.models", name, key="model.name")
     asked = {"fp8": ("precision.policy: 'fp8'", "a policy without float8, such as bf16")} if precision.fp8 else {}
+    if (lora := config.optimizer.lora).rank:
+        asked["lora"] = (f"optimizer.lora.rank: {lora.rank}", "0; or a builder that passes lora on to model_def")
     for key in ("sequence_parallel", "collective_matmul"):
         if training and getattr(config.parallel, key):
             asked[key] = (f"parallel.{key}: true", "false")
@@ -132,10 +134,12 @@ def make_model(
     for key, (setting, allowed) in asked.items():
         if not takes_any and key not in known:  # a model of somebody else's need not know of it
             raise UserError(
-                f"{setting} needs a model that can be built with {key}=True, and model.name"
+                f"{setting} needs a model that takes the option {key}, and model.name"
                 f" {name!r} takes no such option; allowed: {allowed}"
             )
     given |= dict.fromkeys(asked, True)
+    if lora.rank:
+        given["lora"] = lora if training else replace(lora, dropout=0.0)
     kind: Any = ModelDef | ModuleLoss
     model = registry.make("jaxdist.models", name, kind, options, **given, key="model.name")
     if isinstance(model, ModuleLoss):
@@ -155,7 +159,7 @@ def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
         "strategy": bound(ParallelConfig, parallel, "strategy"),
         "schedule": bound(ParallelConfig, parallel, "schedule"),
         "remat": config.memory.remat,
-        "freeze": config.optimizer.freeze,
+        "freeze": config.optimizer.frozen,
         "seed": config.train.seed,
         "precision": precision,
         "prefetch": int(prefetches_on(config, mesh)),

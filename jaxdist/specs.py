@@ -165,7 +165,8 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
 
 
 def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
-    """Whether each leaf's path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"), as a tree of bools.
+    """Whether each leaf's path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"), as a tree of bools. What fits one
+    after a "!" ("!head.*") does not.
 
     tree: its leaves may be PartitionSpecs and MaskedNodes, too.
     key: the setting that errors name.
@@ -178,14 +179,14 @@ def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequen
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, P | MaskedNode))
     names = [path_name(path) for path, _ in leaves]
     for pattern in patterns:
-        if pattern not in optional and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if pattern not in optional and not any(fnmatch.fnmatchcase(name, pattern.lstrip("!")) for name in names):
             raise UserError(
                 f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
                 f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}"
             )
-    return jax.tree.unflatten(
-        treedef, [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names]
-    )
+    but = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    fits = lambda name, patterns: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)  # noqa: E731
+    return jax.tree.unflatten(treedef, [fits(name, patterns) and not fits(name, but) for name in names])
 
 
 def shard_count(spec: P, mesh: AnyMesh) -> int:

@@ -44,10 +44,12 @@ class Case(NamedTuple):
     schedule: str = "accumulate"
     scan_blocks: int = 1
     collective_matmul: bool = False  # in a pipeline without conditions
+    options: tuple[tuple[str, Any], ...] = ()  # of the model, besides
 
     def __str__(self) -> str:
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
         last = ("collective_matmul",) if self.collective_matmul else ()
+        last += tuple(key for key, _ in self.options)
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
 
 
@@ -61,7 +63,7 @@ def sync_of(case: Case) -> GradSync:
 def model_config(case: Case) -> ModelConfig:
     odd = any(size % 2 and size > 1 for size in case.mesh)
     heads, width = (12, 48) if odd else (16, 32)
-    return ModelConfig(
+    found = ModelConfig(
         style=case.style,
         tied=case.tied,
         layers=layers_of(case),
@@ -72,7 +74,8 @@ def model_config(case: Case) -> ModelConfig:
         loss_chunk=case.loss_chunk,
         kv_heads=heads // 2 if case.style == "llama" else None,
         scan_blocks=case.scan_blocks,
-    ).resolved()
+    )
+    return found.replace(**dict(case.options)).resolved()
 
 
 def layers_of(case: Case) -> int:

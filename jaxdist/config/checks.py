@@ -118,6 +118,7 @@ def _check_precision(config: Config) -> None:
     check_collective_matmul(
         parallel.collective_matmul, sequence_parallel=parallel.sequence_parallel, fp8=types.fp8, per_op=types.per_op
     )
+    optimizer.lora.check(collective_matmul=parallel.collective_matmul)
     if parallel.collective_matmul and config.mesh.pipe > 1:
         check_conditions(pipeline_cond=parallel.pipeline_cond)
     parallel.grad_sync.check(reduce_dtype=types.reduce)

@@ -41,7 +41,7 @@ def parse_document(line: bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
 
 
-def read_json_file(path: Path) -> Any:
+def read_json_file(path: Path, *, any_number: bool = False) -> Any:
     """The value in a JSON file: `parse_json`. Raises `ValueError`, also above `JSON_BYTES`, and `OSError`."""
     if path.exists() and not path.is_file():
         raise ValueError("not a regular file")  # opening a pipe would wait
@@ -49,7 +49,7 @@ def read_json_file(path: Path) -> Any:
         content = file.read(JSON_BYTES + 1)
     if len(content) > JSON_BYTES:
         raise ValueError(f"larger than {JSON_BYTES} bytes")
-    return parse_json(content)
+    return parse_json(content, any_number=any_number)
 
 
 def log_record(text: bytes, *, mark: str, lists: str) -> dict[str, Any]:

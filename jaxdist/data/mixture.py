@@ -49,6 +49,7 @@ def load_source(config: DataConfig) -> Source:
         "unit": infos[0]["unit"],
         **total,
         "sha256": fingerprint(parts_of),
+        "lines": [f"{part.name}: {line}" for part in parts for line in part.source.info.get("lines", ())],
     }
     nothing = np.zeros(0, np.int32)
     labels = max((part.source.labels or 0 for part in parts), default=0) or None

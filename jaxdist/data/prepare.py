@@ -19,6 +19,7 @@ from jaxdist.config.json_reader import parse_document
 from jaxdist.data.files import read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
+from jaxdist.data.text.tokenizer import open_model, package, vocab_of
 from jaxdist.errors import UserError
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
@@ -42,7 +43,7 @@ class Document(NamedTuple):
     nbytes: int  # in the input file
 
 
-class Tokenizer(NamedTuple):
+class DocumentEncoder(NamedTuple):
     """A function from texts to ids, and what the manifest says of it."""
 
     name: str
@@ -95,35 +96,24 @@ def _lines(file: Path, field: str) -> Iterator[Document]:
             yield Document(encoded, where, len(line))
 
 
-def bytes_tokenizer() -> Tokenizer:
+def bytes_tokenizer() -> DocumentEncoder:
     """The tokenizer whose ids are the bytes of a text."""
 
     def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
         return [np.frombuffer(document.text + end, np.uint8) for document in batch]
 
-    return Tokenizer("bytes", 256, None, encode)
+    return DocumentEncoder("bytes", 256, None, encode)
 
 
-def file_tokenizer(path: Path) -> Tokenizer:
+def file_tokenizer(path: Path) -> DocumentEncoder:
     """The tokenizer in a JSON file of the package `tokenizers`. It adds no special tokens and cuts no text.
 
     Raises `UserError` where the package is not installed, or the file holds no tokenizer.
     """
-    try:
-        from tokenizers import Tokenizer as Model
-    except ImportError as error:
-        raise UserError(
-            f"--tokenizer: {str(path)!r} needs the package tokenizers, which is not installed; pip install "
-            "'jaxdist[hf]', or use --tokenizer bytes"
-        ) from error
+    package(key="--tokenizer", where=str(path), instead=", or use --tokenizer bytes")
     with readable("--tokenizer", path):
         content = path.read_bytes()
-    try:
-        model = Model.from_str(content.decode())
-    except Exception as error:  # the package raises nothing more exact
-        raise UserError(f"--tokenizer: {str(path)!r} holds no tokenizer ({error}); give a tokenizer.json") from error
-    model.no_truncation()
-    model.no_padding()
+    model = open_model(content, key="--tokenizer", where=str(path))
 
     def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
         texts = []
@@ -141,7 +131,8 @@ def file_tokenizer(path: Path) -> Tokenizer:
             ) from error
         return [np.array(one.ids, np.uint32) for one in found]
 
-    return Tokenizer(path.name, 1 + max(model.get_vocab().values()), hashlib.sha256(content).hexdigest(), encode)
+    vocab = vocab_of(model, key="--tokenizer", where=str(path))
+    return DocumentEncoder(path.name, vocab, hashlib.sha256(content).hexdigest(), encode)
 
 
 class _File:
@@ -191,7 +182,7 @@ class Preparation(NamedTuple):
 
     files: Sequence[Input]
     field: str
-    tokenizer: Tokenizer
+    tokenizer: DocumentEncoder
     end: bytes
     held_out: float
 
@@ -280,7 +271,7 @@ def _write_both(folder: Path, work: Preparation) -> dict[str, Any]:
     }
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
+def _dtype(tokenizer: DocumentEncoder) -> np.dtype:
     return id_dtype(tokenizer.vocab - 1).newbyteorder("<")
 
 

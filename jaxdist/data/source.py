@@ -37,7 +37,7 @@ class Source(NamedTuple):
     vocab: int  # ids are in [0, vocab); 0 for samples that are no ids
     # name, path, unit ("bytes", "tokens" or "samples"), train and held_out (sizes in units; None: not known), files and
     # held_out_files (numbers of files on the two sides; a file cut in two counts on both), sha256 (hex, over names,
-    # sizes and content in order)
+    # sizes and content in order); and, if there is more to say, lines (for the header of a run)
     info: dict[str, Any]
     # Of both sides, where documents start: int64, increasing from 0. None: not known, or not asked for.
     documents: tuple[np.ndarray, np.ndarray] | None = None

@@ -59,7 +59,7 @@ class Cache(NamedTuple):
 def why_no_cache(model: ModelDef, mesh: AnyMesh) -> str | None:
     """The reason why this model cannot generate with a cache on this mesh; None if it can."""
     if model.cached is None:
-        return "the model has none: its embedding takes no positions, its blocks take no cache, or they look at later tokens"
+        return "the model has none: its embedding takes no positions, its blocks no cache, or they look at later tokens"
     if mesh.shape["pipe"] > 1 or model.chunks > 1 or model.stages:
         return "blocks are spread over pipe, where a token goes through one stage after the other"
     return None
@@ -72,10 +72,14 @@ def unused_keys(rows: int) -> jax.Array:
 
 
 def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy) -> Forward:
-    """The passes with a key/value cache. Parameters are gathered as the strategy does it: by zero1 and zero2 in `begin`,
-    by zero3 one block at a time, for each token."""
+    """The passes with a key/value cache.
+
+    Parameters are gathered as the strategy does it: by zero1 and zero2 in `begin`, by zero3 one block at a time, for
+    each token.
+    """
     units = Units(model, strategy, unit_specs(specs), specs[STACKED])
-    assert (cached := model.cached) is not None
+    cached = model.cached
+    assert cached is not None, why_no_cache(model, mesh)
 
     def embed(begun: PyTree, tokens_BS: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         diff, captured = begun

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.models._encoder import encoder_block
 from jaxdist.nn import (
@@ -156,6 +157,7 @@ def bert(
     fp8: bool = False,
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
+    lora: LoraConfig | None = None,
 ) -> ModelDef:
     """The `ModelDef` of a BERT. Evaluations have the metric accuracy.
 
@@ -166,9 +168,9 @@ def bert(
 
     config: its `attention` "auto" is "xla" here; `jaxdist.build` knows what the model runs on.
     max_length: positions of the learned table.
-    fp8, sequence_parallel, collective_matmul: as for `gpt`.
+    fp8, sequence_parallel, collective_matmul, lora: as for `gpt`.
 
-    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8.
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora.
     """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
@@ -179,4 +181,5 @@ def bert(
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
         rows=_key_mask,
+        lora=lora,
     )

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.nn import (
     MLP,
     Attention,
@@ -140,6 +141,7 @@ def gpt(
     fp8: bool = False,
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
+    lora: LoraConfig | None = None,
 ) -> ModelDef:
     """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S].
 
@@ -151,8 +153,9 @@ def gpt(
         (`jaxdist.nn.sequence_parallel`).
     collective_matmul: whether the blocks' layers send piece by piece while they multiply
         (`jaxdist.nn.matmul.collective`).
+    lora: adapters of the blocks' layers, see `model_def`.
 
-    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8.
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora.
     """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
@@ -162,5 +165,6 @@ def gpt(
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
+        lora=lora,
         columns=not full.dropout and not sequence_parallel,  # both go by the position in h
     )

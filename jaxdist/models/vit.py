@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.models._encoder import encoder_block
 from jaxdist.nn import (
@@ -101,7 +102,14 @@ class ViT(nnx.Module):
         self.head = Head(config, rngs)
 
 
-def vit(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32, fp8: bool = False) -> ModelDef:
+def vit(
+    config: ModelConfig,
+    *,
+    max_length: int,
+    param_dtype: Any = jnp.float32,
+    fp8: bool = False,
+    lora: LoraConfig | None = None,
+) -> ModelDef:
     """The `ModelDef` of a ViT. Batches: image [B, H, W, C], label and weights [B].
 
     Pixels that are integers go from 0 to 255, and become numbers from -1 to 1; floats are taken as they are.
@@ -113,7 +121,10 @@ def vit(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.float32,
     config: its `attention` "auto" is "xla" here; `jaxdist.build` knows what the model runs on.
     max_length: without effect: the positions are those of the patches.
     fp8: whether the blocks' linear layers multiply in float8, as precision fp8 needs.
+    lora: adapters of the blocks' layers, see `model_def`.
     """
     full = config.resolved()
     # Not `columns`, though it could be: prefetching would send whole images in place of a small kernel.
-    return model_def(lambda rngs: ViT(full, rngs, fp8=fp8), param_dtype=param_dtype, scan_blocks=full.scan_blocks)
+    return model_def(
+        lambda rngs: ViT(full, rngs, fp8=fp8), param_dtype=param_dtype, scan_blocks=full.scan_blocks, lora=lora
+    )

@@ -32,6 +32,13 @@ def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence
     return _drop(x, own_positions(keep, dim=1) if sequence else keep, rate)
 
 
+def dropout_columns(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
+    """Dropout of x [B, ..., D / tensor], whose last dim is split over `tensor`, by the mask of the whole."""
+    shape = (*x.shape[1:-1], x.shape[-1] * lax.axis_size("tensor"))
+    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
+    return _drop(x, own_positions(keep, dim=keep.ndim - 1), rate)
+
+
 def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
     """Dropout of x [B, h, ...], whose heads are split over `tensor`."""
     if not rate:

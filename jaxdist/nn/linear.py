@@ -8,7 +8,7 @@ Legend: B batch, S sequence, D model width; a trailing _t marks a dim of which t
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,11 @@ class ColumnParallelLinear(nnx.Module):
     """Column-parallel layer: x [B, S, in] -> [B, S, *features], of which dim `split` is split over `tensor`.
 
     The initial std of the weights is 1/sqrt(in). fp8, sequence, collective_matmul: see `MatmulOptions`.
+
+    parts: (name, size) of each projection along the last dim but one of the result, if there are several.
     """
+
+    lora: Any = None  # its adapter (`jaxdist.nn.lora`)
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class ColumnParallelLinear(nnx.Module):
         *,
         split: int = 0,
         bias: bool,
+        parts: Sequence[tuple[str, int]] = (),
         fp8: bool = False,
         sequence: bool = False,
         collective_matmul: bool = False,
@@ -86,13 +91,17 @@ class ColumnParallelLinear(nnx.Module):
         spec = tuple("tensor" if dim == split else None for dim in range(len(features)))
         self.kernel = normal(rngs, (in_features, *features), in_features**-0.5, (None, *spec))
         self.bias = zeros(features, spec) if bias else None
-        self.fp8, self.sequence, self.collective_matmul = fp8, sequence, collective_matmul
+        self.fp8, self.sequence, self.collective_matmul, self.parts = fp8, sequence, collective_matmul, tuple(parts)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.collective_matmul:
             y = gather_product(x, self.kernel[...])
         else:
-            y = product(whole_sequence(x) if self.sequence else x, self.kernel[...], fp8=self.fp8)
+            x = whole_sequence(x) if self.sequence else x
+            if self.lora is not None:  # cast once for both products, so that one psum adds both gradients of x
+                x = to_varying(x, varying_axes(self.kernel[...]))
+            y = product(x, self.kernel[...], fp8=self.fp8)
+            y = y if self.lora is None else y + self.lora(x)
         return y if self.bias is None else add_bias(y, self.bias[...])
 
 
@@ -103,6 +112,9 @@ class RowParallelLinear(nnx.Module):
         2.3).
     fp8, sequence, collective_matmul: see `MatmulOptions`. With sequence, a reduce-scatter replaces the psum.
     """
+
+    lora: Any = None  # its adapter (`jaxdist.nn.lora`)
+    parts: Sequence[tuple[str, int]] = ()  # it is one projection
 
     def __init__(
         self,
@@ -125,5 +137,6 @@ class RowParallelLinear(nnx.Module):
             y = product_scatter(x, self.kernel[...])
         else:
             part = product(x, self.kernel[...], fp8=self.fp8)
+            part = part if self.lora is None else part + self.lora(x)
             y = sum_to_positions(part) if self.sequence else psum(part, "tensor")
         return y if self.bias is None else add_bias(y, self.bias[...])  # after the psum, so that it is added once

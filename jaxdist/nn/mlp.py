@@ -55,7 +55,8 @@ class MLP(nnx.Module):
     ) -> None:
         gated = kind == "swiglu"
         features = (2, hidden) if gated else (hidden,)
-        self.up = ColumnParallelLinear(rngs, width, features, split=1 if gated else 0, bias=bias, **matmul)
+        parts = (("gate", 1), ("up", 1)) if gated else ()
+        self.up = ColumnParallelLinear(rngs, width, features, split=int(gated), bias=bias, parts=parts, **matmul)
         self.down = RowParallelLinear(rngs, hidden, width, bias=bias, scale=out_scale, **matmul)
         self.kind = kind
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import run_cached
@@ -213,15 +214,41 @@ def _has_metrics(head: Any) -> bool:
     return True
 
 
-def _has_cache(skeleton: Any) -> bool:
-    """Whether embedding and blocks can run with the keys and values of earlier positions, see `ModelDef.cached`."""
+def _cached_of(skeleton: Any, block_of: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`ModelDef.cached`; None unless its embedding takes `positions`, its blocks take `cache`, and none of its attention
+    looks at later tokens. block_of: (params, keys_B) -> a block."""
     takes = lambda module, name: name in inspect.signature(module).parameters  # noqa: E731
     both_ways = any(getattr(node, "causal", True) is False for _, node in nnx.iter_graph(skeleton))
-    return takes(skeleton.embed, "positions") and takes(skeleton.blocks[0], "cache") and not both_ways
+    if both_ways or not takes(skeleton.embed, "positions") or not takes(skeleton.blocks[0], "cache"):
+        return None
+    return lambda params, h, keys_B, past: run_cached(block_of(params, keys_B), h, keys_B, past)
 
 
-def _metrics(head: Any, *given: Any) -> Any:
-    return head.metrics(*given)
+def _positions_of(skeleton: Any) -> int | None:
+    """`ModelDef.positions`."""
+    tables = [node.table.shape for _, node in nnx.iter_graph(skeleton) if isinstance(node, PositionEmbed)]
+    return min((length for length, _ in tables), default=None)
+
+
+def _metrics_of(head: Any, of_head: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`ModelDef.metrics`. of_head: makes a head, and what its methods are called with, of a function's arguments."""
+
+    def metrics(head: Any, *given: Any) -> Any:
+        return head.metrics(*given)
+
+    if not _has_metrics(head):
+        return None
+    return _reads(f"metrics of {type(head).__name__}", lambda *given: metrics(*of_head(*given)), 3)
+
+
+def _with_adapters(build: Any, lora: LoraConfig | None) -> tuple[Any, Callable[[Any, jax.Array], Any]]:
+    """(build with adapters, if there are any; what gives a block the dropout keys of its rows)."""
+    if lora is None:
+        return build, lambda block, keys_B: block
+    from jaxdist.nn.lora import adapting, keyed  # which imports layers
+
+    _check_build(build)
+    return adapting(build, lora), keyed
 
 
 def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
@@ -250,6 +277,7 @@ def model_def(
     scan_blocks: int = 1,
     columns: bool = False,
     rows: Callable[[PyTree], PyTree] | None = None,
+    lora: LoraConfig | None = None,
 ) -> ModelDef:
     """The `ModelDef` of an nnx.Module. Nothing is allocated: the module is traced abstractly.
 
@@ -260,6 +288,7 @@ def model_def(
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
             {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
     param_dtype: the dtype of all parameters.
+    lora: adapters of the blocks' linear layers, see `jaxdist.nn.lora`.
     tied, scan_blocks, columns, rows: see `ModelDef`.
 
     Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
@@ -273,10 +302,12 @@ def model_def(
     ...         self.blocks = nnx.List(blocks)
     >>> assert jaxdist.model_def(Model).layers == 4
     """
+    build, keyed = _with_adapters(build, lora)
     init, skeleton = functools.partial(_drawn, build, param_dtype), _skeleton(build, rows=rows is not None)
-    embed_def, embed_state = nnx.split(skeleton.embed, nnx.Param)
-    head_def, head_state = nnx.split(skeleton.head, nnx.Param)
+    ends = (nnx.split(module, nnx.Param) for module in (skeleton.embed, skeleton.head))
+    (embed_def, embed_state), (head_def, head_state) = ends
     block_def, block_state = _uniform(skeleton.blocks)
+    block_of = lambda params, keys_B: keyed(nnx.merge(block_def, params), keys_B)  # noqa: E731
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
     name = lambda module: type(module).__name__  # noqa: E731
@@ -286,7 +317,7 @@ def model_def(
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
         shapes=jax.eval_shape(init, jax.random.key(0)),
         embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
-        block=lambda params, h, keys_B, *rows: nnx.merge(block_def, params)(h, keys_B, *rows),
+        block=lambda params, h, keys_B, *rows: block_of(params, keys_B)(h, keys_B, *rows),
         head=_reads(name(skeleton.head), lambda *given: _head_sums(*of_head(*given)), 3),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
         layers=len(skeleton.blocks),
@@ -296,14 +327,7 @@ def model_def(
         collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
-        metrics=_reads(f"metrics of {name(skeleton.head)}", lambda *given: _metrics(*of_head(*given)), 3)
-        if _has_metrics(skeleton.head)
-        else None,
-        cached=(lambda params, *given: run_cached(nnx.merge(block_def, params), *given))
-        if rows is None and _has_cache(skeleton)
-        else None,
-        positions=min(
-            (node.table.shape[0] for _, node in nnx.iter_graph(skeleton) if isinstance(node, PositionEmbed)),
-            default=None,
-        ),
+        metrics=_metrics_of(skeleton.head, of_head),
+        cached=None if rows else _cached_of(skeleton, block_of),
+        positions=_positions_of(skeleton),
     )

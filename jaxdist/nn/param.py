@@ -30,10 +30,13 @@ def zeros(shape: Sequence[int], spec: Sequence[str | None]) -> nnx.Param:
     return param(jnp.zeros(tuple(shape)), spec)
 
 
+def spec_of(variable: nnx.Variable) -> P:
+    """The PartitionSpec of one parameter."""
+    found: P = variable.get_metadata().get("spec") or P(*(None,) * variable.get_value().ndim)
+    return found
+
+
 def specs_of(state: nnx.State) -> PyTree:
     """The PartitionSpecs of an NNX state, as nested dicts. Its parameters come from `param`."""
 
-    def spec(variable: nnx.Variable) -> P:
-        return variable.get_metadata().get("spec") or P(*(None,) * variable.get_value().ndim)
-
-    return nnx.to_pure_dict(jax.tree.map(spec, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map(spec_of, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))

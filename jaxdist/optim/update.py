@@ -15,13 +15,12 @@ from jaxdist.specs import PyTree, fitting
 def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
     """The tree with a MaskedNode (optax) for every leaf whose path ("blocks.mlp.up.kernel") fits a pattern ("embed.*").
 
-    tree: its leaves may be PartitionSpecs, too.
-
-    Raises `UserError` if a pattern fits no leaf, or if no leaf remains.
+    tree: its leaves may be PartitionSpecs, too. Raises `UserError` if a pattern fits no leaf, or if no leaf remains.
     """
     frozen = fitting(tree, patterns, key="optimizer.freeze")
-    if all(jax.tree.leaves(frozen)):
-        raise UserError(f"optimizer.freeze: {', '.join(patterns)} leaves nothing to train; leave one of them out")
+    if patterns and len(found := {*jax.tree.leaves(frozen)}) == 1:
+        mend = "leaves nothing to train; leave one of them out" if True in found else "freezes nothing; put '*' first"
+        raise UserError(f"optimizer.freeze: {', '.join(patterns)} {mend}")
     return jax.tree.map(lambda out, leaf: optax.MaskedNode() if out else leaf, frozen, tree)
 
 

@@ -132,7 +132,7 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
 
     def region(params: PyTree) -> jax.Array:
         diff, captured = strategy.begin(params, specs, blocks)
-        trained = leave_out(diff, config.optimizer.freeze)
+        trained = leave_out(diff, config.optimizer.frozen)
         sizes["gradients"] = sum(gradient(unit, leaf) for unit in trained for leaf in jax.tree.leaves(trained[unit]))
 
         def kept(_: P, shard: jax.Array, leaf: Any, copy: Any) -> Any:  # a shard that is used as it is is no copy

@@ -81,7 +81,8 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "run": str(run.outputs.folder),
         "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters",
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
-        f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}",
+        f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}"
+        + "".join(f"\n{line}" for line in info.get("lines", ())),
         "mesh": f"{sizes_text(mesh)} ({mesh.size} {kind} {plural('device', mesh.size)}, "
         f"{jax.process_count()} {plural('process', jax.process_count())}{f', {idle} more idle' if idle else ''})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "

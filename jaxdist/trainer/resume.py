@@ -29,11 +29,13 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
     """The settings that make a run this experiment. Resuming with another value of one is refused."""
     data = {**content_settings(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
+    lora = {key: value for key, value in asdict(config.optimizer.lora).items() if key != "dropout"}
+    lora = lora if lora["rank"] else {"rank": 0}
     whole = {
         "model": content_settings(config.model.resolved()),
         "data": {**data, "dtype": kind_of(source), "sha256": source.info["sha256"]},
         "precision": precision,
-        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze},
+        "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze, "lora": lora},
         "train": {"seed": config.train.seed, "ema": config.train.ema},
     }
     return _as_saved(whole)

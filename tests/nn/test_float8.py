@@ -337,7 +337,7 @@ def test_models_and_policies_agree_on_float8() -> None:
 
     assert not build("test_float8.without_option", "bf16").fp8 and build("test_float8.with_others", "fp8").fp8
     refused(
-        "'fp8' needs a model that can be built with fp8=True, and model.name 'test_float8.without_option' takes no",
+        "'fp8' needs a model that takes the option fp8, and model.name 'test_float8.without_option' takes no",
         lambda: build("test_float8.without_option", "fp8"),
     )
     mesh, tx = abstract_mesh(fsdp=2), optax.sgd(0.1)

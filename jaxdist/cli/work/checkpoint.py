@@ -111,7 +111,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
         shapes = leaves_by_name(made.shapes)
         named = load_params(files, model, shapes, positions=positions)
         params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")
-    opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.freeze).init)(params)
+    opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.frozen).init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))

@@ -2,7 +2,31 @@
 
 from dataclasses import dataclass
 
-from jaxdist.config.rules.fields import setting
+from jaxdist.config.rules.fields import section, setting
+from jaxdist.errors import UserError
+
+ADAPTERS_ONLY = ("*", "!*.lora.*")  # freezes all but LoRA's adapters
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: low-rank adapters of linear layers, beside which nothing is trained."""
+
+    rank: int = setting(0, "rank of the adapters; 0: no adapters, and all parameters are trained", at_least=0)
+    alpha: float = setting(16.0, "an adapter adds alpha / rank times its product", above=0)
+    targets: tuple[str, ...] = setting(
+        ("*attention.*",),
+        "layers of the blocks that get one, by patterns, or by Hugging Face's names: [q_proj, v_proj]",
+    )
+    dropout: float = setting(0.0, "probability of dropping an input of an adapter in training", at_least=0, below=1)
+
+    def check(self, *, collective_matmul: bool) -> None:
+        """Raise `UserError` where adapters do not fit the other settings."""
+        if self.rank and collective_matmul:
+            raise UserError(
+                "parallel.collective_matmul: true multiplies by the kernel alone, and optimizer.lora adds to its"
+                " product; allowed: false; or optimizer.lora.rank=0"
+            )
 
 
 @dataclass(frozen=True)
@@ -24,4 +48,12 @@ class OptimizerConfig:
     momentum: float = setting(0.9, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = setting(0.1, "weight decay, decoupled; in sgd added to the gradient", at_least=0)
     clip_norm: float = setting(1.0, "largest global norm of the gradients; 0: no clipping", at_least=0)
-    freeze: tuple[str, ...] = setting((), "parameters that are not trained, by patterns: [embed.*, '*.bias']")
+    freeze: tuple[str, ...] = setting(
+        (), "parameters that are not trained, by patterns: [embed.*, '*.bias']; '!head.*': but for these"
+    )
+    lora: LoraConfig = section(LoraConfig, "low-rank adapters (LoRA)")
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The patterns of `freeze`, and with adapters those of everything else."""
+        return self.freeze if not self.lora.rank else tuple(dict.fromkeys((*ADAPTERS_ONLY, *self.freeze)))

@@ -39,7 +39,8 @@ class QKVProjection(nnx.Module):
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         features = kv_heads, heads // kv_heads + 2, head_width or width // heads
-        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, **matmul)
+        parts = ("q", features[1] - 2), ("k", 1), ("v", 1)
+        self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, parts=parts, **matmul)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
@@ -147,8 +148,9 @@ class CrossAttention(nnx.Module):
     ) -> None:
         self.kernel, self.dropout = kernel, dropout
         head_width = width // heads
+        both = ("k", 1), ("v", 1)
         self.q = ColumnParallelLinear(rngs, width, (kv_heads, heads // kv_heads, head_width), bias=bias, **matmul)
-        self.kv = ColumnParallelLinear(rngs, memory_width, (kv_heads, 2, head_width), bias=bias, **matmul)
+        self.kv = ColumnParallelLinear(rngs, memory_width, (kv_heads, 2, head_width), bias=bias, parts=both, **matmul)
         self.out = RowParallelLinear(rngs, width, width, bias=bias, scale=out_scale, **matmul)
 
     def __call__(

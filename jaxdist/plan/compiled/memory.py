@@ -124,7 +124,7 @@ def footprint_of(program: Any, config: Config, parts: Parts) -> Footprint | None
     host, temporary = resident_bytes(parts.target, on_host=True), int(analysis.temp_size_in_bytes)
     inside = 0 if analysis.host_argument_size_in_bytes else host
     if inside:
-        temporary = max(temporary, resident_bytes(leave_out(parts.target.params, config.optimizer.freeze)) + host)
+        temporary = max(temporary, resident_bytes(leave_out(parts.target.params, config.optimizer.frozen)) + host)
     return Footprint(
         int(analysis.argument_size_in_bytes) - inside,
         int(analysis.output_size_in_bytes) - inside,

@@ -1,0 +1,1 @@
+"""Text as token ids: tokenizers of Hugging Face folders, chat templates, and examples for fine-tuning."""
