@@ -107,10 +107,10 @@ class Generator:
 
     def trace(self, params: PyTree, max_tokens: int) -> None:
         """Trace the programs, without compiling: raises what they raise. params: may be ShapeDtypeStructs."""
-        rows = batch_shards(self.mesh)
+        rows, width = batch_shards(self.mesh), bucket(1, self.positions)
         ids, keys = (jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, 2), jnp.uint32))
-        prompt = jax.ShapeDtypeStruct((rows, bucket(1, self.positions)), jnp.int32)
-        _, kept = self._start.eval_shape(params, prompt, ids, keys, new=max_tokens)
+        prompt = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        _, kept = self._start.eval_shape(params, prompt, ids, keys, new=self._slots(width, 1, max_tokens))
         self._go_on.eval_shape(params, kept, ids, ids, keys, np.int32(1))
 
     def __call__(
@@ -134,9 +134,8 @@ class Generator:
         for row, prompt in zip(tokens, filled, strict=True):
             row[: len(prompt)] = prompt
         keys = np.concatenate([keys, np.repeat(keys[:1], rows - count, axis=0)])
-        new = bucket(most) if self.why_no_cache is None else bucket(int(lengths.max()) + most, self.positions) - width
-        placed = [self._placed(each) for each in (tokens, lengths, keys)]
-        last, kept = self._start(params, *placed, new=max(new, 0))
+        placed, new = [self._placed(each) for each in (tokens, lengths, keys)], self._slots(width, lengths.max(), most)
+        last, kept = self._start(params, *placed, new=new)
         yield self._fetched(last)[:count, None]
         done = 1
         while done < most:
@@ -146,6 +145,13 @@ class Generator:
             new_tokens = self._fetched(found)
             last, done = self._placed(new_tokens[:, steps - 1]), done + steps
             yield new_tokens[:count, :steps]
+
+    def _slots(self, width: int, longest: int, most: int) -> int:
+        """The slots for new tokens, behind those of the prompts; without a cache positions that the texts need beside
+        `width`."""
+        if self.why_no_cache is None:
+            return bucket(most)
+        return max(0, bucket(int(longest) + most, self.positions) - width)
 
     def room(self, length: int, max_tokens: int) -> int:
         """How many tokens may follow a prompt of this length."""

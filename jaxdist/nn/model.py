@@ -215,8 +215,8 @@ def _has_metrics(head: Any) -> bool:
 
 
 def _cached_of(skeleton: Any, block_of: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`ModelDef.cached`; None unless its embedding takes `positions`, its blocks take `cache`, and none of its attention
-    looks at later tokens. block_of: (params, keys_B) -> a block."""
+    """`ModelDef.cached`; None unless the embedding takes `positions`, blocks take `cache`, and no attention looks at
+    later tokens. block_of: (params, keys_B) -> a block."""
     takes = lambda module, name: name in inspect.signature(module).parameters  # noqa: E731
     both_ways = any(getattr(node, "causal", True) is False for _, node in nnx.iter_graph(skeleton))
     if both_ways or not takes(skeleton.embed, "positions") or not takes(skeleton.blocks[0], "cache"):
@@ -224,10 +224,15 @@ def _cached_of(skeleton: Any, block_of: Callable[..., Any]) -> Callable[..., Any
     return lambda params, h, keys_B, past: run_cached(block_of(params, keys_B), h, keys_B, past)
 
 
-def _positions_of(skeleton: Any) -> int | None:
-    """`ModelDef.positions`."""
+def _facts(skeleton: Any) -> dict[str, Any]:
+    """The fields of a `ModelDef` that are read from its layers."""
     tables = [node.table.shape for _, node in nnx.iter_graph(skeleton) if isinstance(node, PositionEmbed)]
-    return min((length for length, _ in tables), default=None)
+    return {
+        "layers": len(skeleton.blocks),
+        "fp8": _any_layer(skeleton, "fp8"),
+        "collective_matmul": _any_layer(skeleton, "collective_matmul"),
+        "positions": min((length for length, _ in tables), default=None),
+    }
 
 
 def _metrics_of(head: Any, of_head: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -287,6 +292,8 @@ def model_def(
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
             {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
+        For a key/value cache embed takes `positions` [B, S] or None too, and a block takes `cache`, which it passes on
+        to its `jaxdist.nn.Attention` (docs/generation.md).
     param_dtype: the dtype of all parameters.
     lora: adapters of the blocks' linear layers, see `jaxdist.nn.lora`.
     tied, scan_blocks, columns, rows: see `ModelDef`.
@@ -320,14 +327,11 @@ def model_def(
         block=lambda params, h, keys_B, *rows: block_of(params, keys_B)(h, keys_B, *rows),
         head=_reads(name(skeleton.head), lambda *given: _head_sums(*of_head(*given)), 3),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
-        layers=len(skeleton.blocks),
         tied=tied,
         columns=columns,
-        fp8=_any_layer(skeleton, "fp8"),
-        collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
         metrics=_metrics_of(skeleton.head, of_head),
         cached=None if rows else _cached_of(skeleton, block_of),
-        positions=_positions_of(skeleton),
+        **_facts(skeleton),
     )
