@@ -134,7 +134,10 @@ class Generator:
         for row, prompt in zip(tokens, filled, strict=True):
             row[: len(prompt)] = prompt
         keys = np.concatenate([keys, np.repeat(keys[:1], rows - count, axis=0)])
-        placed, new = [self._placed(each) for each in (tokens, lengths, keys)], self._slots(width, lengths.max(), most)
+        placed, new = (
+            [self._placed(each) for each in (tokens, lengths, keys)],
+            self._slots(width, int(lengths.max()), most),
+        )
         last, kept = self._start(params, *placed, new=new)
         yield self._fetched(last)[:count, None]
         done = 1
@@ -151,7 +154,7 @@ class Generator:
         `width`."""
         if self.why_no_cache is None:
             return bucket(most)
-        return max(0, bucket(int(longest) + most, self.positions) - width)
+        return max(0, bucket(longest + most, self.positions) - width)
 
     def room(self, length: int, max_tokens: int) -> int:
         """How many tokens may follow a prompt of this length."""

@@ -61,18 +61,21 @@ class Ends:
             raise UserError("stop: strings need a tokenizer, and none is known; give one, or leave stop out")
 
     def text(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """The text of ids after a prompt. Some tokenizers drop a space that would begin a text, so the prompt is decoded
-        with them."""
+        """The text of ids after a prompt.
+
+        Some tokenizers drop a space that would begin a text, so the prompt is decoded with them.
+        """
         if self.tokenizer is None:
             return ""
         before, whole = self.tokenizer.decode(prompt), self.tokenizer.decode([*prompt, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(ids)
 
-    def extend(self, one: Completion, new: Sequence[int], room: int) -> None:
-        """Add new ids, up to where the text ends. room: how many ids it may have in all, see `Generator.room`."""
+    def extend(self, one: Completion, new: Sequence[int], room: int, *, last: str) -> None:
+        """Add new ids, up to where the text ends. room: how many ids it may have in all; last: why not more."""
         ids = (*one.ids, *new)
         at = next((i for i, token in enumerate(ids) if token in self.eos), len(ids))
-        one.ended, one.ids = ("eos" if at < min(len(ids), room) else ""), ids[: min(at, room)]
+        one.ids = ids[: min(at, room)]
+        one.ended = "eos" if at < min(len(ids), room) else last if len(one.ids) == room else ""
         one.text = self.text(one.prompt, one.ids)
         found = [place for each in self.stop if (place := one.text.find(each)) >= 0]
         if found:
@@ -104,11 +107,8 @@ def complete(
     rooms = [generator.room(len(prompt), max_tokens) for prompt in prompts]
     for chunk in generator(params, prompts, keys, max_tokens):
         for one, new, room in zip(found, chunk.tolist(), rooms, strict=True):
-            if one.ended:
-                continue
-            ends.extend(one, new, room)
-            if not one.ended and len(one.ids) == room:
-                one.ended = "max_tokens" if room == max_tokens else "positions"
+            if not one.ended:
+                ends.extend(one, new, room, last="max_tokens" if room == max_tokens else "positions")
         yield found
         if all(one.ended for one in found):
             return

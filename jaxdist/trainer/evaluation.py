@@ -101,8 +101,8 @@ def make_loss_eval_step(
 
 
 def forward_parts(plan: RunPlan) -> tuple[Any, Mesh, PyTree, Strategy]:
-    """The arguments of `make_eval_step`, and the first ones of a `Generator`: the model without dropout, in the layout of the run. A loss
-    in place of a model is in evaluation mode, and not in the precision of the run yet."""
+    """The arguments of `make_eval_step`, and the first ones of a `Generator`: the model without dropout, laid out as in
+    the run. A loss in place of a model is in evaluation mode, and not in the precision of the run yet."""
     config, parts, mesh = plan.config, plan.parts, plan.mesh
     strategy = get_strategy(parts.options)
     precision, stages = parts.options.precision, mesh.shape["pipe"]
