@@ -43,17 +43,19 @@ def run_generate(arguments: Namespace) -> int:
     """Print completions: of one prompt as they are generated, of several one after the other, of a file as JSON."""
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     texts = arguments.prompt if arguments.prompts is None else list(read_prompts(arguments.prompts))
-    stored, config = open_source(arguments.source)
+    run_dir, step = find_source(arguments.source)
+    config = load_config(run_dir / "config.yaml")
     tokenizer = tokenizer_for(arguments.tokenizer, config)
     ends = Ends(eos_of(None, tokenizer), tuple(arguments.stop), tokenizer)
     prompts = [ids_of(text, tokenizer) for text in texts]
-    enable_x64(config.precision.policy)
+    enable_x64(config.precision.policy)  # before anything starts the devices, as reading a checkpoint does
     choose_platform(replace(config.devices, simulated=math.prod(arguments.mesh.values())))
     set_up(config.devices.compilation_cache, jax.default_backend())
     generator, target = make_generator(config, arguments.mesh, sampling, cache=not arguments.no_cache)
     generator.check([len(prompt) for prompt in prompts], arguments.max_tokens)
     if generator.why_no_cache and not arguments.no_cache:
         print(f"generates without a cache: {generator.why_no_cache}", file=sys.stderr)
+    (stored,) = open_steps(run_dir, step=step)
     params = load_params(stored, target)
     shows = show_json if arguments.prompts is not None else show_stream if len(texts) == 1 else show_texts
     for first in range(0, len(prompts), arguments.batch):
@@ -63,8 +65,8 @@ def run_generate(arguments: Namespace) -> int:
     return 0
 
 
-def open_source(source: Path) -> tuple[Stored, Config]:
-    """(A checkpoint, the configuration of its run). Raises `UserError` for a folder that is neither."""
+def find_source(source: Path) -> tuple[Path, int | None]:
+    """(A run directory, a step of it or None for the newest). Raises `UserError` for a folder that is neither."""
     folder = source.expanduser().absolute()
     step = int(folder.name) if folder.parent.name == FOLDER and is_complete(folder) else None
     run_dir = folder if step is None else folder.parent.parent
@@ -73,8 +75,7 @@ def open_source(source: Path) -> tuple[Stored, Config]:
             f"FROM: {str(source)!r} is no run directory, which has config.yaml and {FOLDER}, and no folder of a step"
             f" in one; give such a folder; `jaxdist checkpoint import` makes one of a Hugging Face folder"
         )
-    (stored,) = open_steps(run_dir, step=step)
-    return stored, load_config(run_dir / "config.yaml")
+    return run_dir, step
 
 
 def tokenizer_for(given: str | None, config: Config) -> Tokenizer:
