@@ -109,9 +109,9 @@ def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy
         last_B1D = jnp.take_along_axis(h, (lengths_B - 1)[:, None, None], axis=1)
         length = tokens_BS.shape[1]
         stacks = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, new if dim == 2 else 0) for dim in range(5)]), stacks)
-        slots = jnp.arange(length + new)
+        slots = jnp.arange(length + new, dtype=jnp.int32)
         in_prompt = jnp.where(slots < lengths_B[:, None], slots, EMPTY)
-        positions_BT = jnp.where(slots < length, in_prompt, lengths_B[:, None] + slots - length).astype(jnp.int32)
+        positions_BT = jnp.where(slots < length, in_prompt, lengths_B[:, None] + slots - length)
         return logits(begun, last_B1D), Cache(stacks, positions_BT, jnp.int32(length))
 
     def go_on(begun: PyTree, kept: Cache, tokens_B: jax.Array, positions_B: jax.Array) -> tuple[jax.Array, Cache]:
@@ -145,7 +145,7 @@ def without_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strat
     def go_on(
         params: PyTree, tokens_BT: jax.Array, tokens_B: jax.Array, positions_B: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        here = jnp.arange(tokens_BT.shape[1]) == positions_B[:, None]
+        here = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32) == positions_B[:, None]
         tokens_BT = jnp.where(here, tokens_B[:, None], tokens_BT)
         return logits(params, tokens_BT, positions_B), tokens_BT
 

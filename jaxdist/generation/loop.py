@@ -86,10 +86,15 @@ class Generator:
             tokens, positions, kept, found = carry
             logits, kept = self._forward.go_on(begun, kept, tokens, positions)
             tokens, positions = draw(logits, keys, positions + 1, self.sampling), positions + 1
-            return tokens, positions, kept, lax.dynamic_update_slice(found, tokens[:, None], (0, step))
+            return (
+                tokens,
+                positions,
+                kept,
+                lax.dynamic_update_slice(found, tokens[:, None], (jnp.zeros_like(step), step)),
+            )
 
         found = to_varying(jnp.zeros((len(tokens), self.chunk), jnp.int32), BATCH_LIKE)
-        *_, kept, found = lax.fori_loop(0, steps, body, (tokens, positions, kept, found))
+        *_, kept, found = lax.fori_loop(jnp.int32(0), steps, body, (tokens, positions, kept, found))
         return found, kept
 
     def check(self, lengths: Sequence[int], max_tokens: int) -> None:

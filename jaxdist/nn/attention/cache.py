@@ -7,6 +7,7 @@ width.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.specs import PyTree
@@ -56,8 +57,9 @@ class BlockCache:
             self.kept.append((k_BSnK, v_BSnK))
             return k_BSnK, v_BSnK
         slot, layer = self.past.slot, self.past.layer
+        first = jnp.zeros_like(slot)
         written = [
-            lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), (layer, 0, slot, 0, 0))
+            lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), (layer, first, slot, first, first))
             for stack, new in zip(self.past.stacks[len(self.kept)], (k_BSnK, v_BSnK), strict=True)
         ]
         self.kept.append((written[0], written[1]))
