@@ -1,7 +1,8 @@
 """From a YAML file and command-line overrides to a checked configuration, and back to YAML. Imports no jax."""
 
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 
 from jaxdist.config.checks import check_config
 from jaxdist.config.reader import Dumper, read_config
+from jaxdist.config.rules.fields import settings_of
 from jaxdist.config.schema import Config
 
 
@@ -23,10 +25,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     >>> config.parallel.strategy, config.optimizer.lr
     ('zero2', 0.001)
     """
-    return check_config(read_config(Config, path, overrides), planned=planned)
+    config = read_config(Config, path, overrides, _completed)
+    config = replace(config, model=config.model.replace(from_=None))  # its keys stand there now
+    return check_config(config, planned=planned)
+
+
+def _completed(given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of section model that `model.from` stands for."""
+    model = given.get("model")
+    where = model.get("from") if isinstance(model, dict) else None
+    if not isinstance(where, str):
+        return {}
+    # It reads files of models, so it lies above this module, and is there only where it is asked for.
+    keys: dict[str, Any] = importlib.import_module("jaxdist.pretrained.architecture").keys_of(where)
+    return {"model": keys}
 
 
 def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> str:
     """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration. shown:
     makes what is written of the settings, such as a copy without secrets."""
-    return yaml.dump(shown(asdict(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(shown(settings_of(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True)

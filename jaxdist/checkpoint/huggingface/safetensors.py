@@ -98,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """The safetensors files of a folder, to read one tensor at a time. Use it as a context.
+    """The safetensors files of a folder, or one file, to read one tensor at a time. Use it as a context.
 
     Raises `UserError` for a folder or a file that is not what it should be.
     """
@@ -126,6 +126,10 @@ class TensorFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -143,9 +147,26 @@ class TensorFiles:
         """One tensor."""
         return self._where[name].get_tensor(name)
 
+    def finite(self, name: str) -> np.ndarray:
+        """One tensor. Raises `UserError` where it holds numbers that are not finite."""
+        tensor = self.read(name)
+        if not np.isfinite(tensor).all():
+            raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
+        return tensor
+
+    def sample(self, name: str) -> bytes:
+        """The bytes of the first and of the last row of a tensor."""
+        rows = self._where[name].get_slice(name)
+        size = rows.get_shape()[0] if rows.get_shape() else 0
+        return b"".join(rows[at : at + 1].tobytes() for at in (0, size - 1)) if size else self.read(name).tobytes()
+
 
 def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files of a folder, each with the names of its tensors by the index; None without an index."""
+    """The files of a folder, each with the names of its tensors by the index; None without an index. Of a file, this
+    file."""
+    if folder.is_file():
+        yield folder, None
+        return
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):

@@ -11,6 +11,7 @@ _EXAMPLES = (
     'jaxdist generate runs/mine --prompt "def main(" --max-tokens 200 --temperature 0.8',
     "jaxdist generate runs/mine --prompts prompts.jsonl --mesh tensor=2,fsdp=2 --temperature 0 > completions.jsonl",
 )
+_FROM = "a run directory, the folder of one of its steps, or a Hugging Face folder"
 
 
 def sizes_of_mesh(text: str) -> dict[str, int]:
@@ -18,7 +19,12 @@ def sizes_of_mesh(text: str) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in ("data", "fsdp", "tensor") or not size.isascii() or not size.isdigit() or not 1 <= int(size) <= 512:
+        if (
+            axis not in ("data", "fsdp", "tensor")
+            or not size.isascii()
+            or not size.isdigit()
+            or not 1 <= int(size) <= 512
+        ):
             raise UserError(f"--mesh: {text!r}; allowed: sizes of data, fsdp and tensor, such as tensor=2,fsdp=2")
         found[axis] = int(size)
     return found
@@ -27,9 +33,11 @@ def sizes_of_mesh(text: str) -> dict[str, int]:
 @reports_mistakes
 def _generate(argv: Sequence[str], prog: str) -> int:
     parser = CommandParser(
-        prog=prog, description="Generate text with the model of a run or of a checkpoint.", **with_examples(_EXAMPLES)
+        prog=prog,
+        description="Generate text with the model of a run, a checkpoint or a Hugging Face folder.",
+        **with_examples(_EXAMPLES),
     )
-    parser.add_argument("source", metavar="FROM", type=Path, help="a run directory, or the folder of one of its steps")
+    parser.add_argument("source", metavar="FROM", type=Path, help=_FROM)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given more than once")
     text = 'lines {"prompt": TEXT}; the output has a line of JSON for each'
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=text)
@@ -43,7 +51,10 @@ def _generate(argv: Sequence[str], prog: str) -> int:
     text = "sizes of data, fsdp and tensor: tensor=2,fsdp=2; one device, if left out"
     parser.add_argument("--mesh", type=str, default="", metavar="SIZES", help=text)
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts at a time; default 16")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="with tokenizer.json; or bytes; that of the run, if left out")
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="with tokenizer.json; or bytes; that of FROM, if left out"
+    )
+    parser.add_argument("--ema", action="store_true", help="the moving average of a run with train.ema")
     parser.add_argument("--no-cache", action="store_true", help="compute the whole text again for each token")
     arguments = parser.parse_args(argv)
     if bool(arguments.prompt) == (arguments.prompts is not None):

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jaxdist.build import attention_of, make_model
-from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps
+from jaxdist.checkpoint.reader import FOLDER
 from jaxdist.config.entries import bound
 from jaxdist.config.json_reader import parse_document
 from jaxdist.config.load import load_config
@@ -31,9 +31,10 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import in_precision
 from jaxdist.precision.policy import enable_x64, precision_of
+from jaxdist.pretrained import Pretrained, open_pretrained
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.start import choose_platform
-from jaxdist.specs import PyTree, leaves_by_name
+from jaxdist.specs import PyTree
 from jaxdist.state import specs_of_arrays
 
 LINE_BYTES, PROMPTS = 1 << 20, 1 << 16  # of a file of prompts
@@ -43,20 +44,27 @@ def run_generate(arguments: Namespace) -> int:
     """Print completions: of one prompt as they are generated, of several one after the other, of a file as JSON."""
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     texts = arguments.prompt if arguments.prompts is None else list(read_prompts(arguments.prompts))
-    run_dir, step = find_source(arguments.source)
-    config = load_config(run_dir / "config.yaml")
-    tokenizer = tokenizer_for(arguments.tokenizer, config)
-    ends = Ends(eos_of(None, tokenizer), tuple(arguments.stop), tokenizer)
-    prompts = [ids_of(text, tokenizer) for text in texts]
-    enable_x64(config.precision.policy)  # before anything starts the devices, as reading a checkpoint does
-    choose_platform(replace(config.devices, simulated=math.prod(arguments.mesh.values())))
-    set_up(config.devices.compilation_cache, jax.default_backend())
-    generator, target = make_generator(config, arguments.mesh, sampling, cache=not arguments.no_cache)
-    generator.check([len(prompt) for prompt in prompts], arguments.max_tokens)
+    own = run_config(arguments.source)
+    choose_platform(replace((own or Config()).devices, simulated=math.prod(arguments.mesh.values())))
+    # From here on devices may start, as reading a checkpoint starts them.
+    with open_pretrained(arguments.source, key="FROM", ema=arguments.ema) as found:
+        config = own or folder_config(found, arguments.mesh)
+        enable_x64(config.precision.policy)
+        set_up(config.devices.compilation_cache, jax.default_backend())
+        tokenizer = tokenizer_for(arguments.tokenizer, config, found.tokenizer)
+        ends = Ends(eos_of(None, tokenizer), tuple(arguments.stop), tokenizer)
+        prompts = [ids_of(text, tokenizer) for text in texts]
+        generator, target = make_generator(config, arguments.mesh, sampling, cache=not arguments.no_cache)
+        generator.check([len(prompt) for prompt in prompts], arguments.max_tokens)
+        try:
+            generator.trace(target, arguments.max_tokens)
+        except UserError as error:
+            raise UserError(
+                f"FROM: the model of {found.described} writes no text, from token ids alone: {error}"
+            ) from error
+        params = found.load(target, say=lambda line: print(line, file=sys.stderr))
     if generator.why_no_cache and not arguments.no_cache:
         print(f"generates without a cache: {generator.why_no_cache}", file=sys.stderr)
-    (stored,) = open_steps(run_dir, step=step)
-    params = load_params(stored, target)
     shows = show_json if arguments.prompts is not None else show_stream if len(texts) == 1 else show_texts
     for first in range(0, len(prompts), arguments.batch):
         some = prompts[first : first + arguments.batch]
@@ -65,31 +73,34 @@ def run_generate(arguments: Namespace) -> int:
     return 0
 
 
-def find_source(source: Path) -> tuple[Path, int | None]:
-    """(A run directory, a step of it or None for the newest). Raises `UserError` for a folder that is neither."""
+def run_config(source: Path) -> Config | None:
+    """The configuration of a run, by its directory or the folder of a step; None of what is no run."""
     folder = source.expanduser().absolute()
-    step = int(folder.name) if folder.parent.name == FOLDER and is_complete(folder) else None
-    run_dir = folder if step is None else folder.parent.parent
-    if not (run_dir / FOLDER).is_dir() or not (run_dir / "config.yaml").is_file():
-        raise UserError(
-            f"FROM: {str(source)!r} is no run directory, which has config.yaml and {FOLDER}, and no folder of a step"
-            f" in one; give such a folder; `jaxdist checkpoint import` makes one of a Hugging Face folder"
-        )
-    return run_dir, step
+    run_dir = folder.parent.parent if folder.parent.name == FOLDER else folder
+    return load_config(run_dir / "config.yaml") if (run_dir / "config.yaml").is_file() else None
 
 
-def tokenizer_for(given: str | None, config: Config) -> Tokenizer:
-    """The tokenizer that is given, or else that of the run's data. Raises `UserError` where none is known."""
+def folder_config(found: Pretrained, sizes: dict[str, int]) -> Config:
+    """A configuration for a place that has none: in fp32, and sharded over fsdp. Raises `UserError` for one that does
+    not say its architecture."""
+    if found.model is None or found.positions is None:
+        raise UserError(f"FROM: {found.described} does not say its architecture; give a run, or a Hugging Face folder")
+    config = Config()
+    strategy = "zero3" if sizes.get("fsdp", 1) > 1 else "ddp"
+    data, parallel = replace(config.data, seq_len=found.positions), replace(config.parallel, strategy=strategy)
+    return replace(config, model=found.model, data=data, parallel=parallel)
+
+
+def tokenizer_for(given: str | None, config: Config, folder: Path | None) -> Tokenizer:
+    """The tokenizer that is given, or else that of the folder or of the run's data. Raises `UserError` where none is
+    known."""
     if given is not None:
         return byte_tokenizer() if given == "bytes" else load_tokenizer(Path(given), key="--tokenizer")
-    named = getattr(config.data, "tokenizer", None)
-    if named is not None:
-        return load_tokenizer(Path(named), key="data.tokenizer")
+    if folder is not None:
+        return load_tokenizer(folder, key="--tokenizer")
     if hasattr(config.data, "tokenizer") or getattr(config.model, "vocab", None) == 256:
         return byte_tokenizer()
-    raise UserError(
-        "--tokenizer: the run does not say which one made its ids; give a folder with tokenizer.json, or bytes"
-    )
+    raise UserError("--tokenizer: none is known for the ids of FROM; give a folder with tokenizer.json, or bytes")
 
 
 def make_generator(
@@ -111,23 +122,6 @@ def make_generator(
         made, mesh, specs, get_strategy(options), sampling, positions=config.data.seq_len, cache=cache
     )
     return generator, target
-
-
-def load_params(stored: Stored, target: PyTree) -> PyTree:
-    """The parameters of a checkpoint, laid out as `target`. One at a time is whole, in host memory."""
-    found, wanted = stored.params(), leaves_by_name(target)
-    for name, leaf in wanted.items():
-        if name not in found or found[name].shape != leaf.shape:
-            there = list(found[name].shape) if name in found else "not there"
-            raise UserError(f"FROM: {name} is {there} in {stored.folder}, its config.yaml makes it {list(leaf.shape)}")
-
-    def one(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        array = stored.param(name)
-        return jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda index: array[index].astype(leaf.dtype, copy=False)
-        )
-
-    return jax.tree.unflatten(jax.tree.structure(target), [one(name, leaf) for name, leaf in wanted.items()])
 
 
 def read_prompts(file: Path) -> Iterator[str]:

@@ -5,6 +5,7 @@ A `Rule` is what `setting` writes beside each field; the check of a value and th
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 import types
@@ -147,6 +148,20 @@ class Key:
         return check_value(value, self.kind, self.optional, self.rule, dotted)
 
 
+def field_of(key: str) -> str:
+    """The name of the field that holds a key: `from` is a word of Python, so its field is `from_`."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """A section, or a whole configuration, as a tree of dicts with the names of keys."""
+    return {
+        name: settings_of(value) if is_dataclass(value) else value
+        for name in keys(type(config))
+        for value in [getattr(config, field_of(name))]
+    }
+
+
 def keys(cls: type) -> dict[str, Key]:
     """The keys of a section, in order, from the fields of its dataclass."""
     hints = typing.get_type_hints(cls)
@@ -157,7 +172,8 @@ def keys(cls: type) -> dict[str, Key]:
         kind = next(one for one in kinds if one is not types.NoneType)  # of several the first is what `Key` says
         default = None if each.default is MISSING else each.default
         rule, shorthand = each.metadata["rule"], each.metadata.get("shorthand")
-        found[each.name] = Key(each.name, kind, types.NoneType in kinds, rule, shorthand, default)
+        name = each.name.removesuffix("_")  # see `field_of`
+        found[name] = Key(name, kind, types.NoneType in kinds, rule, shorthand, default)
     return found
 
 

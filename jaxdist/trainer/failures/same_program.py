@@ -6,13 +6,12 @@ Ranks with different programs do not fail: some compute wrong numbers in silence
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from flax.traverse_util import flatten_dict
 
 from jaxdist.build import Parts
-from jaxdist.config.rules.fields import show
+from jaxdist.config.rules.fields import settings_of, show
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
 from jaxdist.mesh import sizes_of
@@ -35,7 +34,7 @@ def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
 
 def settings_by_key(config: Config) -> dict[str, Any]:
     """All settings by their full keys, such as "optimizer.lr"."""
-    return flatten_dict(asdict(config), sep=".")
+    return flatten_dict(settings_of(config), sep=".")
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
