@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxdist.config.sections.grad_sync import GradSync as GradSync
     from jaxdist.distill.divergence import distill_loss as distill_loss
     from jaxdist.errors import UserError as UserError
+    from jaxdist.generation.generate import generate as generate
     from jaxdist.init import init_state as init_state
     from jaxdist.init import state_target as state_target
     from jaxdist.launcher.spawn import SpawnError as SpawnError
@@ -67,6 +68,7 @@ _HOME = {
     "batch_mean": "jaxdist.parallel.batch_mean",
     "distill_loss": "jaxdist.distill.divergence",
     "fit": "jaxdist.trainer.fit",
+    "generate": "jaxdist.generation.generate",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.traced.ledger",
     "linen_loss": "jaxdist.parallel.modules.linen_modules",

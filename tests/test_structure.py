@@ -23,7 +23,7 @@ FLOORS = (
     {"nn"},
     {"parallel", "state"},
     {"models"},
-    {"step", "train_step", "init", "checkpoint"},
+    {"step", "train_step", "init", "checkpoint", "generation"},
     {"pretrained"},
     {"distill"},
     {"build"},

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -58,7 +59,7 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
         return model
     from jaxdist.precision.autocast import autocast
 
-    names = ("embed", "block", "head", "logits", "metrics", "features")
+    names = ("embed", "block", "head", "logits", "metrics", "features", "cached")
     units = {name: getattr(model, name) for name in names}
     return model._replace(**{name: unit and autocast(unit, precision.compute) for name, unit in units.items()})
 
@@ -239,7 +240,7 @@ def _scan_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
     """The function (parameters, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary].
 
-    For sampling. The parameters are sharded as the strategy stores them.
+    For sampling. position: one, or one a row [b]. The parameters are sharded as the strategy stores them.
     """
     units, program = unit_specs(specs), make_program(model, strategy, specs)
     hidden = program.hidden
@@ -248,7 +249,8 @@ def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[
     def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
         diff, captured = strategy.begin(params, specs, STACKED)
         h = hidden(diff, captured, batch)
-        h = lax.dynamic_slice_in_dim(h, position, 1, axis=1)  # the head sees one position: no [b, S, vocabulary]
+        rows = jnp.broadcast_to(position, h.shape[:1])[:, None, None]
+        h = jnp.take_along_axis(h, rows, axis=1)  # the head sees one position: no [b, S, vocabulary]
         tied = strategy.gather(diff["embed"], captured["embed"], units["embed"]) if model.tied else None
         params = strategy.gather(diff["head"], captured["head"], units["head"])
         return psum(on_first_stage(lambda h: model.logits(params, tied, h)[:, 0], h), "pipe")
