@@ -60,8 +60,9 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     from jaxdist.precision.autocast import autocast
 
     names = ("embed", "block", "head", "logits", "metrics", "features", "cached")
-    units = {name: getattr(model, name) for name in names}
-    return model._replace(**{name: unit and autocast(unit, precision.compute) for name, unit in units.items()})
+    units: Any = {name: getattr(model, name) for name in names}
+    units = {name: unit and autocast(unit, precision.compute) for name, unit in units.items()}
+    return model._replace(**units)
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:
