@@ -25,7 +25,6 @@ from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.data import Ids, Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, replace_file
-from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
 from jaxdist.observe.sinks import Sinks, make_sinks
@@ -39,6 +38,7 @@ from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.failures.same_program import facts_of_program
+from jaxdist.trainer.first_state import first_state
 from jaxdist.trainer.resume import changed_settings, check_identity, identity, record, show_changes
 
 Sampler = Callable[[PyTree], str]  # parameters -> text
@@ -254,17 +254,6 @@ def build(
         cache=cache,
         sample=sample,
     )
-
-
-def first_state(
-    config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
-) -> TrainState:
-    """The state of a new run: parameters at random, or those that `init.from` names."""
-    if config.init.from_ is None:
-        return init_state(parts.model, parts.optimizer, mesh, parts.options)
-    from jaxdist.pretrained.start import state_from  # only where it is asked for
-
-    return state_from(config, parts, mesh, order, say)
 
 
 def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch, *, order: np.ndarray | None) -> Outputs:
