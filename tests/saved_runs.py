@@ -26,14 +26,24 @@ MODELS = {
     "llama-untied": ModelConfig(style="llama", kv_heads=2, mlp_width=24, rope_theta=5e5, norm_eps=1e-6),
     "llama-tied": ModelConfig(style="llama", tied=True, kv_heads=1, mlp_width=24),
     "llama-bias": ModelConfig(style="llama", bias=True, mlp_width=24),
+    "llama3": ModelConfig(
+        style="llama", kv_heads=2, mlp_width=24, rope_theta=5e5, rope_type="llama3", rope_factor=4.0, rope_positions=8
+    ),
+    "llama-linear": ModelConfig(style="llama", mlp_width=24, rope_type="linear", rope_factor=3.0, head_width=6),
+    "mistral": ModelConfig(style="llama", kv_heads=2, mlp_width=24, window=5),
+    "mistral-nemo": ModelConfig(style="llama", kv_heads=1, mlp_width=24, head_width=4),
+    "qwen2": ModelConfig(style="llama", kv_heads=2, mlp_width=24, qkv_bias=True, tied=True, norm_eps=1e-6),
+    "qwen2-window": ModelConfig(style="llama", kv_heads=2, mlp_width=24, qkv_bias=True, window=4),
+    "qwen3": ModelConfig(style="llama", kv_heads=2, mlp_width=24, qk_norm=True, head_width=16, tied=True),
 }
 LENGTH = 12
 NEEDS = pytest.mark.skipif("not __import__('importlib').util.find_spec('safetensors')", reason="safetensors is missing")
 
 
 def config_of(name: str, **changes: Any) -> Config:
-    """4 blocks, width 32, 4 heads; odd sizes of vocabulary and sequence."""
-    model = asdict(MODELS[name]) | {"layers": 4, "width": 32, "heads": 4, "vocab": 259} | changes.pop("model", {})
+    """4 blocks, width 32, 4 heads (mistral-nemo: 6, which divide no 32); odd sizes of vocabulary and sequence."""
+    heads = 6 if name == "mistral-nemo" else 4
+    model = asdict(MODELS[name]) | {"layers": 4, "width": 32, "heads": heads, "vocab": 259} | changes.pop("model", {})
     data = DataConfig(path=__file__, seq_len=LENGTH, global_batch=8)
     return Config(model=ModelConfig(**model), data=data, **changes)
 

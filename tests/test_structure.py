@@ -24,6 +24,7 @@ FLOORS = (
     {"parallel", "state"},
     {"models"},
     {"step", "train_step", "init", "build", "checkpoint"},
+    {"pretrained"},
     {"runtime"},
     {"plan", "observe", "launcher"},
     {"trainer"},

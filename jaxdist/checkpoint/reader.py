@@ -78,6 +78,12 @@ class Stored:
             found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
         return found
 
+    def averages(self) -> dict[str, str]:
+        """Where the state has the moving average of each parameter, by the parameter's name; {} without `train.ema`."""
+        if self.meta.get("train", {}).get("ema") is None:
+            return {}
+        return {name: f"opt_state.ema.{name}" for name in leaves_by_name(self._tree["opt_state"]["ema"])}
+
     def param(self, name: str) -> np.ndarray:
         """One parameter."""
         (array,) = jax.tree.leaves(self._read(unflatten_dict({f"params.{name}": 0}, sep=".")))

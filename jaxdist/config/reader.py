@@ -5,10 +5,11 @@ deep nesting and duplicate keys are refused before anything is built from them.
 """
 
 import functools
+import keyword
 import logging
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -56,8 +57,16 @@ class _Section(NamedTuple):
             yield from self.sections[name].everywhere() if name in self.sections else [self.dotted(name)]
 
 
-def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T:
-    """A `cls` from the YAML file at `path` with each `section.key=value` on top, in order. Errors: `UserError`."""
+def read_config(
+    cls: type[_T],
+    path: str | Path,
+    overrides: Sequence[str],
+    completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {},
+) -> _T:
+    """A `cls` from the YAML file at `path` with each `section.key=value` on top, in order. Errors: `UserError`.
+
+    completed: the values that are given, not checked yet -> values below them, for what is not given.
+    """
     text = _read_text(Path(path))
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
@@ -66,11 +75,17 @@ def read_config(cls: type[_T], path: str | Path, overrides: Sequence[str]) -> _T
     common, usual = dict(all_keys(cls)), _section(cls, {})
     naming = [_override(usual, each) for each in overrides if each.partition("=")[0].strip() in common]
     given: dict[str, Any] = functools.reduce(_merged, naming, tree)
-    top = _section(cls, given)
+    below = completed(given)
+    top = _section(cls, _merged(below, given))
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
-    layers = [_checked(top, top, layer) for layer in (tree, *(_override(top, each) for each in overrides))]
+    layers = [_checked(top, top, layer) for layer in (below, tree, *(_override(top, each) for each in overrides))]
     made: _T = _build(top, functools.reduce(_merged, layers))
     return made
+
+
+def field_of(key: str) -> str:
+    """The name of the field that holds a key: `from` is a word of Python, so its field is `from_`."""
+    return f"{key}_" if keyword.iskeyword(key) else key
 
 
 def key_names(cls: Any) -> list[str]:
@@ -148,7 +163,8 @@ def _bare(name: str) -> str:
 
 def _build(section: _Section, tree: dict[str, Any]) -> Any:
     """The dataclass of a section, from its checked tree."""
-    return section.made(**tree | {name: _build(each, tree.get(name, {})) for name, each in section.sections.items()})
+    whole = tree | {name: _build(each, tree.get(name, {})) for name, each in section.sections.items()}
+    return section.made(**{field_of(name): value for name, value in whole.items()})
 
 
 def _not_a_section(section: _Section, shorthand: str | None, value: Any) -> str:

@@ -13,6 +13,7 @@ from jaxdist.config.entries import Entries, Section, named, with_options
 from jaxdist.config.rules.fields import parse_mixture, section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
 from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.init import InitConfig
 from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.config.sections.precision import PrecisionConfig
@@ -25,6 +26,12 @@ class ModelConfig(Section):
     """The model."""
 
     name: str = setting("gpt", "the model", folder="jaxdist.models")
+    from_: str | None = setting(
+        None,
+        "a Hugging Face folder or a run directory: its architecture, in place of the keys that are not given; the run's"
+        " own configuration has all keys and no folder",
+        how=True,
+    )
 
     # jaxdist reads these of every model. The values here are those of a model without such keys.
     layers = vocab = loss_chunk = _NONE
@@ -286,6 +293,7 @@ class Config:
     data: DataConfig = section(DataConfig, "the data and its batches")
     mesh: MeshConfig = section(MeshConfig, "the mesh axes")
     parallel: ParallelConfig = section(ParallelConfig, "strategy, schedule, gradient reduction")
+    init: InitConfig = section(InitConfig, "the parameters that a new run starts with", shorthand="from")
     precision: PrecisionConfig = section(PrecisionConfig, "number types", shorthand="policy")
     memory: MemoryConfig = section(MemoryConfig, "recomputation, host memory")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")

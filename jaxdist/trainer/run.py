@@ -221,7 +221,7 @@ def build(
     if jax.process_count() > 1:
         watch.agree(facts_of_program(config, parts, mesh, plan.source))
     watch.crumbs.enter("restore")
-    fresh = lambda: init_state(parts.model, parts.optimizer, mesh, parts.options)  # noqa: E731
+    fresh = lambda: first_state(config, parts, mesh, order, outputs.console.line)  # noqa: E731
     progress = restore_or_init(config, parts.target, outputs, fresh, identity(config, plan.source))
     lead, baselines = jax.process_index() == 0, dict[str, float]()
     if lead:
@@ -250,6 +250,17 @@ def build(
         cache=cache,
         sample=sample,
     )
+
+
+def first_state(
+    config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
+) -> TrainState:
+    """The state of a new run: parameters at random, or those that `init.from` names."""
+    if config.init.from_ is None:
+        return init_state(parts.model, parts.optimizer, mesh, parts.options)
+    from jaxdist.pretrained.start import state_from  # only where it is asked for
+
+    return state_from(config, parts, mesh, order, say)
 
 
 def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch, *, order: np.ndarray | None) -> Outputs:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from jaxdist.build import Parts
+from jaxdist.config.load import settings_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
@@ -134,7 +134,7 @@ def write_run_report(run: TrainingRun, samples: str) -> None:
     except UserError as error:  # a step that the ledger does not know: the rest of the page is as good
         prediction = f"The step cannot be read: {error}."
     record = read_run(run.outputs.folder)._replace(
-        settings=redact_settings(asdict(plan.config)),
+        settings=redact_settings(settings_of(plan.config)),
         defaults=defaults_of(plan.config),
         samples=samples,
         prediction=prediction,

@@ -49,12 +49,8 @@ def theirs(name: str, torch: Any, transformers: Any) -> Any:
     """A model of `transformers` with random numbers in every parameter."""
     fields = config_json(config_of(name).model.resolved(), positions=LENGTH, dtype="float32")
     kind = fields.pop("model_type")
-    made = {
-        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }[kind]
     torch.manual_seed(0)
-    model = made[1](made[0](**fields)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -216,7 +212,7 @@ def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"bias": False}, r"model.bias: False, but Hugging Face's GPT-2 has biases in every layer; allowed: true"),
+        ({"bias": False}, r"model.bias: false, but Hugging Face's GPT-2 has biases in every layer; allowed: true"),
         (
             {"norm": "rmsnorm"},
             r"model: positions learned, norm rmsnorm and mlp gelu have no .*allowed: learned, layernorm",
@@ -224,6 +220,16 @@ def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
         ({"positions": "rope"}, r"model: positions rope, norm layernorm and mlp gelu"),
         ({"mlp": "swiglu"}, r"model: positions learned, norm layernorm and mlp swiglu"),
         ({"kv_heads": 2}, r"model.kv_heads: 2, but Hugging Face's GPT-2 has as many as model.heads; allowed: 4"),
+        (
+            {"window": 4},
+            r"model.window: 4, but Hugging Face's GPT-2 has no window; allowed: null; or model.style=llama",
+        ),
+        ({"head_width": 4}, r"model.head_width: 4, but Hugging Face's GPT-2 has heads of width / heads; allowed: 8"),
+        (
+            {"style": "llama", "qk_norm": True, "qkv_bias": True},
+            r"model: bias false, qkv_bias true, qk_norm true and window null have no Hugging Face format here together",
+        ),
+        ({"style": "llama", "bias": True, "window": 4}, r"model: bias true, qkv_bias true, qk_norm false and window 4"),
         (
             {"name": "picture_model.classifier"},
             r"model.name: 'picture_model.classifier' has no Hugging Face format here; allowed: gpt",
@@ -253,6 +259,13 @@ def judge(folder: Path, config: Config, changes: dict[str, Any]) -> tuple[int, l
         return check_model(files, found, config.model.resolved(), positions=config.data.seq_len)
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 2,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 77,
+}
 REFUSED = [
     (
         "llama-untied",
@@ -264,15 +277,30 @@ REFUSED = [
     ("llama-untied", {"kv_heads": 4}, {}, r"\S+k_proj.weight: is \[16, 32\] .* asks for model.kv_heads=2 \(is 4\)"),
     ("llama-untied", {"layers": 2}, {}, r"model.layers.1.\S+: is not in the file.*model.layers=1 \(is 2\)"),
     ("llama-untied", {"vocab": 256}, {}, r"model.embed_tokens.weight: is \[259, 32\].*\[256, 32\]; .*vocab=259"),
-    ("llama-untied", {"heads": 2, "kv_heads": 1}, {}, r".* asks for model.heads=4 \(is 2\), model.kv_heads=2"),
+    ("llama-untied", {"heads": 2, "kv_heads": 1}, {}, r".* asks for model.heads=4 \(is 2\), .*kv_heads=2"),
     ("llama-untied", {"norm_eps": 1e-5}, {}, r"config.json: asks for model.norm_eps=1e-06 \(is 1e-05\); set them"),
     ("llama-untied", {"rope_theta": 1e4}, {}, r"config.json: asks for model.rope_theta=500000.0 \(is 10000.0\)"),
     ("llama-untied", {"tied": True}, {}, r"config.json: asks for model.tied=false \(is true\)"),
     ("llama-untied", {"bias": True}, {}, r"\S+q_proj.bias: is not in the file, and this configuration has it"),
     ("llama-untied", {"style": "gpt2", "kv_heads": None}, {}, r"config.json: model_type is 'llama'; .*style=llama"),
     ("llama-untied", {}, {"hidden_act": "gelu"}, r"config.json: hidden_act is 'gelu', which no configuration makes"),
-    ("llama-untied", {}, {"rope_parameters": {"rope_type": "llama3"}}, r"config.json: rotary .* of type 'llama3'"),
-    ("llama-untied", {}, {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, r".*'linear'"),
+    ("llama-untied", {}, {"rope_parameters": {"rope_type": "yarn"}}, r"config.json: rotary .* of type 'yarn', which"),
+    ("llama-untied", {}, {"rope_parameters": {"rope_type": "llama3"}}, r"config.json: factor of rotary .*: nothing"),
+    ("llama-untied", {}, {"rope_scaling": LLAMA3 | {"low_freq_factor": "x"}}, r"config.json: low_freq_factor.*'x' is"),
+    (
+        "llama-untied",
+        {},
+        {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+        r'config.json: asks for model.rope_type="llama3" \(is "default"\), model.rope_factor=2.0 \(is 8.0\),'
+        r" model.rope_positions=77 \(is 8192\); set them",
+    ),
+    (
+        "llama-untied",
+        {},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+        r'.*asks for model.rope_type="linear" .*, model.rope_factor=2.0 \(is 8.0\); set',
+    ),
+    ("llama-untied", {}, {"partial_rotary_factor": 0.5}, r"config.json: partial_rotary_factor is 0.5, which no"),
     ("llama-untied", {}, {"rope_parameters": [1]}, r"config.json: rotary positions of type a list"),
     *(
         ("llama-untied", {}, {key: value}, rf"config.json: {key}: {shown}.*; allowed: {allowed}")
@@ -297,9 +325,52 @@ REFUSED = [
     ("llama-untied", {}, {"model_type": {}}, r"config.json: model_type is a mapping; allowed: gpt2, llama"),
     ("llama-untied", {}, {"rope_parameters": None, "rope_scaling": "default"}, r"config.json: rotary .* 'default'"),
     ("llama-untied", {}, {"attention_bias": True}, r"config.json: attention_bias and mlp_bias differ"),
-    ("llama-untied", {}, {"head_dim": 16}, r"config.json: head_dim is 16, which .* 8$"),
-    ("llama-untied", {}, {"model_type": "mistral"}, r"config.json: model_type is 'mistral'; allowed: gpt2, llama"),
-    ("gpt2-tied", {}, {"n_positions": 99}, r"config.json: asks for data.seq_len=99 \(is 12\)"),
+    ("llama-untied", {}, {"head_dim": 16}, r"config.json: asks for model.head_width=16 \(is 8\); set"),
+    ("llama-untied", {}, {"head_dim": None, "num_attention_heads": 5}, r"config.json: num_attention_heads 5 does not"),
+    (
+        "llama-untied",
+        {},
+        {"model_type": "gemma2"},
+        r"config.json: model_type is 'gemma2'; allowed: gpt2, llama, mistral",
+    ),
+    ("llama-untied", {}, {"model_type": "mistral"}, r"config.json: asks for model.window=4096 \(is null\); set"),
+    ("llama-untied", {}, {"model_type": "qwen2"}, r"config.json: asks for model.qkv_bias=true \(is false\); set"),
+    (
+        "llama-untied",
+        {},
+        {"model_type": "qwen3", "head_dim": 8},
+        r"config.json: asks for model.qk_norm=true \(is false",
+    ),
+    (
+        "llama-untied",
+        {},
+        {"model_type": "qwen3", "attention_bias": True},
+        r"config.json: attention_bias is true, which no",
+    ),
+    ("llama-untied", {}, {"model_type": "gpt2"}, r"config.json: model_type is 'gpt2'; .*model.style=gpt2 \(is llama\)"),
+    *(
+        ("llama-untied", {}, {"model_type": kind, "use_sliding_window": True} | more, message)
+        for kind, more, message in (
+            (
+                "qwen2",
+                {"num_hidden_layers": 9, "max_window_layers": 3},
+                r"config.json: layers of full_attention and sli",
+            ),
+            (
+                "qwen3",
+                {"layer_types": ["full_attention", "x"]},
+                r"config.json: layers of full_attention and x, which no",
+            ),
+            ("qwen3", {"layer_types": 3}, r"config.json: layers of 3, which no"),
+            ("qwen2", {"max_window_layers": "x"}, r"config.json: max_window_layers: 'x' is text; allowed: an integer"),
+            (
+                "qwen2",
+                {"sliding_window": 0},
+                r"config.json: sliding_window: 0 is out of range; allowed: an integer >= 1",
+            ),
+        )
+    ),
+    ("gpt2-tied", {}, {"n_positions": 9}, r"config.json: asks for data.seq_len=9 \(is 12\)"),
     ("gpt2-tied", {}, {"activation_function": "relu"}, r"config.json: activation_function is 'relu'"),
     ("gpt2-tied", {}, {"scale_attn_by_inverse_layer_idx": True}, r"config.json: scale_attn_by_inverse_layer_idx"),
 ]

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxdist.checkpoint.huggingface.family import (
     CONFIG,
+    POSITIONS,
     Family,
     Tensor,
     config_value,
@@ -45,7 +46,7 @@ def _tensors(model: ModelConfig, positions: int) -> list[Tensor]:
         ]
     return [
         Tensor("embed.tokens.table", f"{embeddings}.word_embeddings.weight", (model.vocab or 0, width)),
-        Tensor("embed.positions.table", f"{embeddings}.position_embeddings.weight", (positions, width)),
+        Tensor(POSITIONS, f"{embeddings}.position_embeddings.weight", (positions, width)),
         Tensor("embed.types.table", f"{embeddings}.token_type_embeddings.weight", (model.types, width)),
         *norm_tensors("embed.norm", f"{embeddings}.LayerNorm", width),
         *(each._replace(leaf=f"{STACKED}.{each.leaf}", name=f"bert.encoder.layer.{{}}.{each.name}") for each in block),
@@ -74,7 +75,7 @@ def _read(
     found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int
 ) -> tuple[dict[str, Any], list[str]]:
     """The head is that of `architectures`; files of another one, such as BertForPreTraining, may hold either."""
-    values, other, named = dict[str, Any](), list[str](), found.get("architectures")
+    values, named = dict[str, Any](), found.get("architectures")
     if named is not None and not isinstance(named, list):
         raise UserError(f"{CONFIG}: architectures is {show(named)}; allowed: a list of names, or null")
     heads = [head for head, name in ARCHITECTURES.items() if name in (named or ())]
@@ -86,9 +87,7 @@ def _read(
     if model.head == "classification":
         count = {} if labels is None else {"num_labels": len(labels)}
         values["classes"] = config_value(found | count, "num_labels", known["classes"], 2)
-    if (length := config_value(found, "max_position_embeddings", known["seq_len"], 512)) != positions:
-        other.append(f"data.seq_len={length} (is {positions})")
-    return values, other
+    return values, []
 
 
 def _impossible(found: dict[str, Any], model: ModelConfig) -> str:
@@ -113,6 +112,8 @@ BERT = Family(
     },
     fixed={"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "is_decoder": (False,)},
     tensors=_tensors,
+    length=("max_position_embeddings", 512),
+    positions=POSITIONS,
     written=_written,
     read=_read,
     impossible=_impossible,

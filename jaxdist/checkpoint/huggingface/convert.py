@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value
-from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, tensors
+from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, name_of, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
 from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.rules.fields import keys, show
@@ -32,28 +32,64 @@ def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, 
 def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: int) -> list[str]:
     """The settings that a configuration lacks for the model of a config.json: ["model.width=768 (is 128)", ...].
 
-    A larger `model.vocab` is allowed. Raises `UserError` for a model that no configuration makes.
+    A larger `model.vocab` and shorter sequences are allowed. Raises `UserError` for a model that no configuration
+    makes.
     """
     check_name(model.name)
-    theirs, known = _check_kind(found), keys(type(model)) | keys(DataConfig)
-    if not {ours for ours, _ in theirs.keys.values()} <= known.keys():  # of another model
+    theirs = _check_kind(found)
+    if not {ours for ours, _ in theirs.keys.values()} <= keys(type(model)).keys():  # of another model
         return [f"a model of type {theirs.kind} (model.name is {model.name})"]
-    wanted = {ours: config_value(found, key, known[ours], usual) for key, (ours, usual) in theirs.keys.items()}
-    own, more = theirs.read(found, known, model, positions)
-    wanted |= own
+    wanted, other = _wanted(found, theirs, model, positions)
     if theirs.tables and model.vocab >= wanted["vocab"]:
         del wanted["vocab"]
-    other = [
+    different = [
         f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
         for key, value in wanted.items()
         if getattr(model, key) != value
     ]
-    if family(model).kind != theirs.kind:
-        other.insert(0, f"model.style={theirs.kind} (is {family(model).kind})")
-    other += more
-    if not other and (impossible := theirs.impossible(found, model)):
+    if family(model).form != theirs.form:
+        different.insert(0, f"model.style={theirs.form} (is {family(model).form})")
+    if theirs.positions and (most := longest_of(found, theirs) or positions) < positions:
+        other = [*other, f"data.seq_len={most} (is {positions})"]
+    different += other
+    if not different and (impossible := theirs.impossible(found, model)):
         raise UserError(f"{CONFIG}: {impossible}")
-    return other
+    return different
+
+
+def _wanted(
+    found: dict[str, Any], theirs: Family, model: ModelConfig, positions: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The values that a config.json has for keys of the model, and other differences in words."""
+    known = keys(type(model)) | keys(DataConfig)
+    values = {ours: config_value(found, key, known[ours], usual) for key, (ours, usual) in theirs.keys.items()}
+    own, other = theirs.read(found, known, model, positions)
+    return values | own, other
+
+
+def longest_of(found: dict[str, Any], theirs: Family) -> int | None:
+    """The length of the longest sequence by a config.json; None for models without sequences."""
+    if theirs.length is None:
+        return None
+    length: int = config_value(found, theirs.length[0], keys(DataConfig)["seq_len"], theirs.length[1])
+    return length
+
+
+def model_of_config(found: dict[str, Any]) -> tuple[ModelConfig, int]:
+    """The model of a config.json, `resolved`, and the length of its longest sequence; 1 for one without sequences.
+
+    Raises `UserError` for a model that no configuration makes.
+    """
+    theirs = _check_kind(found)
+    length = longest_of(found, theirs) or 1
+    named = {"style": theirs.style} if theirs.style else {}
+    model = ModelConfig(name_of(theirs), **named)
+    for _ in range(2):  # what else a config.json means depends, for some, on keys that it has
+        values = _wanted(found, theirs, model.resolved(), length)[0]
+        model = model.replace(**values)
+    if wrong := config_differences(found, model.resolved(), positions=length):
+        raise UserError(f"{CONFIG}: asks for {', '.join(wrong)}, which no configuration makes")
+    return model.resolved(), length
 
 
 def _check_kind(found: dict[str, Any]) -> Family:
@@ -94,7 +130,7 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     if not {"model", "data"} <= stored.meta.keys():
         raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
     check_name(stored.meta["model"].get("name", "gpt"))  # first: making the options of a dotted path imports it
-    model, positions = ModelConfig(**stored.meta["model"]), stored.meta["data"]["seq_len"]
+    model, positions = ModelConfig(**stored.meta["model"]).resolved(), stored.meta["data"]["seq_len"]
     found = stored.params()
     tables, rows = family(model).tables, model.vocab or 0
     kept = rows if vocab is None else vocab
@@ -143,7 +179,7 @@ def check_model(
     wrong = config_differences(config, model, positions=positions)
     own, kind = family(model), config["model_type"]
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
-    if own.kind != kind:
+    if own.form != FAMILIES[kind].form:
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
     known, rows, dtypes, table = set(own.copies(model)), set[int](), set[str](), ""
     for each, _, usual in _pieces(model, positions=positions):
@@ -152,8 +188,9 @@ def check_model(
         if name not in files.names:
             raise UserError(f"{usual}: is not in the file, and this configuration has it{hint}")
         shape, wanted = files.shape(name), each.shape
-        padded = each.leaf in own.tables and shape[1:] == wanted[1:] and shape[0] <= wanted[0]
-        if shape != wanted and not padded:
+        same = shape[1:] == wanted[1:] and each.leaf in (own.positions, *own.tables)
+        cut = shape[0] >= wanted[0] if each.leaf == own.positions else shape[0] <= wanted[0]
+        if shape != wanted and not (same and cut):
             raise UserError(f"{name}: is {list(shape)} in the file, this configuration makes it {list(wanted)}{hint}")
         if each.leaf in own.tables:
             rows, table = rows | {shape[0]}, name
@@ -167,30 +204,36 @@ def check_model(
     return next(iter(rows), None), sorted(dtypes)
 
 
-def load_params(
-    files: TensorFiles, model: ModelConfig, shapes: dict[str, Any], *, positions: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Our parameters, as (name, array), from files that `check_model` has passed.
+def pieces_of(
+    files: TensorFiles, model: ModelConfig, like: dict[str, Any], *, positions: int
+) -> Iterator[tuple[str, int | None, np.ndarray]]:
+    """Our parameters in pieces, as (name, number of a block or None, array), from files that `check_model` has passed.
 
-    shapes: of all parameters, with the dtypes that they get. Raises `UserError` for non-finite numbers, and for a copy
-    of a parameter, such as a tied head, that differs from it.
+    like: the parameters that are wanted, with shapes and dtypes. A table of the vocabulary may have more rows than the
+        files, a table of positions fewer.
+
+    Raises `UserError` for non-finite numbers, and for a copy of a parameter, such as a tied head, that differs from it.
     """
     own = family(model)
     repeated = {leaf: name for name, leaf in own.copies(model).items() if name in files.names}
     for leaf, group in _by_leaf(_pieces(model, positions=positions)):
-        array = np.zeros(shapes[leaf].shape, shapes[leaf].dtype)
+        if leaf not in like:
+            continue
+        wanted, by_block = like[leaf], dict[Any, list[tuple[Tensor, str]]]()
         for each, index, usual in group:
-            name = actual_name(files, usual, own)
-            tensor = files.read(name)
-            if not np.isfinite(tensor).all():
-                raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
-            if leaf in own.tables:
-                _fill(array, tensor)
-            else:
-                each.put(array[index], tensor)
-        if leaf in repeated and files.read(repeated[leaf]).tobytes() != tensor.tobytes():
-            raise UserError(f"{repeated[leaf]}: {own.unequal.format(name)}")
-        yield leaf, array
+            by_block.setdefault(index, []).append((each, actual_name(files, usual, own)))
+        for index, tensors_of in by_block.items():
+            shape = wanted.shape if index is ... else wanted.shape[1:]
+            array = np.zeros(shape, wanted.dtype)
+            for each, name in tensors_of:
+                tensor = files.finite(name)
+                if leaf in own.tables:
+                    _fill(array, tensor)
+                else:
+                    each.put(array, tensor[: shape[0]] if leaf == own.positions else tensor)
+                if leaf in repeated and files.read(repeated[leaf]).tobytes() != tensor.tobytes():
+                    raise UserError(f"{repeated[leaf]}: {own.unequal.format(name)}")
+            yield leaf, None if index is ... else index, array
 
 
 def _fill(table_VD: np.ndarray, rows_RD: np.ndarray) -> None:

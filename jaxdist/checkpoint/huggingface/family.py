@@ -14,6 +14,7 @@ from jaxdist.config.rules.fields import Key
 from jaxdist.config.schema import ModelConfig
 
 CONFIG = "config.json"
+POSITIONS = "embed.positions.table"  # our learned positions
 
 
 class Tensor(NamedTuple):
@@ -64,6 +65,10 @@ class Family(NamedTuple):
     - written: (model, positions) -> the other keys of config.json.
     - read: what `keys` cannot say, see `ConfigReader`. Its values of our keys replace those of `keys`.
     - impossible: (found, model) -> what no configuration makes, where nothing else differs; or "".
+    - style: `model.style` of all its models; "" if they have no such key. Names of tensors are those of all families of
+      this style: which of them a model has goes by its other options.
+    - length: (key of config.json for the length of the longest sequence, its default); None: there is none.
+    - positions: our table of learned positions, whose first rows serve shorter sequences; "": there is none.
     - tables: our leaves whose rows are the vocabulary.
     - copies: model -> {a tensor that may be in the files: our leaf that it repeats}.
     - unequal: what a message says of such a tensor that does not repeat it; {} for the name of the tensor that is read.
@@ -80,11 +85,19 @@ class Family(NamedTuple):
     written: Callable[[ModelConfig, int], dict[str, Any]]
     read: ConfigReader = _nothing
     impossible: Callable[[dict[str, Any], ModelConfig], str] = lambda found, model: ""
+    style: str = ""
+    length: tuple[str, int] | None = None
+    positions: str = ""
     tables: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], dict[str, str]] = _no_copies
     unequal: str = "differs from {}, and this model has one parameter for both; no configuration makes two"
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Equal for families whose tensors have the same names."""
+        return self.style or self.kind
 
 
 def config_value(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:

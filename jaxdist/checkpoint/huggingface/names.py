@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxdist.checkpoint.huggingface.bert import BERT, bert_family
 from jaxdist.checkpoint.huggingface.family import Family, Tensor
-from jaxdist.checkpoint.huggingface.gpt import GPT2, LLAMA, gpt_family
+from jaxdist.checkpoint.huggingface.gpt import GPT2, gpt_family
+from jaxdist.checkpoint.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from jaxdist.checkpoint.huggingface.vit import VIT
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import ModelConfig
@@ -17,7 +18,14 @@ MODELS: Mapping[str, Callable[[ModelConfig], Family]] = {
     "vit": lambda model: VIT,
     "bert": bert_family,
 }
-FAMILIES = {each.kind: each for each in (GPT2, LLAMA, VIT, BERT)}
+# {model.name: its families}
+FAMILIES_OF = {"gpt": (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3), "vit": (VIT,), "bert": (BERT,)}
+FAMILIES = {each.kind: each for families in FAMILIES_OF.values() for each in families}
+
+
+def name_of(own: Family) -> str:
+    """The `model.name` of a family's models."""
+    return next(name for name, families in FAMILIES_OF.items() if any(each.kind == own.kind for each in families))
 
 
 def check_name(name: Any) -> None:

@@ -98,18 +98,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """The safetensors files of a folder, to read one tensor at a time. Use it as a context.
+    """The safetensors files of a folder, or one file, to read one tensor at a time. Use it as a context.
 
     Raises `UserError` for a folder or a file that is not what it should be.
     """
 
     def __init__(self, folder: Path) -> None:
         self._where: dict[str, Any] = {}  # name -> the open file
+        self._paths: dict[str, Path] = {}
         self._stack = ExitStack()
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError:
             raise UserError("importing needs the package safetensors; pip install 'jaxdist[hf]'") from None
+        self._open = safe_open
         for path, names in _files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="numpy"))
@@ -120,12 +122,17 @@ class TensorFiles:
             if missing := sorted(set(names or ()) - inside):
                 raise UserError(f"{path}: has no tensor {show(missing[0])}, which {INDEX} says is there")
             self._where |= dict.fromkeys(names or inside, file)
+            self._paths |= dict.fromkeys(names or inside, path)
         self.names = set(self._where)  # of all tensors
 
     def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -141,11 +148,30 @@ class TensorFiles:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor."""
-        return self._where[name].get_tensor(name)
+        # Opened once more, and closed: a file that stays open keeps every page that was read in this process's memory.
+        with self._open(self._paths[name], framework="numpy") as file:
+            return file.get_tensor(name)
+
+    def finite(self, name: str) -> np.ndarray:
+        """One tensor. Raises `UserError` where it holds numbers that are not finite."""
+        tensor = self.read(name)
+        if not np.isfinite(tensor).all():
+            raise UserError(f"{name}: holds numbers that are not finite; such a model cannot be trained")
+        return tensor
+
+    def sample(self, name: str) -> bytes:
+        """The bytes of the first and of the last row of a tensor."""
+        rows = self._where[name].get_slice(name)
+        size = rows.get_shape()[0] if rows.get_shape() else 0
+        return b"".join(rows[at : at + 1].tobytes() for at in (0, size - 1)) if size else self.read(name).tobytes()
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files of a folder, each with the names of its tensors by the index; None without an index."""
+    """The files of a folder, each with the names of its tensors by the index; None without an index. Of a file, this
+    file."""
+    if folder.is_file():
+        yield folder, None
+        return
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):

@@ -16,7 +16,7 @@ from jaxdist.build import make_model, optimizer_of
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
 from jaxdist.checkpoint.block_order import without_order
 from jaxdist.checkpoint.checksums import newer_format
-from jaxdist.checkpoint.huggingface.convert import check_model, export, load_params
+from jaxdist.checkpoint.huggingface.convert import check_model, export
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
@@ -31,7 +31,7 @@ from jaxdist.optim import only_trained
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of
-from jaxdist.specs import leaves_by_name
+from jaxdist.pretrained import open_pretrained
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import check_vocabulary
 from jaxdist.trainer.resume import record
@@ -102,25 +102,22 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     model, positions = config.model.resolved(), config.data.seq_len
     enable_x64(config.precision.policy)
     with TensorFiles(folder) as files:
-        vocab, before = check_model(files, read_json(folder / CONFIG), model, positions=positions)
-        source = load_source(config.data)
-        check_vocabulary(config, source)
-        whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
-        made = make_model(whole, precision_of(config.precision), stages=1, training=True)
-        assert isinstance(made, ModelDef), "a loss has no format of Hugging Face, which check_model has said"
-        shapes = leaves_by_name(made.shapes)
-        named = load_params(files, model, shapes, positions=positions)
-        params = unflatten_dict({name: jnp.asarray(array) for name, array in named}, sep=".")
+        check_model(files, read_json(folder / CONFIG), model, positions=positions)
+    source = load_source(config.data)
+    check_vocabulary(config, source)
+    whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
+    made = make_model(whole, precision_of(config.precision), stages=1, training=True)
+    assert isinstance(made, ModelDef), "a loss has no format of Hugging Face, which check_model has said"
+    here, said = jax.sharding.SingleDeviceSharding(jax.devices()[0]), list[str]()
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made.shapes)
+    with open_pretrained(folder, key="--from") as found:
+        params = found.load(target, say=said.append)
     opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.frozen).init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))
     replace_file(run_dir / "config.yaml", to_yaml(config, redact_settings).encode())
-    now = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
-    cast = f", {' and '.join(before)} cast to {' and '.join(now)}" if before != now else ""
-    padding = 0 if vocab is None else model.vocab - vocab
-    said = f"; the vocabulary has {vocab} rows there, {padding} were added: the mean of the others" if padding else ""
-    return f"{made.parameters:,} parameters{cast}{said}"
+    return f"{made.parameters:,} parameters{''.join(said).removeprefix(f'--from: parameters of {folder}')}"
 
 
 def average(run_dir: Path, output: Path, *, last: int) -> str:

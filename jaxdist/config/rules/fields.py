@@ -157,7 +157,8 @@ def keys(cls: type) -> dict[str, Key]:
         kind = next(one for one in kinds if one is not types.NoneType)  # of several the first is what `Key` says
         default = None if each.default is MISSING else each.default
         rule, shorthand = each.metadata["rule"], each.metadata.get("shorthand")
-        found[each.name] = Key(each.name, kind, types.NoneType in kinds, rule, shorthand, default)
+        name = each.name.removesuffix("_")  # `from_`: see reader.py
+        found[name] = Key(name, kind, types.NoneType in kinds, rule, shorthand, default)
     return found
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from jaxdist.config.rules.fields import section, setting
 from jaxdist.errors import UserError
 
-ADAPTERS_ONLY = ("*", "!*.lora.*")  # freezes all but LoRA's adapters
+LORA = "*.lora.*"  # the names of adapters
+ADAPTERS_ONLY = ("*", f"!{LORA}")  # freezes all but these
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ Ranks with different programs do not fail: some compute wrong numbers in silence
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from flax.traverse_util import flatten_dict
 
 from jaxdist.build import Parts
+from jaxdist.config.load import settings_of
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
@@ -35,7 +35,7 @@ def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
 
 def settings_by_key(config: Config) -> dict[str, Any]:
     """All settings by their full keys, such as "optimizer.lr"."""
-    return flatten_dict(asdict(config), sep=".")
+    return flatten_dict(settings_of(config), sep=".")
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:

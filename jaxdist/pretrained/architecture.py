@@ -1,0 +1,33 @@
+"""The architecture that a place says, as keys of section `model`."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxdist.checkpoint.huggingface.convert import model_of_config
+from jaxdist.checkpoint.huggingface.family import CONFIG
+from jaxdist.checkpoint.huggingface.safetensors import read_json
+from jaxdist.config.load import settings_of
+from jaxdist.config.reader import parse_yaml
+from jaxdist.errors import UserError
+from jaxdist.files.regular import read_regular
+
+_KEY = "model.from"
+
+
+def architecture(where: str) -> dict[str, Any]:
+    """The keys of section `model` for a Hugging Face folder, by its config.json, or for a run, by its config.yaml.
+
+    Raises `UserError` for another place, and for a model that no configuration makes.
+    """
+    folder = Path(where).expanduser()
+    if (folder / "config.yaml").is_file():
+        tree = parse_yaml(read_regular(folder / "config.yaml").decode(), str(folder / "config.yaml"))
+        keys = tree.get("model") if isinstance(tree, dict) else None
+    elif (folder / CONFIG).is_file():
+        keys = settings_of(model_of_config(read_json(folder / CONFIG))[0])
+    else:
+        said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"
+        raise UserError(f"{_KEY}: {where!r} {said}; allowed: a Hugging Face folder, or a run directory")
+    if not isinstance(keys, dict):
+        raise UserError(f"{_KEY}: {where!r} has no section model in its config.yaml; give another run directory")
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items() if key != "from"}

@@ -1,0 +1,44 @@
+"""Find out what a place is that parameters are to come from, and open it."""
+
+from pathlib import Path
+
+from jaxdist.checkpoint.huggingface.family import CONFIG
+from jaxdist.checkpoint.reader import FOLDER, is_complete
+from jaxdist.errors import UserError
+from jaxdist.pretrained.flat import Flat
+from jaxdist.pretrained.folder import Folder
+from jaxdist.pretrained.saved import Saved
+from jaxdist.pretrained.source import Pretrained
+
+_ALLOWED = "a run directory, the folder of a step in its checkpoints/, a Hugging Face folder, or a .safetensors file"
+
+
+def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False) -> Pretrained:
+    """Open parameters that exist already, to be loaded into any layout. Use the result as a context.
+
+    - where: a run directory (its newest step), the folder of a step, a Hugging Face folder, or a safetensors file with
+      our names of parameters.
+    - key: what messages name, such as the key of a configuration.
+    - ema: the moving average of a run in place of its parameters.
+
+    Raises `UserError`, in one line, for a place that is nothing of these, is damaged, or has no average.
+
+    >>> target = jaxdist.state_target(model, optimizer, mesh, strategy="zero3")
+    >>> with jaxdist.open_pretrained("runs/mine") as found:
+    ...     params = found.load(target.params, say=lambda line: None)
+    >>> state = jaxdist.init_state(params, optimizer, mesh, strategy="zero3")
+    """
+    path = Path(where).expanduser()
+    if path.is_file() and path.suffix == ".safetensors":
+        found: Pretrained = Flat(path, key=key)
+    elif is_complete(path) or (path / FOLDER).is_dir():
+        return Saved(path, key=key, ema=ema)
+    elif (path / CONFIG).is_file():
+        found = Folder(path, key=key)
+    else:
+        said = "is none of what is allowed" if path.exists() else "does not exist"
+        raise UserError(f"{key}: {str(where)!r} {said}; allowed: {_ALLOWED}")
+    if ema:
+        found.close()
+        raise UserError(f"{key}: {str(where)!r} keeps no moving average; allowed: a run with train.ema, or no ema")
+    return found

@@ -1,0 +1,110 @@
+"""Parameters of a run: its checkpoints, read by orbax into the layout that is asked for."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
+
+from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved_order
+from jaxdist.checkpoint.checksums import CHECKSUMS, verify
+from jaxdist.checkpoint.errors import reading
+from jaxdist.checkpoint.huggingface.family import POSITIONS
+from jaxdist.checkpoint.reader import Stored, is_complete, open_steps
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.pretrained.source import Pretrained, Say, cast_text
+from jaxdist.specs import leaves_by_name
+from jaxdist.state import TrainState
+
+
+class Saved(Pretrained):
+    """A step of a run. A table of positions may have fewer rows in the model: the first are taken.
+
+    ema: its moving average in place of its parameters; frozen ones have none, and are as they are.
+
+    Raises `UserError` where it is damaged, or has no average.
+    """
+
+    def __init__(self, where: Path, *, key: str, ema: bool) -> None:
+        self._key = key
+        if is_complete(where):
+            if problems := verify(where):
+                raise UserError(f"{key}: {where} is damaged: {'; '.join(problems)}; use another step")
+            self._stored = Stored(where)
+            run = where.parent.parent
+        else:
+            (self._stored,) = open_steps(where)
+            run = where
+        meta = self._stored.meta
+        self.described = f"{'the average of ' * ema}step {self._stored.step} of {run}"
+        self._averaged = self._stored.averages() if ema else {}
+        if ema and not self._averaged:
+            raise UserError(
+                f"{key}: step {self._stored.step} of {run} keeps no moving average; allowed: a run with train.ema, or"
+                " no ema"
+            )
+        if "model" in meta:
+            self.model = ModelConfig(**meta["model"]).resolved()
+        self.positions = meta.get("data", {}).get("seq_len")
+        folder = meta.get("data", {}).get("tokenizer")
+        self.tokenizer = Path(folder) if folder else None
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self._stored.params()
+
+    def digest(self) -> str:
+        seal = self._stored.folder / CHECKSUMS  # of every byte of the step; older versions wrote none
+        text = f"{sorted(self.shapes().items())} {bool(self._averaged)} {self._stored.meta}"
+        return hashlib.sha256(text.encode() + (seal.read_bytes() if seal.exists() else b"")).hexdigest()
+
+    def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        return found == wanted or (name == POSITIONS and found[1:] == wanted[1:] and found[0] > wanted[0])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _arrays(
+        self, target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None, say: Say
+    ) -> Iterable[tuple[str, jax.Array]]:
+        shapes = self.shapes()
+        dtypes = (shapes[name].dtype for name in target), (leaf.dtype for leaf in target.values())
+        say(f"{self._key}: parameters of {self.described}{cast_text(*dtypes)}")
+        for name, like in target.items():
+            yield name, self._array(name, like, shapes[name], order)
+
+    def _array(
+        self, name: str, like: jax.ShapeDtypeStruct, found: jax.ShapeDtypeStruct, order: np.ndarray | None
+    ) -> jax.Array:
+        asked: Any = unflatten_dict({name: like}, sep=".")
+        saved = saved_order(self._stored.meta)
+        rows = between(saved, order)
+        state = TrainState((), asked, ())
+        state = state if rows is None else as_saved(state, rows, saved)
+        (wanted,) = leaves_by_name(state.params).values()
+        longer = name == POSITIONS and found.shape != like.shape
+        if longer:  # a small table: whole on every device for a moment
+            whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+            wanted = jax.ShapeDtypeStruct(found.shape, like.dtype, sharding=whole)
+        array = self._read(name, wanted)
+        if longer:
+            return jax.jit(lambda table: table[: like.shape[0]], out_shardings=like.sharding)(array)
+        if rows is None:
+            return array
+        restored = TrainState((), unflatten_dict({name: array}, sep="."), ())
+        del array
+        (moved,) = jax.tree.leaves(in_order_of(TrainState((), asked, ()), restored, rows))
+        return moved
+
+    def _read(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        path = self._averaged.get(name, f"params.{name}")
+        item = unflatten_dict({path: like}, sep=".")
+        arguments = ocp.checkpoint_utils.construct_restore_args(item)
+        asked = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
+        with reading(str(self._stored.folder)):
+            (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked))
+        return array

@@ -1,0 +1,149 @@
+"""What is known of parameters that exist already, and how they come into a layout."""
+
+import fnmatch
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
+from jaxdist.specs import STACKED, PyTree, leaves_by_name
+
+Say = Callable[[str], None]
+# Keys of a model that change how it is computed, or trained, and not what it is.
+MAY_DIFFER = ("name", "from_", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab")
+SHOWN = 5  # parameters that a message lists
+
+
+class Pretrained(ABC):
+    """Parameters that exist already. Use it as a context: it may hold files open.
+
+    - described: such as "step 200 of runs/a".
+    - model: the architecture, `resolved`; None: the place does not say it.
+    - positions: the length of the longest sequence; None: not known.
+    - tokenizer: the folder of its tokenizer; None: there is none.
+    """
+
+    described: str
+    model: ModelConfig | None = None
+    positions: int | None = None
+    tokenizer: Path | None = None
+    _key: str
+
+    @abstractmethod
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The parameters by name. Blocks are stacked, in the order of the model."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """A hash, in hex, that other parameters do not have."""
+
+    @abstractmethod
+    def _arrays(
+        self, target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None, say: Say
+    ) -> Iterable[tuple[str, jax.Array]]:
+        """The parameters that `target` names, in its layout and dtypes."""
+
+    def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        """Whether a parameter of one shape can become one of another."""
+        return found == wanted
+
+    def load(
+        self,
+        target: PyTree,
+        *,
+        fresh: Callable[[frozenset[str]], dict[str, jax.Array]] | None = None,
+        partial: Sequence[str] = (),
+        order: np.ndarray | None = None,
+        say: Say = print,
+    ) -> PyTree:
+        """The parameters in the layout of `target`. Each process reads the parts of its own devices.
+
+        target: the tree of parameters as ShapeDtypeStructs with shardings, as `jaxdist.state_target(...).params`.
+        fresh: names -> initial values, for parameters that `partial` allows to be missing or of another shape.
+        partial: patterns of names, such as "head.*".
+        order: the block in each row of stacked blocks (`order_of_blocks`); None: the model's order.
+        say: gets a line about what is not read.
+
+        Raises `UserError` that lists what does not fit.
+        """
+        asked, mine = leaves_by_name(target), self.shapes()
+        wanted = {name: tuple(leaf.shape) for name, leaf in asked.items()}
+        if order is not None:  # rows without a block are padding
+            stacked = [name for name in wanted if name.startswith(f"{STACKED}.")]
+            wanted |= {name: (int(order.max()) + 1, *wanted[name][1:]) for name in stacked}
+        misfits = {
+            name: f"{name} {_shape(mine.get(name))}, here {list(wanted.get(name, ())) if name in wanted else 'absent'}"
+            for name in [*wanted, *mine]
+            if name not in mine or name not in wanted or not self._fits(name, tuple(mine[name].shape), wanted[name])
+        }
+        allowed = {name for name in misfits if _fitting(name, partial) and (fresh or name not in wanted)}
+        self._refuse([text for name, text in misfits.items() if name not in allowed])
+        kept = frozenset(allowed & wanted.keys())
+        found = dict(self._arrays({name: leaf for name, leaf in asked.items() if name not in kept}, order, say))
+        if kept and fresh:
+            found |= fresh(kept)
+            say(f"{self._key}: {_listed(sorted(kept))} as a new run has them (init.partial)")
+        if left := sorted(allowed - wanted.keys()):
+            say(f"{self._key}: {_listed(left)} not read (init.partial)")
+        return unflatten_dict({name: found[name] for name in asked}, sep=".")
+
+    def _refuse(self, misfits: Sequence[str]) -> None:
+        if misfits:
+            raise UserError(
+                f"{self._key}: {self.described} does not fit this model: {_listed(misfits, '; ')}; give model.from the"
+                " same place, or name in init.partial what may differ"
+            )
+
+    def check_architecture(self, model: ModelConfig, partial: Sequence[str] = ()) -> None:
+        """Raise `UserError` where a model (`resolved`) would compute something else with these parameters.
+
+        partial: patterns of keys that may differ, such as "model.rope_theta".
+        """
+        mine = self.model
+        if mine is None or type(mine) is not type(model):
+            return
+        wrong = [
+            f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
+            for key, value in vars(mine).items()
+            if key not in MAY_DIFFER and getattr(model, key) != value and not _fitting(f"model.{key}", partial)
+        ]
+        if wrong:
+            raise UserError(
+                f"{self._key}: {self.described} asks for {', '.join(wrong)}; set them, give model.from the same place,"
+                " or name in init.partial what may differ"
+            )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _shape(leaf: Any) -> Any:
+    return "absent" if leaf is None else list(leaf.shape)
+
+
+def _fitting(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for each in patterns)
+
+
+def _listed(names: Sequence[str], between: str = ", ") -> str:
+    return between.join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def cast_text(before: Iterator[Any], after: Iterator[Any]) -> str:
+    """Such as "; bfloat16 cast to float32", or "" where nothing is cast."""
+    old, new = sorted({str(each) for each in before}), sorted({str(each) for each in after})
+    return "" if old == new else f"; {' and '.join(old)} cast to {' and '.join(new)}"
