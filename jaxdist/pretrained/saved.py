@@ -51,8 +51,8 @@ class Saved(Pretrained):
         if "model" in meta:
             self.model = ModelConfig(**meta["model"]).resolved()
         self.positions = meta.get("data", {}).get("seq_len")
-        folder = meta.get("data", {}).get("tokenizer")
-        self.tokenizer = Path(folder) if folder else None
+        folder = meta.get("config", {}).get("data.tokenizer")  # a setting that a resumed run may change
+        self.tokenizer = Path(folder) if folder not in (None, "bytes") else None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._stored.params()
