@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """A part of a parameter.
 
     - name: of the parameter, such as "blocks.mlp.up.kernel".
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 def placed(
-    pieces: Iterable[Piece], target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None = None
+    pieces: Iterable[ParameterPiece], target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None = None
 ) -> Iterator[tuple[str, jax.Array]]:
     """(name, array) of each parameter. On the host are this process's parts of one parameter, and one piece.
 
@@ -39,18 +39,35 @@ def placed(
             if bounds not in parts:
                 parts[bounds] = np.zeros([stop - start for start, stop in bounds], like.dtype)
         for piece in group:
-            for bounds, part in parts.items():
-                _put(piece, part, bounds, order)
-        arrays = [jax.device_put(parts[_bounds(index, like.shape)], device) for device, index in where.items()]
+            for bounds in parts:
+                _put(piece, parts[bounds], bounds, order)
+        arrays = _on_devices(parts, where, like.shape)
         made = jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
-        yield name, jax.block_until_ready(made)  # the parts may go now
+        del arrays
+        yield name, made
+
+
+def _on_devices(
+    parts: dict[Any, np.ndarray], where: Mapping[Any, tuple[slice, ...]], shape: tuple[int, ...]
+) -> list[jax.Array]:
+    """The parts on the devices that keep them. Each leaves `parts`, and the host, before the next one goes."""
+    devices = dict[Any, list[Any]]()
+    for device, index in where.items():
+        devices.setdefault(_bounds(index, shape), []).append(device)
+    arrays = list[jax.Array]()
+    for bounds, same in devices.items():
+        part = parts.pop(bounds)
+        arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in same]
+    return arrays
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
-def _put(piece: Piece, part: np.ndarray, bounds: tuple[tuple[int, int], ...], order: np.ndarray | None) -> None:
+def _put(
+    piece: ParameterPiece, part: np.ndarray, bounds: tuple[tuple[int, int], ...], order: np.ndarray | None
+) -> None:
     """Write into a part of a parameter, which has these bounds in it, what the piece has of it."""
     if piece.block is None:
         part[...] = piece.array[tuple(slice(*each) for each in bounds)]

@@ -7,7 +7,6 @@ back at any time. Beside it the time in which `safetensors` alone reads all tens
 it can of the files in memory by then. Exit status 1 where a process needed more than a quarter of the folder.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -99,13 +98,14 @@ def load_here(rank: int, processes: int, folder: str, said: str) -> None:
     simulated = DevicesConfig(platform="cpu", simulated=DEVICES // processes)
     start(Config(devices=simulated, mesh=MeshConfig(fsdp=DEVICES)))
     mesh = make_mesh(fsdp=DEVICES)
-    jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())  # what JAX needs for itself
+    with open_pretrained(folder, key="--folder") as found:
+        assert found.model is not None
+        model = gpt(found.model, max_length=LENGTH)
+    target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3").params
     before = memory()
     with peaks() as most:
         begun = time.perf_counter()
         with open_pretrained(folder, key="--folder") as found:
-            model = gpt(found.model, max_length=LENGTH)
-            target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3").params
             params = found.load(target, say=lambda line: None)
         jax.block_until_ready(params)
         seconds = time.perf_counter() - begun

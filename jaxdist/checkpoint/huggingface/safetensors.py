@@ -105,11 +105,13 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self._where: dict[str, Any] = {}  # name -> the open file
+        self._paths: dict[str, Path] = {}
         self._stack = ExitStack()
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError:
             raise UserError("importing needs the package safetensors; pip install 'jaxdist[hf]'") from None
+        self._open = safe_open
         for path, names in _files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="numpy"))
@@ -120,6 +122,7 @@ class TensorFiles:
             if missing := sorted(set(names or ()) - inside):
                 raise UserError(f"{path}: has no tensor {show(missing[0])}, which {INDEX} says is there")
             self._where |= dict.fromkeys(names or inside, file)
+            self._paths |= dict.fromkeys(names or inside, path)
         self.names = set(self._where)  # of all tensors
 
     def __enter__(self) -> "TensorFiles":
@@ -145,7 +148,9 @@ class TensorFiles:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor."""
-        return self._where[name].get_tensor(name)
+        # Opened once more, and closed: a file that stays open keeps every page that was read in this process's memory.
+        with self._open(self._paths[name], framework="numpy") as file:
+            return file.get_tensor(name)
 
     def finite(self, name: str) -> np.ndarray:
         """One tensor. Raises `UserError` where it holds numbers that are not finite."""
