@@ -3,7 +3,7 @@
 import fnmatch
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -174,10 +174,10 @@ def skips_steps(config: Config, precision: Precision) -> bool:
     return config.train.on_nonfinite == "skip" or precision.scale_rule is not None
 
 
-def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """The optimizer of a configuration, with the moving average of `train.ema`."""
+def optimizer_of(config: Config, order: Sequence[int] = ()) -> optax.GradientTransformation:
+    """The optimizer of a configuration, with the moving average of `train.ema`. order: see `make_optimizer`."""
     deterministic = config.parallel.grad_sync.deterministic
-    made = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
+    made = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic, order=order)
     return made if config.train.ema is None else with_ema(made, config.train.ema)
 
 
@@ -187,9 +187,10 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     attention = attention_of(config, options.precision, mesh)
     stages = mesh.shape["pipe"]
     model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
-    optimizer = optimizer_of(config)
-    step, order = make_train_step(model, optimizer, mesh, options), np.arange(0)
+    order = np.arange(0)
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
+    optimizer = optimizer_of(config, order.tolist())
+    step = make_train_step(model, optimizer, mesh, options)
     target = state_target(model, optimizer, mesh, options)
     return Parts(model, optimizer, options, attention, target, order, step)

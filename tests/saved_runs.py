@@ -27,7 +27,7 @@ MODELS = {
     "llama-tied": ModelConfig(style="llama", tied=True, kv_heads=1, mlp_width=24),
     "llama-bias": ModelConfig(style="llama", bias=True, mlp_width=24),
     "llama3": ModelConfig(
-        style="llama", kv_heads=2, mlp_width=24, rope_theta=5e5, rope_type="llama3", rope_factor=4.0, rope_positions=8
+        style="llama", kv_heads=2, mlp_width=24, rope_theta=1e2, rope_type="llama3", rope_factor=4.0, rope_positions=40
     ),
     "llama-linear": ModelConfig(style="llama", mlp_width=24, rope_type="linear", rope_factor=3.0, head_width=6),
     "mistral": ModelConfig(style="llama", kv_heads=2, mlp_width=24, window=5),

@@ -23,7 +23,7 @@ FLOORS = (
     {"nn"},
     {"parallel", "state"},
     {"models"},
-    {"step", "train_step", "init", "build", "checkpoint"},
+    {"step", "train_step", "init", "build", "checkpoint", "generation"},
     {"pretrained"},
     {"runtime"},
     {"plan", "observe", "launcher"},

@@ -21,6 +21,9 @@ COMMANDS = {
     "launch": Command(
         "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
     ),
+    "generate": Command(
+        "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
+    ),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),

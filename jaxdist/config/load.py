@@ -1,17 +1,19 @@
 """From a YAML file and command-line overrides to a checked configuration, and back to YAML. Imports no jax."""
 
-import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jaxdist import registry
 from jaxdist.config.checks import check_config
-from jaxdist.config.reader import Dumper, read_config
-from jaxdist.config.rules.fields import settings_of
+from jaxdist.config.reader import Dumper, field_of, read_config
+from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
+
+_PLACES = "jaxdist.pretrained"  # above this folder, for it reads files of models: loaded where a key asks for it
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: bool = False) -> Config:
@@ -36,12 +38,19 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
     where = model.get("from") if isinstance(model, dict) else None
     if not isinstance(where, str):
         return {}
-    # It reads files of models, so it lies above this module, and is there only where it is asked for.
-    keys: dict[str, Any] = importlib.import_module("jaxdist.pretrained.architecture").keys_of(where)
-    return {"model": keys}
+    return {"model": registry.load(_PLACES, "architecture", key="model.from")(where)}
 
 
 def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> str:
     """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration. shown:
     makes what is written of the settings, such as a copy without secrets."""
     return yaml.dump(shown(settings_of(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """A section, or a whole configuration, as a tree of dicts with the names of keys."""
+    return {
+        name: settings_of(value) if is_dataclass(value) else value
+        for name in keys(type(config))
+        for value in [getattr(config, field_of(name))]
+    }

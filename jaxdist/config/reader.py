@@ -5,6 +5,7 @@ deep nesting and duplicate keys are refused before anything is built from them.
 """
 
 import functools
+import keyword
 import logging
 import re
 import stat
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import yaml
 
 from jaxdist.config.entries import Entries, entries_in, owners, with_options
-from jaxdist.config.rules.fields import Key, all_keys, field_of, keys, show
+from jaxdist.config.rules.fields import Key, all_keys, keys, show
 from jaxdist.errors import UserError, nearest
 
 _T = TypeVar("_T")
@@ -80,6 +81,11 @@ def read_config(
     layers = [_checked(top, top, layer) for layer in (below, tree, *(_override(top, each) for each in overrides))]
     made: _T = _build(top, functools.reduce(_merged, layers))
     return made
+
+
+def field_of(key: str) -> str:
+    """The name of the field that holds a key: `from` is a word of Python, so its field is `from_`."""
+    return f"{key}_" if keyword.iskeyword(key) else key
 
 
 def key_names(cls: Any) -> list[str]:

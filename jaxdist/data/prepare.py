@@ -106,11 +106,13 @@ def bytes_tokenizer() -> DocumentEncoder:
 
 
 def file_tokenizer(path: Path) -> DocumentEncoder:
-    """The tokenizer in a JSON file of the package `tokenizers`. It adds no special tokens and cuts no text.
+    """The tokenizer in a JSON file of the package `tokenizers`, or in the folder of one. It adds no special tokens and
+    cuts no text.
 
     Raises `UserError` where the package is not installed, or the file holds no tokenizer.
     """
     package(key="--tokenizer", where=str(path), instead=", or use --tokenizer bytes")
+    path = path / "tokenizer.json" if path.is_dir() else path
     with readable("--tokenizer", path):
         content = path.read_bytes()
     model = open_model(content, key="--tokenizer", where=str(path))

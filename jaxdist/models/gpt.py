@@ -52,10 +52,11 @@ class Embed(nnx.Module):
         self.positions = PositionEmbed(rngs, max_length, config.width, sequence=sequence) if learned else None
         self.dropout, self.sequence = config.dropout, sequence
 
-    def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:
+    def __call__(self, batch: Batch, keys_B: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """positions: of the tokens in their texts, [B, S]. None: 0, 1, ..."""
         h_BSD = self.tokens(batch["inputs"])
         if self.positions is not None:
-            h_BSD = add_bias(h_BSD, self.positions(batch["inputs"].shape[1]))
+            h_BSD = add_bias(h_BSD, self.positions(batch["inputs"].shape[1], positions))
         return dropout(h_BSD, keys_B, site=0, rate=self.dropout, sequence=self.sequence)
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint.huggingface.convert import architecture
+from jaxdist.checkpoint.huggingface.convert import model_of_config
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.safetensors import read_json
+from jaxdist.config.load import settings_of
 from jaxdist.config.reader import parse_yaml
-from jaxdist.config.rules.fields import settings_of
 from jaxdist.errors import UserError
 from jaxdist.files.regular import read_regular
 
@@ -21,7 +21,7 @@ def _text(path: Path) -> str:
         raise UserError(f"{_KEY}: {path} is not to be read: {error}") from None
 
 
-def keys_of(where: str) -> dict[str, Any]:
+def architecture(where: str) -> dict[str, Any]:
     """The keys of section `model` for a Hugging Face folder, by its config.json, or for a run, by its config.yaml.
 
     Raises `UserError` for another place, and for a model that no configuration makes.
@@ -31,7 +31,7 @@ def keys_of(where: str) -> dict[str, Any]:
         tree = parse_yaml(_text(folder / "config.yaml"), str(folder / "config.yaml"))
         keys = tree.get("model") if isinstance(tree, dict) else None
     elif (folder / CONFIG).exists():
-        keys = settings_of(architecture(read_json(folder / CONFIG))[0])
+        keys = settings_of(model_of_config(read_json(folder / CONFIG))[0])
     else:
         said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"
         raise UserError(f"{_KEY}: {where!r} {said}; allowed: a Hugging Face folder, or a run directory")

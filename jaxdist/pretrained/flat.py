@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles
-from jaxdist.pretrained.place import Piece, placed
+from jaxdist.pretrained.place import ParameterPiece, placed
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
 from jaxdist.specs import STACKED
 
@@ -38,16 +38,16 @@ class Flat(Pretrained):
     ) -> Iterable[tuple[str, jax.Array]]:
         shapes = self.shapes()
         cast = cast_text((shapes[name].dtype for name in target), (leaf.dtype for leaf in target.values()))
-        say(f"{self._key}: {self.described}, {len(target)} parameters{cast}")
+        say(f"{self._key}: parameters of {self.described}{cast}")
         return placed(self._pieces(target), target, order)
 
-    def _pieces(self, target: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[Piece]:
+    def _pieces(self, target: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[ParameterPiece]:
         for name, like in target.items():
             array = self._files.finite(name).astype(like.dtype)
             if name.startswith(f"{STACKED}."):
-                yield from (Piece(name, block, each) for block, each in enumerate(array))
+                yield from (ParameterPiece(name, block, each) for block, each in enumerate(array))
             else:
-                yield Piece(name, None, array)
+                yield ParameterPiece(name, None, array)
 
     def close(self) -> None:
         self._files.close()

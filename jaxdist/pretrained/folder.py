@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist import registry
-from jaxdist.checkpoint.huggingface.convert import architecture, check_model, pieces_of
+from jaxdist.checkpoint.huggingface.convert import check_model, model_of_config, pieces_of
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.names import family
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
-from jaxdist.pretrained.place import Piece, placed
+from jaxdist.pretrained.place import ParameterPiece, placed
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
 from jaxdist.specs import leaves_by_name
 
@@ -31,7 +31,7 @@ class Folder(Pretrained):
     def __init__(self, where: Path, *, key: str) -> None:
         self._key, self.described = key, str(where)
         self._config = read_json(where / CONFIG)
-        self._own, self._length = architecture(self._config)
+        self._own, self._length = model_of_config(self._config)
         self.model, self.positions = self._own, self._length
         self.tokenizer = where if (where / TOKENIZER).is_file() else None
         self._files = TensorFiles(where)
@@ -69,14 +69,14 @@ class Folder(Pretrained):
         self, target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None, say: Say
     ) -> Iterable[tuple[str, jax.Array]]:
         cast = cast_text(iter(self._dtypes), (leaf.dtype for leaf in target.values()))
-        say(f"{self._key}: {self.described}, {len(target)} parameters{cast}{self._padding(target)}")
+        say(f"{self._key}: parameters of {self.described}{cast}{self._padding(target)}")
         given = pieces_of(self._files, self._own, dict(target), positions=self._length)
-        return placed((Piece(*each) for each in given), target, order)
+        return placed((ParameterPiece(*each) for each in given), target, order)
 
     def _padding(self, target: Mapping[str, Any]) -> str:
         wanted = max((target[name].shape[0] for name in family(self._own).tables if name in target), default=0)
         added = wanted - self._rows
-        return f"; {added} rows were added to its vocabulary of {self._rows}: the mean of the others" * (added > 0)
+        return f"; the vocabulary has {self._rows} rows there, {added} were added: the mean of the others" * (added > 0)
 
     def close(self) -> None:
         self._files.close()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """A part of a parameter.
 
     - name: of the parameter, such as "blocks.mlp.up.kernel".
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 def placed(
-    pieces: Iterable[Piece], target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None = None
+    pieces: Iterable[ParameterPiece], target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None = None
 ) -> Iterator[tuple[str, jax.Array]]:
     """(name, array) of each parameter. On the host are this process's parts of one parameter, and one piece.
 
@@ -65,7 +65,9 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
-def _put(piece: Piece, part: np.ndarray, bounds: tuple[tuple[int, int], ...], order: np.ndarray | None) -> None:
+def _put(
+    piece: ParameterPiece, part: np.ndarray, bounds: tuple[tuple[int, int], ...], order: np.ndarray | None
+) -> None:
     """Write into a part of a parameter, which has these bounds in it, what the piece has of it."""
     if piece.block is None:
         part[...] = piece.array[tuple(slice(*each) for each in bounds)]

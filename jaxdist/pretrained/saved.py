@@ -77,7 +77,7 @@ class Saved(Pretrained):
     ) -> Iterable[tuple[str, jax.Array]]:
         shapes = self.shapes()
         dtypes = (shapes[name].dtype for name in target), (leaf.dtype for leaf in target.values())
-        say(f"{self._key}: {self.described}, {len(target)} parameters{cast_text(*dtypes)}")
+        say(f"{self._key}: parameters of {self.described}{cast_text(*dtypes)}")
         for name, like in target.items():
             yield name, self._array(name, like, shapes[name], order)
 

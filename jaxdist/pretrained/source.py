@@ -18,7 +18,7 @@ from jaxdist.specs import STACKED, PyTree, leaves_by_name
 
 Say = Callable[[str], None]
 # Keys of a model that change how it is computed, or trained, and not what it is.
-FREE = ("name", "from_", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab")
+MAY_DIFFER = ("name", "from_", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab")
 SHOWN = 5  # parameters that a message lists
 
 
@@ -90,7 +90,7 @@ class Pretrained(ABC):
         found = dict(self._arrays({name: leaf for name, leaf in asked.items() if name not in kept}, order, say))
         if kept and fresh:
             found |= fresh(kept)
-            say(f"{self._key}: {_listed(sorted(kept))} as a new run has them (init.partial)")
+            say(f"{self._key}: {_listed(sorted(kept))} start at random")
         if left := sorted(allowed - wanted.keys()):
             say(f"{self._key}: {_listed(left)} not read (init.partial)")
         return unflatten_dict({name: found[name] for name in asked}, sep=".")
@@ -113,7 +113,7 @@ class Pretrained(ABC):
         wrong = [
             f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
             for key, value in vars(mine).items()
-            if key not in FREE and getattr(model, key) != value and not _fitting(f"model.{key}", partial)
+            if key not in MAY_DIFFER and getattr(model, key) != value and not _fitting(f"model.{key}", partial)
         ]
         if wrong:
             raise UserError(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxdist.build import Parts
-from jaxdist.config.rules.fields import settings_of
+from jaxdist.config.load import settings_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file

@@ -9,7 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from family_logits import COLUMNS, digest, stored
+from family_logits import exported as exported_folder
+from family_logits import tokens as tokens_of_both
 from jax.sharding import PartitionSpec as P
 from levels import levels
 from saved_runs import LENGTH, MODELS, NEEDS, bits, config_of, random_params, restored, save_run
@@ -27,6 +31,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
 from jaxdist.precision.policy import precision_of
 
+EVERYDAY = ("llama3", "mistral", "qwen3")
 pytestmark = pytest.mark.xdist_group("huggingface")  # files are shared by the tests
 
 
@@ -81,6 +86,19 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert mine.keys() == its.keys() and all(torch.equal(mine[key], its[key]) for key in its)
     with torch.no_grad():
         assert torch.equal(again.eval()(torch.tensor(tokens)).logits, torch.tensor(want))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in MODELS]
+)
+def test_logits_and_files_are_as_transformers_had_them(name: str, tmp_path: Path) -> None:
+    """Where there is no torch, too: tests/family_logits.py exported each model, and transformers ran the folder."""
+    config, want = config_of(name), stored()[name]
+    folder = exported_folder(name, tmp_path)
+    assert digest(folder) == want["sha256"]
+    assert json.loads((folder / "config.json").read_text())["model_type"] == want["kind"]
+    got = logits(config, random_params(config), tokens_of_both())[..., COLUMNS]
+    assert oracle.error(got, np.asarray(want["logits"])) < 1e-5
 
 
 @NEEDS
@@ -370,7 +388,7 @@ REFUSED = [
             ),
         )
     ),
-    ("gpt2-tied", {}, {"n_positions": 99}, r"config.json: asks for data.seq_len=99 \(is 12\)"),
+    ("gpt2-tied", {}, {"n_positions": 9}, r"config.json: asks for data.seq_len=9 \(is 12\)"),
     ("gpt2-tied", {}, {"activation_function": "relu"}, r"config.json: activation_function is 'relu'"),
     ("gpt2-tied", {}, {"scale_attn_by_inverse_layer_idx": True}, r"config.json: scale_attn_by_inverse_layer_idx"),
 ]

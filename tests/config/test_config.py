@@ -208,7 +208,7 @@ def test_round_trip_of_text_that_looks_otherwise(prompt: str) -> None:
 def test_defaults_of_a_model() -> None:
     gpt2, llama = ModelConfig().resolved(), ModelConfig(style="llama", width=100, heads=5).resolved()
     for model in (gpt2, llama):
-        assert [key for key, value in asdict(model).items() if value is None] == ["loss_chunk"]
+        assert [key for key, value in asdict(model).items() if value is None] == ["from_", "window", "loss_chunk"]
     assert (gpt2.kv_heads, gpt2.mlp_width, gpt2.positions, gpt2.norm, gpt2.mlp) == (
         4,
         512,
@@ -222,7 +222,9 @@ def test_defaults_of_a_model() -> None:
     assert ModelConfig(style="llama", width=96).resolved().mlp_width == 256  # exactly 8/3 x 96
     mixed = ModelConfig(style="llama", mlp="gelu", tied=True, norm="layernorm", mlp_width=7, kv_heads=1)
     assert mixed.resolved().resolved() == mixed.resolved()
-    assert replace(mixed.resolved(), positions=None, bias=None) == mixed
+    assert replace(mixed.resolved(), positions=None, bias=None, head_width=None, qkv_bias=None) == mixed.replace(
+        qk_norm=False
+    )
     assert ModelConfig(mlp="swiglu").resolved().mlp_width == 384
 
 

@@ -211,7 +211,7 @@ def test_a_wrong_key_ends_with_status_2(file: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: model.dept: unknown key (value '3'); did you mean model.depth?;"
-        " keys of model (name=outsider.model.tower): name, depth"
+        " keys of model (name=outsider.model.tower): name, from, depth"
     ]
 
 

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxdist.cli.data import main
 from jaxdist.config.schema import DataConfig
 from jaxdist.data import Samples, load_source
 from jaxdist.data.text import template as limits
@@ -42,8 +44,8 @@ MISTRAL = (
     "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
 MARKED = (  # with blocks that say what the assistant's is, and every helper
-    "{%- for message in messages %}\n  {%- if loop.index > 9 %}{% break %}{% endif %}\n"
-    "{{ message.role }} {{ strftime_now('%Y') }}: {% if message.role == 'assistant' %}"
+    "{%- for message in messages %}\n  {% if loop.index > 9 %}{% break %}{% endif %}\n"
+    "{{ message.role }} {{ strftime_now('%Y') }}:{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message | tojson }}{% endif %};{% endfor %}"
 )
 # What each gives, with ⟨ and ⟩ around the assistant's turns.
@@ -54,8 +56,8 @@ GOLDEN = {
     "<|end_header_id|>\n\n⟨Yes: 1 < 2.<|eot_id|>⟩<|start_header_id|>user<|end_header_id|>\n\nAnd\nthen?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟨No.<|eot_id|>⟩",
     MISTRAL: "<s>[INST] Héllo? [/INST]⟨Yes: 1 < 2.</s>⟩[INST]  And\nthen?  [/INST]⟨No.</s>⟩",
-    MARKED: 'user 2024: {"role": "user", "content": "Héllo?"};assistant 2024: ⟨Yes: 1 < 2.⟩;'
-    'user 2024: {"role": "user", "content": " And\\nthen? "};assistant 2024: ⟨No.⟩;',
+    MARKED: 'user 2024:{"role": "user", "content": "Héllo?"};assistant 2024:⟨Yes: 1 < 2.⟩;'
+    'user 2024:{"role": "user", "content": " And\\nthen? "};assistant 2024:⟨No.⟩;',
 }
 NAMES = ["chatml", "llama3", "mistral", "marked"]
 
@@ -132,7 +134,12 @@ def test_a_run_learns_the_assistants_turns(tmp_path: Path) -> None:
     other = load_source(DataConfig(**keys, chat_template=str(tmp_path / "own.jinja")))
     row = {name: leaf[0] for name, leaf in other.train.read(np.arange(1)).items()}
     assert tokenizer.decode(row["targets"][row["weights"] > 0].tolist()) == "Yes: 1 < 2.No."
-    assert len({each.info["sha256"] for each in (source, every, other)}) == 3
+    (tmp_path / "same.jinja").write_text(CHATML + "{# #}")
+    renamed = load_source(DataConfig(**keys, chat_template=str(tmp_path / "same.jinja")))
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    touched = load_source(DataConfig(**keys))
+    assert len({each.info["sha256"] for each in (source, every, other, renamed, touched)}) == 5
 
 
 def test_a_prompt_that_ends_in_a_blank(tmp_path: Path) -> None:
@@ -233,3 +240,30 @@ def test_a_folder_that_is_damaged_is_one_line(tmp_path: Path, monkeypatch: pytes
     refused("holds no tokenizer.json")
     with pytest.raises(UserError, match="nowhere' does not exist"):
         load_tokenizer(tmp_path / "nowhere", key="--tokenizer")
+
+
+def test_the_page_shows_these_examples(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    lines, shown = (
+        re.findall(rf"^```\n({start}.*?)^```", page, re.M | re.S)[0]
+        for start in (r"\{\"messages\"", r"\$ jaxdist data")
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("examples.jsonl").write_text(lines)
+    Path("chatml.jinja").write_text(CHATML)
+    command, _, printed = shown.partition("\n")
+    assert main(command.split()[3:]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_examples_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_level(tmp_path, CHATML)
+    pair = {"prompt": "1+1=", "completion": "\x1b[2J2"}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in ({"messages": TALK}, pair, pair)))
+    assert main([str(path), "--show", "2", "--tokenizer", str(tmp_path)]) == 0
+    talk = GOLDEN[CHATML].replace("⟨", "⟦").replace("⟩", "⟧")
+    size = len(load_tokenizer(tmp_path, key="").encode(render(CHATML)[0]))
+    first, second = f"{path}, line 1: {size} tokens, 16 learned", f"{path}, line 2: 10 tokens, 6 learned"
+    assert capsys.readouterr().out == f"{first}\n{talk}\n\n{second}\n1+1=⟦\\x1b[2J2</s>⟧\n\n"
+    assert main([str(path)]) == 2 and "--show N without --out" in capsys.readouterr().err

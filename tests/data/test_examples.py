@@ -54,7 +54,7 @@ def test_completions_count_and_prompts_do_not(tmp_path: Path) -> None:
     every = jsonl(path, val_path=str(held), completion_only=False)
     assert rows_of(every)[11] == ("11+11=22\n", "1+11=22\n") and every.info["sha256"] != source.info["sha256"]
     assert source.info["examples"]["train_learned"] == sum(2 + (i > 4) for i in range(40)) + 5
-    assert source.info["lines"][0] == "40 of prompt, 2 of text: 343 tokens"
+    assert source.info["lines"][0] == "40 of prompt, 2 of text: 343 tokens (bytes)"
 
 
 def test_packed_examples_are_apart(tmp_path: Path) -> None:
@@ -66,6 +66,8 @@ def test_packed_examples_are_apart(tmp_path: Path) -> None:
     assert len(packed) < len(single) / 1.5 and source.info["sha256"] == alone.info["sha256"]
     assert packed[0] == ("0+0=0\n1+1=2\n2+2=4\n", "...0\n....2\n....4\n")
     assert packed[4][1].count("\n") >= 2 and all(re.fullmatch(r"(\.+\d+\n)+", targets) for _, targets in packed)
+    every = jsonl(path, packing="documents", seq_len=20, completion_only=False)
+    assert rows_of(every)[0][1] == "+0=0\n.+1=2\n.+2=4\n"  # no first token
     assert f"make {source.info['train']} rows of {alone.info['train']}" in alone.info["lines"][1]
     assert "attention joins the examples of a row" in source.info["lines"][1]
     train = source.train

@@ -326,6 +326,10 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
     sides = zip((source.train, source.held_out), source.documents, strict=True)
     found = [part.tolist() for ids, starts in sides for part in np.split(ids, starts[1:])]
     assert sorted(found) == sorted([[0, 1, 2, 700], [0, 3, 2, 3, 0, 1, 700], [1, 1, 700]])
+    path.rename(folder_of(tmp_path / "hf", {"a": b""}) / "tokenizer.json")
+    again = prepare([folder], tmp_path / "again", tokenizer=str(tmp_path / "hf"), end="<end>")
+    assert again["files"] == manifest["files"] and again["tokenizer"] == "tokenizer.json"
+    path = tmp_path / "hf" / "tokenizer.json"
     latin = folder_of(tmp_path / "latin", {"a": "é".encode("latin-1") * 9})
     with pytest.raises(UserError, match=r"^INPUT: .*latin/a: is not UTF-8"):
         prepare([latin], tmp_path / "other", tokenizer=str(path))

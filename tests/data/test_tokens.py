@@ -92,6 +92,11 @@ def some_data(name: str, folder: Path) -> DataConfig:
         for i in range(9):
             (folder / f"{i}.py").write_text(f"{i}+1\n# {i}\n")  # of at most seq_len bytes
         return config(folder, source=name, held_out=0.3)
+    if name == "jsonl":
+        (folder / "a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(100, 140)))
+        return config(folder, source=name, packing="documents")
+    if name == "huggingface":
+        return config(write_parquet(folder / "a.parquet", text=[f"text {i}" for i in range(40)]), source=name)
     if name == "digits":
         return config("sklearn.datasets.load_digits", source=name)
     return config(ids_file(folder / "ids", np.arange(300) % 97))
@@ -106,7 +111,8 @@ def test_every_source_keeps_the_contract(name: str, tmp_path: Path) -> None:
     source = registry.load("jaxdist.data.sources", name, key="data.source")(data)
     assert isinstance(source, Source)
     keys = {"name", "path", "unit", "train", "held_out", "files", "held_out_files", "sha256"}
-    assert set(source.info) == keys
+    of_examples = name in ("jsonl", "huggingface")
+    assert set(source.info) == keys | ({"lines", "examples"} if of_examples else set())
     assert (source.info["name"], source.info["path"]) == (name, data.path)
     versions = 10 if name == "masked" else 1  # of a window that is trained on
     assert (source.info["train"] * versions, source.info["held_out"]) == (source.train.size, source.held_out.size)
@@ -119,7 +125,8 @@ def test_every_source_keeps_the_contract(name: str, tmp_path: Path) -> None:
             leaf: (like.shape, like.dtype) for leaf, like in made.leaves.items()
         }
     if not isinstance(source.train, Ids):
-        assert source.train.leaves == source.held_out.leaves and source.documents is None
+        assert source.train.leaves == source.held_out.leaves
+        assert (source.documents is None) != of_examples  # which are put into rows, where a document may not fit
         return
     assert source.train.ndim == source.held_out.ndim == 1
     assert source.train.dtype == source.held_out.dtype

@@ -54,6 +54,7 @@ TESTED = {
     "error: optimizer.lr: 0.02 on rank 3": "test_a_difference_is_one_line_with_the_odd_rank_and_both_values",
     "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
     **dict.fromkeys(("$ jaxdist init my-job", "$ ls my-job", "$ cd my-job &&"), "test_a_tutorial_prints_what_it_shows"),
+    **dict.fromkeys(('{"messages": [{"role"', "$ jaxdist data examples.jsonl"), "test_the_page_shows_these_examples"),
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs

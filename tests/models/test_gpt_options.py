@@ -16,7 +16,7 @@ from jaxdist.nn.attention.kernels import attention, cudnn_attention
 from jaxdist.trainer.resume import check_identity
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-LLAMA3 = (("rope_type", "llama3"), ("rope_theta", 100.0), ("rope_factor", 4.0), ("rope_positions", 16))
+LLAMA3 = (("rope_type", "llama3"), ("rope_theta", 100.0), ("rope_factor", 4.0), ("rope_positions", 40))
 QWEN3 = (("qk_norm", True), ("head_width", 6), ("heads", 8), ("kv_heads", 4))
 EVERY = (*LLAMA3, *QWEN3, ("window", 3), ("qkv_bias", True))
 CASES = [

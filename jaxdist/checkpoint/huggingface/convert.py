@@ -49,7 +49,7 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     ]
     if family(model).form != theirs.form:
         different.insert(0, f"model.style={theirs.form} (is {family(model).form})")
-    if theirs.positions and (most := length_of(found, theirs) or positions) < positions:
+    if theirs.positions and (most := longest_of(found, theirs) or positions) < positions:
         other = [*other, f"data.seq_len={most} (is {positions})"]
     different += other
     if not different and (impossible := theirs.impossible(found, model)):
@@ -67,7 +67,7 @@ def _wanted(
     return values | own, other
 
 
-def length_of(found: dict[str, Any], theirs: Family) -> int | None:
+def longest_of(found: dict[str, Any], theirs: Family) -> int | None:
     """The length of the longest sequence by a config.json; None for models without sequences."""
     if theirs.length is None:
         return None
@@ -75,13 +75,13 @@ def length_of(found: dict[str, Any], theirs: Family) -> int | None:
     return length
 
 
-def architecture(found: dict[str, Any]) -> tuple[ModelConfig, int]:
+def model_of_config(found: dict[str, Any]) -> tuple[ModelConfig, int]:
     """The model of a config.json, `resolved`, and the length of its longest sequence; 1 for one without sequences.
 
     Raises `UserError` for a model that no configuration makes.
     """
     theirs = _check_kind(found)
-    length = length_of(found, theirs) or 1
+    length = longest_of(found, theirs) or 1
     style = {"style": theirs.style} if theirs.style else {}
     model = ModelConfig(name_of(theirs), **style)
     for _ in range(2):  # what else a config.json means depends, for some, on keys that it has

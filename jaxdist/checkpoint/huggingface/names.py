@@ -19,13 +19,13 @@ MODELS: Mapping[str, Callable[[ModelConfig], Family]] = {
     "bert": bert_family,
 }
 # {model.name: its families}
-KINDS = {"gpt": (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3), "vit": (VIT,), "bert": (BERT,)}
-FAMILIES = {each.kind: each for families in KINDS.values() for each in families}
+FAMILIES_OF = {"gpt": (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3), "vit": (VIT,), "bert": (BERT,)}
+FAMILIES = {each.kind: each for families in FAMILIES_OF.values() for each in families}
 
 
 def name_of(own: Family) -> str:
     """The `model.name` of a family's models."""
-    return next(name for name, families in KINDS.items() if any(each.kind == own.kind for each in families))
+    return next(name for name, families in FAMILIES_OF.items() if any(each.kind == own.kind for each in families))
 
 
 def check_name(name: Any) -> None:

@@ -5,7 +5,6 @@ A `Rule` is what `setting` writes beside each field; the check of a value and th
 
 from __future__ import annotations
 
-import keyword
 import math
 import re
 import types
@@ -99,7 +98,7 @@ class Rule:
         else:
             bounds = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
             parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
-            text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
+            text = " ".join([_NAMES.get(kind, "a list of sections"), " and ".join(parts)]).strip()
         text = "true, false, or " + text if self.switch else text
         text += f", or {self.also}" if self.also is not None else ""
         text += f", or a list of some of {', '.join(self.listed)}" if self.listed else ""
@@ -148,20 +147,6 @@ class Key:
         return check_value(value, self.kind, self.optional, self.rule, dotted)
 
 
-def field_of(key: str) -> str:
-    """The name of the field that holds a key: `from` is a word of Python, so its field is `from_`."""
-    return f"{key}_" if keyword.iskeyword(key) else key
-
-
-def settings_of(config: Any) -> dict[str, Any]:
-    """A section, or a whole configuration, as a tree of dicts with the names of keys."""
-    return {
-        name: settings_of(value) if is_dataclass(value) else value
-        for name in keys(type(config))
-        for value in [getattr(config, field_of(name))]
-    }
-
-
 def keys(cls: type) -> dict[str, Key]:
     """The keys of a section, in order, from the fields of its dataclass."""
     hints = typing.get_type_hints(cls)
@@ -172,7 +157,7 @@ def keys(cls: type) -> dict[str, Key]:
         kind = next(one for one in kinds if one is not types.NoneType)  # of several the first is what `Key` says
         default = None if each.default is MISSING else each.default
         rule, shorthand = each.metadata["rule"], each.metadata.get("shorthand")
-        name = each.name.removesuffix("_")  # see `field_of`
+        name = each.name.removesuffix("_")  # `from_`: see reader.py
         found[name] = Key(name, kind, types.NoneType in kinds, rule, shorthand, default)
     return found
 
@@ -229,8 +214,7 @@ def check_value(value: Any, kind: Any, optional: bool, rule: Rule, key: str) -> 
         value = float(value)
     if kind is float and type(value) is int:
         raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}, at most 1e300")
-    matches = type(value) is kind  # not isinstance: a bool is no int here
-    if not matches:
+    if type(value) is not kind:  # not isinstance: a bool is no int here
         raise UserError(f"{key}: {_mistyped(value)}; allowed: {allowed}{_type_hint(value, kind)}")
     if kind is str:
         _check_text(value, optional, rule, key)
@@ -248,9 +232,11 @@ def _check_list(value: Any, kind: Any, rule: Rule, key: str) -> tuple[Any, ...]:
     item = typing.get_args(kind)[0]
     if not isinstance(value, (list, tuple)):
         hint = f"; write [{value!r}]" if isinstance(value, item) else ""
-        allowed = rule.allowed(kind, False)
-        raise UserError(f"{key}: {show(value)} is given where a list belongs; allowed: {allowed}{hint}")
-    return tuple(check_value(each, item, False, rule, f"{key}[{i}]") for i, each in enumerate(value))
+        raise UserError(
+            f"{key}: {show(value)} is given where a list belongs; allowed: {rule.allowed(kind, False)}{hint}"
+        )
+    made = getattr(item, "item", lambda value, key: check_value(value, item, False, rule, key))  # of a section
+    return tuple(made(each, f"{key}[{i}]") for i, each in enumerate(value))
 
 
 def _mistyped(value: Any) -> str:

@@ -35,7 +35,7 @@ class _Generation(Extension):
     """{% generation %} ... {% endgeneration %}: what a template says is the assistant's. It is put between marks that
     no text has."""
 
-    tags = frozenset({"generation"})
+    tags: Any = frozenset({"generation"})
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -44,12 +44,14 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> nodes.Node:
         """The block as a call of `_marked`."""
         line = next(parser.stream).lineno
-        self.environment.has_generation = True
+        environment: Any = self.environment
+        environment.has_generation = True
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Any) -> str:
-        mark = self.environment.mark
+        environment: Any = self.environment
+        mark = environment.mark
         return f"{mark}{caller()}{mark}"
 
 

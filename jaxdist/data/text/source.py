@@ -54,8 +54,9 @@ def renderer_of(config: Any, tokenizer: Tokenizer, stack: ExitStack) -> Renderer
 
 @dataclass
 class _Counted:
-    """What was read of examples, cut and left out."""
+    """What was read of examples by a tokenizer, cut and left out."""
 
+    tokenizer: str
     kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     cut: int = 0  # examples
     cut_tokens: int = 0
@@ -93,7 +94,8 @@ def example_source(
 
     Raises `UserError`: for what is no example; for a side without any.
     """
-    tokenizer, counted, collected = tokenizer_of(config), _Counted(), Collected()
+    tokenizer, collected = tokenizer_of(config), Collected()
+    counted = _Counted(tokenizer.name)
     places, sides = list[float](), list[bool]()
     with ExitStack() as stack:
         renderer = functools.cache(lambda: renderer_of(config, tokenizer, stack))
@@ -159,7 +161,7 @@ def _described(
     filled, counts = train.ids.size / (rows.size * (length + 1)), learned / (rows.size * length)
     kinds = ", ".join(f"{number:,} of {kind}" for kind, number in counted.kinds.items() if number)
     cut = f"{counted.cut:,} cut at the {config.truncation} by {counted.cut_tokens:,} tokens" if counted.cut else ""
-    tokens = f"{all_.ids.size:,} tokens"
+    tokens = f"{all_.ids.size:,} tokens ({counted.tokenizer})"
     lines = ["; ".join(each for each in (f"{kinds}: {tokens}", cut, _left_out(counted)) if each)]
     share = f"{filled:.1%} of the places hold tokens, {counts:.1%} are learned"
     if packed:

@@ -11,7 +11,8 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 
 from jaxdist.build import Parts
-from jaxdist.config.rules.fields import settings_of, show
+from jaxdist.config.load import settings_of
+from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
 from jaxdist.mesh import sizes_of

@@ -21,6 +21,8 @@ def shown(value: Any) -> str:
     """A value as it is written in YAML, nearly."""
     if value is None:
         return "null"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
