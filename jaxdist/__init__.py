@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
     from jaxdist.config.sections.grad_sync import GradSync as GradSync
+    from jaxdist.distill.divergence import distill_loss as distill_loss
     from jaxdist.errors import UserError as UserError
     from jaxdist.generation.generate import generate as generate
     from jaxdist.init import init_state as init_state
@@ -65,6 +66,7 @@ _HOME = {
     "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",
     "batch_mean": "jaxdist.parallel.batch_mean",
+    "distill_loss": "jaxdist.distill.divergence",
     "fit": "jaxdist.trainer.fit",
     "generate": "jaxdist.generation.generate",
     "init_state": "jaxdist.init",

@@ -291,7 +291,8 @@ def model_def(
         blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
-            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
+            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss. With the methods features and
+            vocabulary of `ModelDef` (jaxdist/models/gpt.py has them) it can be distilled.
         For a key/value cache embed takes `positions` [B, S] or None too, and a block takes `cache`, which it passes on
         to its `jaxdist.nn.Attention` (docs/generation.md).
     param_dtype: the dtype of all parameters.
@@ -318,6 +319,7 @@ def model_def(
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
     name = lambda module: type(module).__name__  # noqa: E731
+    splits = all(callable(getattr(skeleton.head, method, None)) for method in ("features", "vocabulary"))
     of_head = lambda params, embed, *given: (nnx.merge(head_def, params), *given, embedding(embed))  # noqa: E731
     return ModelDef(
         init=init,
@@ -334,4 +336,6 @@ def model_def(
         metrics=_metrics_of(skeleton.head, of_head),
         cached=None if rows else _cached_of(skeleton, block_of),
         **_facts(skeleton),
+        features=(lambda params, h: nnx.merge(head_def, params).features(h)) if splits else None,
+        vocabulary=(lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed))) if splits else None,
     )

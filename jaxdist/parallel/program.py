@@ -62,8 +62,11 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     embed, block, head, logits = (
         autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
     )
-    metrics, cached = (unit and autocast(unit, precision.compute) for unit in (model.metrics, model.cached))
-    return model._replace(embed=embed, block=block, head=head, logits=logits, metrics=metrics, cached=cached)
+    metrics, cached, features = (
+        unit and autocast(unit, precision.compute) for unit in (model.metrics, model.cached, model.features)
+    )
+    model = model._replace(embed=embed, block=block, head=head, logits=logits)
+    return model._replace(metrics=metrics, cached=cached, features=features)
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         tokens.append(found)
         speeds.append(found.size / seconds)
         print(f"{'with' if cache else 'without'} a cache: {speeds[-1]:,.0f} tokens/s")
-    same = np.array_equal(*tokens)
+    same = np.array_equal(tokens[0], tokens[1])
     print(f"{speeds[0] / speeds[1]:.1f} times as fast; the tokens are {'the same' if same else 'not the same'}")
     return 0 if same else 1
 
