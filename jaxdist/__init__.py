@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from jaxdist.config.load import load_config as load_config
     from jaxdist.config.schema import Config as Config
     from jaxdist.config.sections.grad_sync import GradSync as GradSync
+    from jaxdist.distill.divergence import distill_loss as distill_loss
     from jaxdist.errors import UserError as UserError
+    from jaxdist.generation.generate import generate as generate
     from jaxdist.init import init_state as init_state
     from jaxdist.init import state_target as state_target
     from jaxdist.launcher.spawn import SpawnError as SpawnError
@@ -64,7 +66,9 @@ _HOME = {
     "TrainStep": "jaxdist.train_step",
     "UserError": "jaxdist.errors",
     "batch_mean": "jaxdist.parallel.batch_mean",
+    "distill_loss": "jaxdist.distill.divergence",
     "fit": "jaxdist.trainer.fit",
+    "generate": "jaxdist.generation.generate",
     "init_state": "jaxdist.init",
     "ledger": "jaxdist.plan.traced.ledger",
     "linen_loss": "jaxdist.parallel.modules.linen_modules",

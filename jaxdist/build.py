@@ -3,7 +3,7 @@
 import fnmatch
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
 from jaxdist.precision.policy import Precision, precision_of
+from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
@@ -50,6 +51,7 @@ class Parts(NamedTuple):
     attention: the kernel of attention, xla or cudnn; and why not cudnn.
     target: the state as ShapeDtypeStructs with shardings.
     order: the block that each row of stacked blocks holds (`order_of_blocks`); empty for the loss of a module.
+    teaching: where a teacher's logits come from (`jaxdist.distill.teaching`); None without section distill.
     """
 
     model: ModelDef | ModuleLoss
@@ -59,6 +61,7 @@ class Parts(NamedTuple):
     target: TrainState
     order: np.ndarray
     step: TrainStep
+    teaching: Any = None
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
@@ -174,10 +177,10 @@ def skips_steps(config: Config, precision: Precision) -> bool:
     return config.train.on_nonfinite == "skip" or precision.scale_rule is not None
 
 
-def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """The optimizer of a configuration, with the moving average of `train.ema`."""
+def optimizer_of(config: Config, order: Sequence[int] = ()) -> optax.GradientTransformation:
+    """The optimizer of a configuration, with the moving average of `train.ema`. order: see `make_optimizer`."""
     deterministic = config.parallel.grad_sync.deterministic
-    made = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic)
+    made = make_optimizer(config.optimizer, steps=config.train.steps, deterministic=deterministic, order=order)
     return made if config.train.ema is None else with_ema(made, config.train.ema)
 
 
@@ -187,9 +190,32 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     attention = attention_of(config, options.precision, mesh)
     stages = mesh.shape["pipe"]
     model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
-    optimizer = optimizer_of(config)
-    step, order = make_train_step(model, optimizer, mesh, options), np.arange(0)
+    order = np.arange(0)
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
-    target = state_target(model, optimizer, mesh, options)
-    return Parts(model, optimizer, options, attention, target, order, step)
+    optimizer = optimizer_of(config, order.tolist())
+    step = make_train_step(model, optimizer, mesh, options)
+    target, teaching = state_target(model, optimizer, mesh, options), None
+    if config.distill.on:
+        from jaxdist.distill.teaching import teaching_of
+
+        teaching = teaching_of(config, mesh, forward_only)
+        step = teaching.step(model, optimizer, mesh, options)
+    return Parts(model, optimizer, options, attention, target, order, step, teaching)
+
+
+def with_teacher(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
+    """The parts of a plan, and the shapes of its batch: with what a teacher adds to the state and to the batch."""
+    if parts.teaching is None:
+        return parts, batch
+    joint = parts.teaching.joint
+    parts = parts._replace(step=joint.step, target=joint.target, options=joint.options)
+    return parts, joint.with_leaves(batch)
+
+
+def forward_only(config: Config, mesh: AnyMesh) -> tuple[ModelDef | ModuleLoss, StepOptions]:
+    """The model of a configuration for evaluation alone, and the options of its layout and precision."""
+    options = step_options(config, mesh)
+    attention, _ = attention_of(config, options.precision, mesh)
+    stages = mesh.shape["pipe"]
+    return make_model(config, options.precision, stages=stages, training=False, attention=attention), options

@@ -42,6 +42,11 @@ class ModelDef(NamedTuple):
     rows: batch -> what blocks read of it besides h, a pytree of arrays [B, ...] such as a key mask; or None. No
         gradient flows to it.
     metrics: of evaluations, (as for head) -> {name: (sum, weight)}; or None.
+    cached: `block` with a key/value cache, (params of one block, h, keys_B, `Past` or None) -> (h, keys and values).
+        `embed` then takes positions [B, S] after keys_B. None: text is generated without a cache.
+    positions: the length of the longest text, where positions are learned; None: no limit.
+    features: (params of head, h) -> what the table of the vocabulary multiplies, [B, S, D]; or None.
+    vocabulary: (params of head, params of embed if tied else None) -> (table [V, D],), or with a bias [V]; or None.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -61,6 +66,10 @@ class ModelDef(NamedTuple):
     collective_matmul: bool = False
     rows: Callable[[PyTree], PyTree] | None = None
     metrics: Callable[..., Any] | None = None
+    cached: Callable[..., Any] | None = None
+    positions: int | None = None
+    features: Callable[..., Any] | None = None
+    vocabulary: Callable[..., Any] | None = None
 
     def read_by_blocks(self, batch: PyTree) -> PyTree:
         """What every block is given beside h: (dropout keys [B], rows if the model has any)."""

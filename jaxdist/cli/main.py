@@ -21,11 +21,15 @@ COMMANDS = {
     "launch": Command(
         "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
     ),
+    "generate": Command(
+        "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
+    ),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),
     "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),
     "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
+    "distill": Command("jaxdist.cli.distill", "write a teacher's largest logits, for distill.cache"),
     "lab": Command("jaxdist.lab.command", "run a job on virtual hosts with slow links", "run_lab"),
     "bench": Command("jaxdist.cli.runs.bench", "time the step of a configuration, beside variants of it"),
     "profile": Command("jaxdist.cli.runs.profile", "where the time of a run's steps went"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxdist.config.entries import Entries, Section, named, with_options
 from jaxdist.config.rules.fields import parse_mixture, section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
+from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.init import InitConfig
 from jaxdist.config.sections.observe import ObserveConfig
@@ -297,6 +298,7 @@ class Config:
     precision: PrecisionConfig = section(PrecisionConfig, "number types", shorthand="policy")
     memory: MemoryConfig = section(MemoryConfig, "recomputation, host memory")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
+    distill: DistillConfig = section(DistillConfig, "a teacher")
     train: TrainConfig = section(TrainConfig, "the run")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     devices: DevicesConfig = section(DevicesConfig, "devices")

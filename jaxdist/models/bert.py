@@ -73,12 +73,18 @@ class MaskedHead(nnx.Module):
         self.decoder = VocabBias(config.vocab)
         self.chunk, self.sequence = config.loss_chunk, sequence
 
-    def _read(self, h_BSD: jax.Array, embed: Embed | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(h before the logits, of all positions; table; bias)."""
-        assert embed is not None, "the head is tied to the embedding"
+    def features(self, h_BSD: jax.Array) -> jax.Array:
+        """What the table multiplies, of all positions, [B, S, D]."""
         h_BSD = self.norm(gelu_erf(self.dense(h_BSD)))
-        h_BSD = whole_sequence(h_BSD) if self.sequence else h_BSD
-        return h_BSD, embed.tokens.table[...], self.decoder.bias[...]
+        return whole_sequence(h_BSD) if self.sequence else h_BSD
+
+    def vocabulary(self, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
+        """(table [V, D], bias of the logits [V])."""
+        assert embed is not None, "the head is tied to the embedding"
+        return embed.tokens.table[...], self.decoder.bias[...]
+
+    def _read(self, h_BSD: jax.Array, embed: Embed | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.features(h_BSD), *self.vocabulary(embed)
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         """[B, S, V]."""

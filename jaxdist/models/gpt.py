@@ -52,10 +52,11 @@ class Embed(nnx.Module):
         self.positions = PositionEmbed(rngs, max_length, config.width, sequence=sequence) if learned else None
         self.dropout, self.sequence = config.dropout, sequence
 
-    def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:
+    def __call__(self, batch: Batch, keys_B: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """positions: of the tokens in their texts, [B, S]. None: 0, 1, ..."""
         h_BSD = self.tokens(batch["inputs"])
         if self.positions is not None:
-            h_BSD = add_bias(h_BSD, self.positions(batch["inputs"].shape[1]))
+            h_BSD = add_bias(h_BSD, self.positions(batch["inputs"].shape[1], positions))
         return dropout(h_BSD, keys_B, site=0, rate=self.dropout, sequence=self.sequence)
 
 
@@ -69,20 +70,22 @@ class Head(nnx.Module):
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
         """[B, S, V]."""
-        return whole_vocab(vocab_logits(self._normed(h_BSD), self._table(embed)))
+        return whole_vocab(vocab_logits(self.features(h_BSD), *self.vocabulary(embed)))
 
-    def _normed(self, h_BSD: jax.Array) -> jax.Array:
+    def features(self, h_BSD: jax.Array) -> jax.Array:
+        """What the table multiplies, [B, S, D]."""
         h_BSD = self.norm(h_BSD)
         return whole_sequence(h_BSD) if self.sequence else h_BSD
 
-    def _table(self, embed: Embed | None) -> jax.Array:
+    def vocabulary(self, embed: Embed | None) -> tuple[jax.Array]:
+        """The table, [V, D]."""
         tokens = embed.tokens if embed is not None else self.projection
         assert tokens is not None, "a tied head needs the embed unit"
-        return tokens.table[...]
+        return (tokens.table[...],)
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
-        h_BSD, table_VD = self._normed(h_BSD), self._table(embed)
+        h_BSD, (table_VD,) = self.features(h_BSD), self.vocabulary(embed)
         targets_BS, weights_BS = counted_targets(batch["targets"], batch["weights"], h_BSD.dtype)
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
             total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk)

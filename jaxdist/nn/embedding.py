@@ -64,8 +64,10 @@ class PositionEmbed(nnx.Module):
         self.table = normal(rngs, (length, width), 0.02, (None, None))
         self.sequence = sequence
 
-    def __call__(self, length: int) -> jax.Array:
-        """The vectors of positions 0 to length - 1. length: that of the whole sequence."""
+    def __call__(self, length: int, positions_BS: jax.Array | None = None) -> jax.Array:
+        """The vectors of positions 0 to length - 1, or of these, [B, S, D]. length: that of the whole sequence."""
+        if positions_BS is not None:
+            return self.table[...][positions_BS]
         rows = self.table[...][:length]
         return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=0) if self.sequence else rows
 

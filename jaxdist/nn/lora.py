@@ -56,12 +56,13 @@ class Adapter(nnx.Module):
     keys: dropout keys [B] of the rows, which `keyed` sets.
     """
 
+    keys: Any = None
+
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], spec: tuple[Any, ...], lora: LoraConfig, site: int):
         (inputs, *features), rank = shape, lora.rank
         self.a = normal(rngs, (inputs, rank), inputs**-0.5, (spec[0], None))
         self.b = zeros((rank, *features), (None, *spec[1:]))
         self.scale, self.rate, self.site, self.split = lora.alpha / rank, lora.dropout, site, spec[0] is not None
-        self.keys: jax.Array | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.rate:
@@ -74,8 +75,9 @@ class Adapter(nnx.Module):
 def _whole(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The weight, typed varying like x. As for a bias, autodiff sums its gradient over devices in at least fp32."""
     wide = weight.astype(accumulation_dtype(weight.dtype))
-    cast: jax.Array = to_varying(wide, varying_axes(x)).astype(weight.dtype)
-    return cast
+    with jax.named_scope("lora.gradients"):  # of the sum that the cast becomes in the backward pass, for the ledger
+        cast: jax.Array = to_varying(wide, varying_axes(x))
+    return cast.astype(weight.dtype)
 
 
 class Adapters(nnx.Module):
@@ -156,6 +158,6 @@ def _targeted(names: list[str], targets: tuple[str, ...]) -> set[str]:
 def keyed(block: Any, keys_B: jax.Array) -> Any:
     """The block, whose adapters drop by these keys. Linear layers are not called with keys, so they are set."""
     for _, node in nnx.iter_graph(block):
-        if isinstance(node, Adapter):
+        if isinstance(node, Adapter) and node.rate:
             node.keys = keys_B
     return block

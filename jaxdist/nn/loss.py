@@ -12,6 +12,7 @@ Legend: B batch, S sequence, C tokens of a chunk, D model width, V vocabulary, L
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,12 +23,14 @@ from jaxdist.collectives import to_varying, varying_axes, zeros_varying_like
 from jaxdist.errors import UserError
 from jaxdist.nn.embedding import vocab_cross_entropy, vocab_logits
 from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.specs import PyTree
 
 # Logits of a microbatch on a device stay whole up to this size. Larger ones are cut into chunks of at most this size.
 # With far smaller chunks, adding each one's gradient of the table would take as long as its products.
 WHOLE_BYTES = 256 * 2**20
 
 Projection = tuple[jax.Array, ...]  # (table [V, D],), or with the bias [V] of the logits
+OfChunk = Callable[[jax.Array, Projection, PyTree, PyTree], jax.Array]  # (h, projection, rows, fixed) -> a sum
 
 
 def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
@@ -56,75 +59,92 @@ def chunked_cross_entropy(
 ) -> jax.Array:
     """The sum of weight times cross-entropy in nats over all tokens, as by `vocab_logits` and `vocab_cross_entropy`.
 
-    The last chunk is padded with tokens of weight 0. Gradients of the table are summed over chunks in at least fp32. No
-    gradient flows to the weights. Table and bias may be split over `tensor`.
+    Table and bias may be split over `tensor`. See `sum_over_chunks`.
 
     chunk: tokens of a chunk.
     bias_V: of the logits.
     """
-    tokens, width = math.prod(targets_BS.shape), h_BSD.shape[-1]
-    count = -(-tokens // chunk)
-    own = {*varying_axes(h_BSD), *varying_axes(targets_BS), *varying_axes(weights_BS)}
-    samples = own | {*varying_axes(table_VD)} - {"tensor"}  # the table may be split over tensor
-
-    def cut(x: jax.Array, *dims: int) -> jax.Array:
-        flat = x.reshape(tokens, *dims)
-        return jnp.pad(flat, ((0, count * chunk - tokens), *((0, 0) for _ in dims))).reshape(count, 1, chunk, *dims)
-
-    # Autodiff sums the gradients over the axes that these casts add. It must do so out here: inside, devices may have
-    # different cotangents.
     projection = (table_VD,) if bias_V is None else (table_VD, bias_V)
-    h_BSD, projection = to_varying((h_BSD, projection), samples)
-    return _sum_of_chunks(cut(h_BSD, width), projection, cut(targets_BS), cut(weights_BS))
+    return sum_over_chunks(_cross_entropies, h_BSD, projection, (targets_BS, weights_BS), chunk=chunk)
 
 
-def _of_chunk(h_1CD: jax.Array, projection: Projection, targets_1C: jax.Array, weights_1C: jax.Array) -> jax.Array:
+def _cross_entropies(h_1CD: jax.Array, projection: Projection, rows: PyTree, _: PyTree) -> jax.Array:
+    targets_1C, weights_1C = rows
     return (vocab_cross_entropy(vocab_logits(h_1CD, *projection), targets_1C) * weights_1C).sum()
 
 
-@jax.custom_vjp
-def _sum_of_chunks(h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sum of the loss over chunks. All arguments but the projection have a leading dim of chunks."""
-    of_chunk = functools.partial(_of_chunk, projection=projection)
+def sum_over_chunks(
+    of_chunk: OfChunk, h_BSD: jax.Array, projection: Projection, rows: PyTree, fixed: PyTree = (), *, chunk: int
+) -> jax.Array:
+    """The sum of of_chunk(h [1, C, D], projection, rows, fixed) over chunks of tokens.
+
+    The last chunk is padded with zeros: a token whose rows are zeros, its weight among them, must add nothing.
+    Gradients of the projection are summed over chunks in at least fp32. No gradient flows to rows and fixed.
+
+    of_chunk: a function that holds no traced arrays; it is the same object from call to call.
+    rows: arrays [B, S, ...], which of_chunk gets as [1, C, ...]. fixed: arrays that it gets whole.
+    chunk: tokens of a chunk.
+    """
+    tokens = math.prod(h_BSD.shape[:2])
+    count = -(-tokens // chunk)
+    own = {axis for leaf in jax.tree.leaves((h_BSD, rows)) for axis in varying_axes(leaf)}
+    samples = own | {*varying_axes(projection[0])} - {"tensor"}  # the table may be split over tensor
+
+    def cut(x: jax.Array) -> jax.Array:
+        flat = x.reshape(tokens, *x.shape[2:])
+        padded = jnp.pad(flat, ((0, count * chunk - tokens), *((0, 0) for _ in x.shape[2:])))
+        return padded.reshape(count, 1, chunk, *x.shape[2:])
+
+    # Autodiff sums the gradients over the axes that these casts add. It must do so out here: inside, devices may have
+    # different cotangents.
+    h_BSD, projection = to_varying((h_BSD, projection), samples)
+    return _sum_of_chunks(of_chunk, cut(h_BSD), projection, jax.tree.map(cut, rows), fixed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_chunks(of_chunk: OfChunk, h: jax.Array, projection: Projection, rows: PyTree, fixed: PyTree) -> jax.Array:
+    """The sum over chunks. h and rows have a leading dim of chunks."""
 
     def add(total: jax.Array, own: Any) -> tuple[jax.Array, None]:
-        h, targets, weights = own
-        return total + of_chunk(h, targets_1C=targets, weights_1C=weights), None
+        h, rows = own
+        return total + of_chunk(h, projection, rows, fixed), None
 
-    first = jax.eval_shape(of_chunk, h[0], targets_1C=targets[0], weights_1C=weights[0])
-    return lax.scan(add, zeros_varying_like(first), (h, targets, weights))[0]
+    first = jax.eval_shape(of_chunk, h[0], projection, jax.tree.map(lambda leaf: leaf[0], rows), fixed)
+    return lax.scan(add, zeros_varying_like(first), (h, rows))[0]
 
 
 def _with_gradients(
-    grad: jax.Array, h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array
+    of_chunk: OfChunk, grad: jax.Array, h: jax.Array, projection: Projection, rows: PyTree, fixed: PyTree
 ) -> tuple[jax.Array, tuple[jax.Array, Projection]]:
     """(the sum, (gradient of h, gradient of the projection)). grad: the cotangent of the sum."""
 
     def add(totals: Any, own: Any) -> tuple[Any, jax.Array]:
-        (total, sums), (h, targets, weights) = totals, own
-        loss, pull = jax.vjp(lambda h, projection: _of_chunk(h, projection, targets, weights), h, projection)
+        (total, sums), (h, rows) = totals, own
+        loss, pull = jax.vjp(lambda h, projection: of_chunk(h, projection, rows, fixed), h, projection)
         dh, grads = pull(grad)
         return (total + loss, jax.tree.map(lambda each, new: each + new.astype(each.dtype), sums, grads)), dh
 
     wide = tuple(zeros_varying_like(each, accumulation_dtype(each.dtype)) for each in projection)
-    (total, sums), dh = lax.scan(add, (zeros_varying_like(grad), wide), (h, targets, weights))
+    (total, sums), dh = lax.scan(add, (zeros_varying_like(grad), wide), (h, rows))
     return total, (dh, jax.tree.map(lambda each, like: each.astype(like.dtype), sums, projection))
 
 
-def _forward(h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-    given = h, projection, targets, weights
+def _forward(
+    of_chunk: OfChunk, h: jax.Array, projection: Projection, rows: PyTree, fixed: PyTree
+) -> tuple[jax.Array, Any]:
+    given = h, projection, rows, fixed
     if jnp.float16 in (h.dtype, projection[0].dtype):
         # Gradients for a cotangent of 1 underflow in fp16: they wait for the loss scale, which is in the cotangent.
-        return _sum_of_chunks(*given), (given, None)
-    one = zeros_varying_like(jax.eval_shape(_sum_of_chunks, *given)) + 1
-    loss, grads = _with_gradients(one, *given)
+        return _sum_of_chunks(of_chunk, *given), (given, None)
+    one = zeros_varying_like(jax.eval_shape(functools.partial(_sum_of_chunks, of_chunk), *given)) + 1
+    loss, grads = _with_gradients(of_chunk, one, *given)
     return loss, (None, grads)
 
 
-def _backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, Projection, None, None]:
+def _backward(of_chunk: OfChunk, residuals: Any, grad: jax.Array) -> tuple[jax.Array, Projection, None, None]:
     given, grads = residuals
     if grads is None:
-        grads = _with_gradients(grad, *given)[1]
+        grads = _with_gradients(of_chunk, grad, *given)[1]
     else:
         grads = jax.tree.map(lambda leaf: (leaf.astype(grad.dtype) * grad).astype(leaf.dtype), grads)
     return *grads, None, None

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
+from jaxdist.nn.attention.cache import run_cached
+from jaxdist.nn.embedding import PositionEmbed
 from jaxdist.nn.param import specs_of
 from jaxdist.specs import STACKED, PyTree, map_specs
 
@@ -212,6 +214,27 @@ def _has_metrics(head: Any) -> bool:
     return True
 
 
+def _cached_of(skeleton: Any, block_of: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`ModelDef.cached`; None unless the embedding takes `positions`, blocks take `cache`, and no attention looks at
+    later tokens. block_of: (params, keys_B) -> a block."""
+    takes = lambda module, name: name in inspect.signature(module).parameters  # noqa: E731
+    both_ways = any(getattr(node, "causal", True) is False for _, node in nnx.iter_graph(skeleton))
+    if both_ways or not takes(skeleton.embed, "positions") or not takes(skeleton.blocks[0], "cache"):
+        return None
+    return lambda params, h, keys_B, past: run_cached(block_of(params, keys_B), h, keys_B, past)
+
+
+def _facts(skeleton: Any) -> dict[str, Any]:
+    """The fields of a `ModelDef` that are read from its layers."""
+    tables = [node.table.shape for _, node in nnx.iter_graph(skeleton) if isinstance(node, PositionEmbed)]
+    return {
+        "layers": len(skeleton.blocks),
+        "fp8": _any_layer(skeleton, "fp8"),
+        "collective_matmul": _any_layer(skeleton, "collective_matmul"),
+        "positions": min((length for length, _ in tables), default=None),
+    }
+
+
 def _metrics_of(head: Any, of_head: Callable[..., Any]) -> Callable[..., Any] | None:
     """`ModelDef.metrics`. of_head: makes a head, and what its methods are called with, of a function's arguments."""
 
@@ -268,7 +291,10 @@ def model_def(
         blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
-            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss.
+            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss. With the methods features and
+            vocabulary of `ModelDef` (jaxdist/models/gpt.py has them) it can be distilled.
+        For a key/value cache embed takes `positions` [B, S] or None too, and a block takes `cache`, which it passes on
+        to its `jaxdist.nn.Attention` (docs/generation.md).
     param_dtype: the dtype of all parameters.
     lora: adapters of the blocks' linear layers, see `jaxdist.nn.lora`.
     tied, scan_blocks, columns, rows: see `ModelDef`.
@@ -289,24 +315,27 @@ def model_def(
     ends = (nnx.split(module, nnx.Param) for module in (skeleton.embed, skeleton.head))
     (embed_def, embed_state), (head_def, head_state) = ends
     block_def, block_state = _uniform(skeleton.blocks)
+    block_of = lambda params, keys_B: keyed(nnx.merge(block_def, params), keys_B)  # noqa: E731
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
     name = lambda module: type(module).__name__  # noqa: E731
+    splits = all(callable(getattr(skeleton.head, method, None)) for method in ("features", "vocabulary"))
     of_head = lambda params, embed, *given: (nnx.merge(head_def, params), *given, embedding(embed))  # noqa: E731
     return ModelDef(
         init=init,
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
         shapes=jax.eval_shape(init, jax.random.key(0)),
         embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
-        block=lambda params, h, keys_B, *rows: keyed(nnx.merge(block_def, params), keys_B)(h, keys_B, *rows),
+        block=lambda params, h, keys_B, *rows: block_of(params, keys_B)(h, keys_B, *rows),
         head=_reads(name(skeleton.head), lambda *given: _head_sums(*of_head(*given)), 3),
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
-        layers=len(skeleton.blocks),
         tied=tied,
         columns=columns,
-        fp8=_any_layer(skeleton, "fp8"),
-        collective_matmul=_any_layer(skeleton, "collective_matmul"),
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
         metrics=_metrics_of(skeleton.head, of_head),
+        cached=None if rows else _cached_of(skeleton, block_of),
+        **_facts(skeleton),
+        features=(lambda params, h: nnx.merge(head_def, params).features(h)) if splits else None,
+        vocabulary=(lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed))) if splits else None,
     )

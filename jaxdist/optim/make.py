@@ -1,6 +1,6 @@
 """The optimizer of a configuration, and its learning rates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -65,8 +65,8 @@ def decay_mask(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTransformation:
-    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decay_mask}
+def _core(config: "OptimizerConfig", rate: optax.Schedule, mask: Any = decay_mask) -> optax.GradientTransformation:
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": mask}
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": lambda: optax.adamw(rate, config.b1, config.b2, config.eps, **decay),
         "lion": lambda: optax.lion(rate, config.b1, config.b2, **decay),
@@ -84,17 +84,24 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule) -> optax.GradientTran
 
 
 def make_optimizer(
-    config: "OptimizerConfig", *, steps: int, deterministic: bool = False
+    config: "OptimizerConfig", *, steps: int, deterministic: bool = False, order: Sequence[int] = ()
 ) -> optax.GradientTransformation:
     """The optimizer of a configuration: clipping by global norm (unless `clip_norm` is 0), then the update.
 
     steps: the length of the learning rate schedule.
     deterministic: clip by `ordered_norm`.
+    order: the block in each row of stacked parameters, for `optimizer.groups` (`order_of_blocks`); () for 0, 1, 2 ...
 
     >>> optimizer = jaxdist.make_optimizer(jaxdist.Config().optimizer, steps=100)
     >>> len(jax.tree.leaves(optimizer.init({"w": jnp.ones((4, 4))})))  # two moments and two counts
     4
     """
-    core = _core(config, learning_rate(config, steps))
+    rate = learning_rate(config, steps)
+    if config.groups:
+        from jaxdist.optim.groups import with_groups
+
+        core = with_groups(lambda config, mask: _core(config, rate, mask), config, mask=decay_mask, order=order)
+    else:
+        core = _core(config, rate)
     clip = clip_by_ordered_norm if deterministic else optax.clip_by_global_norm
     return optax.chain(clip(config.clip_norm), core) if config.clip_norm else core

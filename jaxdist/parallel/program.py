@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -61,8 +62,11 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
     embed, block, head, logits = (
         autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
     )
-    metrics = model.metrics and autocast(model.metrics, precision.compute)
-    return model._replace(embed=embed, block=block, head=head, logits=logits, metrics=metrics)
+    metrics, cached, features = (
+        unit and autocast(unit, precision.compute) for unit in (model.metrics, model.cached, model.features)
+    )
+    model = model._replace(embed=embed, block=block, head=head, logits=logits)
+    return model._replace(metrics=metrics, cached=cached, features=features)
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:
@@ -241,7 +245,7 @@ def _scan_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> 
 def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
     """The function (parameters, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary].
 
-    For sampling. The parameters are sharded as the strategy stores them.
+    For sampling. position: one, or one a row [b]. The parameters are sharded as the strategy stores them.
     """
     units, program = unit_specs(specs), make_program(model, strategy, specs)
     hidden = program.hidden
@@ -250,7 +254,8 @@ def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[
     def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
         diff, captured = strategy.begin(params, specs, STACKED)
         h = hidden(diff, captured, batch)
-        h = lax.dynamic_slice_in_dim(h, position, 1, axis=1)  # the head sees one position: no [b, S, vocabulary]
+        rows = jnp.broadcast_to(position, h.shape[:1])[:, None, None]
+        h = jnp.take_along_axis(h, rows, axis=1)  # the head sees one position: no [b, S, vocabulary]
         tied = strategy.gather(diff["embed"], captured["embed"], units["embed"]) if model.tied else None
         params = strategy.gather(diff["head"], captured["head"], units["head"])
         return psum(on_first_stage(lambda h: model.logits(params, tied, h)[:, 0], h), "pipe")

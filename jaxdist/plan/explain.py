@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import Parts, assemble, prefetches_on
+from jaxdist.build import Parts, assemble, prefetches_on, with_teacher
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.model import ModelDef
@@ -78,6 +78,7 @@ def explain_parts(
 
     batch: shapes with shardings
     """
+    parts, batch = with_teacher(parts, batch)
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
     kept = saved_activations(parts.step, parts.target, batch)
@@ -90,14 +91,16 @@ def explain_parts(
     if not measured:  # elementwise chains of a loss without blocks count as fused across both passes
         temporary = max(temporary, sum(sizes[kind] for kind in SAVED_KINDS))
     memory[ESTIMATED_TEMPORARY] = temporary
-    memory[ESTIMATED_PEAK] = resident_bytes((parts.target, batch)) + temporary
+    teacher = 0 if parts.teaching is None else resident_bytes(parts.teaching.target)
+    memory |= {"parameters of the teacher": teacher} if teacher else {}
+    memory[ESTIMATED_PEAK] = resident_bytes((parts.target, batch)) + temporary + teacher
     memory |= {} if compiled or not measured else {NOT_HERE: round((MEASURED[-1] - 1) * memory[ESTIMATED_PEAK])}
     added, compared = None, None
     if compiled:
         program = compile_step(parts, batch)
         if (footprint := footprint_of(program, config, parts)) is not None:
             memory["temporary, compiled (gradients, copies, activations)"] = footprint.temporary
-            memory[COMPILED_PEAK] = footprint.peak
+            memory[COMPILED_PEAK] = footprint.peak + teacher
         everything = compiled_collectives(program.as_text())
         added = [each for each in everything if each.added and each.group_size > 1]
         compared = compare(found, everything)

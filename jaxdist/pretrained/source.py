@@ -89,7 +89,7 @@ class Pretrained(ABC):
         found = dict(self._arrays({name: leaf for name, leaf in asked.items() if name not in kept}, order, say))
         if kept and fresh:
             found |= fresh(kept)
-            say(f"{self._key}: {_listed(sorted(kept))} as a new run has them (init.partial)")
+            say(f"{self._key}: {_listed(sorted(kept))} start at random")
         if left := sorted(allowed - wanted.keys()):
             say(f"{self._key}: {_listed(left)} not read (init.partial)")
         return unflatten_dict({name: found[name] for name in asked}, sep=".")

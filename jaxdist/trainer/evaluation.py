@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +22,7 @@ from jaxdist.optim.ema import EmaState, ema_of
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import check_metrics, read_results
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.program import in_precision, make_logits, make_program, program_and_region
+from jaxdist.parallel.program import in_precision, make_program, program_and_region
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
@@ -33,6 +31,7 @@ from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, shardings_of, specs_of_arrays
+from jaxdist.trainer.batches.tokenizer import tokenizer_of_data
 from jaxdist.trainer.run import RunPlan, Sampler
 
 TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
@@ -101,36 +100,9 @@ def make_loss_eval_step(
     return jax.jit(region_of(region, mesh=mesh, in_specs=(specs, P(), batch_spec(mesh)), out_specs=P()))
 
 
-def make_sampler(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., jax.Array]:
-    """Compiled (params, tokens [R, S], start, stop, key) -> tokens with positions start..stop-1 sampled in turn.
-
-    R must be divisible by the batch shards, stop at most S. Each token costs a forward pass over S positions: this is
-    for a look at what was learned, not for serving.
-    """
-    assert mesh.shape["context"] == 1, "sampling runs the model on whole sequences"
-    logits_of = make_logits(model, strategy, specs)
-
-    def region(params: PyTree, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        batch = to_varying({"inputs": tokens, "keys": unused_keys(tokens.shape[0])}, BATCH_LIKE)
-        return logits_of(params, batch, position)
-
-    rows = batch_spec(mesh)
-    forward = jax.shard_map(region, mesh=mesh, in_specs=(specs, rows, P()), out_specs=rows)
-
-    def sample(params: PyTree, tokens: jax.Array, start: jax.Array, stop: jax.Array, key: jax.Array) -> jax.Array:
-        def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
-            logits = forward(params, tokens, position - 1)
-            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / TEMPERATURE)
-            return lax.dynamic_update_slice_in_dim(tokens, drawn[:, None].astype(tokens.dtype), position, axis=1)
-
-        return lax.fori_loop(start, stop, extend, tokens)
-
-    return jax.jit(sample)
-
-
 def forward_parts(plan: RunPlan) -> tuple[Any, Mesh, PyTree, Strategy]:
-    """The arguments of `make_eval_step` and `make_sampler`: the model without dropout, in the layout of the run. A loss
-    in place of a model is in evaluation mode, and not in the precision of the run yet."""
+    """The arguments of `make_eval_step`, and the first ones of a `Generator`: the model without dropout, laid out as in
+    the run. A loss in place of a model is in evaluation mode, and not in the precision of the run yet."""
     config, parts, mesh = plan.config, plan.parts, plan.mesh
     strategy = get_strategy(parts.options)
     precision, stages = parts.options.precision, mesh.shape["pipe"]
@@ -300,26 +272,29 @@ class Ending:
 
 def text_sampler(plan: RunPlan) -> Sampler | None:
     """The function parameters -> text that the model writes after the prompt, one sample a batch shard. None where no
-    text is asked for, or tokens are not bytes.
+    text is asked for, or no tokenizer is known.
 
     It is traced here, before the first step: raises `UserError` for a model that cannot be sampled from.
     """
     config, rows, length = plan.config, batch_shards(plan.mesh), plan.config.data.seq_len
-    if not config.train.sample_tokens or plan.source.info["unit"] != "bytes":
+    if not config.train.sample_tokens or (tokenizer := tokenizer_of_data(config, plan.source)) is None:
         return None
     if not isinstance(plan.parts.model, ModelDef):
         raise UserError(
             f"train.sample_tokens: {config.train.sample_tokens}, but model.name {config.model.name!r} is a loss, which"
             " gives no logits to sample from; allowed: 0"
         )
-    prompt = np.frombuffer(config.train.sample_prompt.encode()[: length - 1] or b"\n", np.uint8)
-    stop = min(length, len(prompt) + config.train.sample_tokens)
-    tokens = np.zeros((rows, length), np.int32)
-    tokens[:, : len(prompt)] = prompt
-    sampler, places = make_sampler(*forward_parts(plan)), (len(prompt), stop, jax.random.key(config.train.seed))
+    from jaxdist.generation.loop import Generator  # which a run without samples does not need
+    from jaxdist.generation.sampling import Sampling, row_keys
+    from jaxdist.generation.texts import Ends, complete, ids_of
+
+    prompt = ids_of(config.train.sample_prompt, tokenizer)[: length - 1] or ids_of("\n", tokenizer)
+    if not (tokens := min(config.train.sample_tokens, length - len(prompt))):
+        return None
+    keys = row_keys(config.train.seed, range(rows))
+    run = Generator(*forward_parts(plan), Sampling(TEMPERATURE), positions=length, chunk=tokens)
     try:
-        like = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=plan.sharding)
-        sampler.trace(plan.parts.target.params, like, *places)  # type: ignore[attr-defined]
+        run.trace(plan.parts.target.params, tokens)
     except UserError as error:
         raise UserError(
             f"train.sample_tokens: {config.train.sample_tokens}, but this model cannot be sampled from, which gives it"
@@ -327,8 +302,7 @@ def text_sampler(plan: RunPlan) -> Sampler | None:
         ) from error
 
     def sample(params: PyTree) -> str:
-        global_tokens = jax.make_array_from_callback(tokens.shape, plan.sharding, lambda index: tokens[index])
-        whole = np.asarray(multihost_utils.process_allgather(sampler(params, global_tokens, *places), tiled=True))
-        return "\n\n".join(bytes(row[:stop].astype(np.uint8)).decode("utf-8", "replace") for row in whole)
+        *_, found = complete(run, params, [prompt] * rows, keys, tokens, Ends(tokenizer=tokenizer))
+        return "\n\n".join(tokenizer.decode([*prompt, *each.ids]) for each in found)
 
     return sample

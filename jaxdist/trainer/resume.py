@@ -12,6 +12,7 @@ from jaxdist.errors import UserError
 from jaxdist.trainer.failures.same_program import settings_by_key
 
 FORCE = ", or checkpoint.resume=force to go on all the same"
+LEARNS = ("temperature", "mixing")  # of section distill
 PRECISION_MAY_CHANGE = ("loss_scale", "max_consecutive_skips")  # on resuming
 
 
@@ -25,8 +26,11 @@ def content_settings(section: Any) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in fields(section) if not each.metadata["rule"].how}
 
 
-def identity(config: Config, source: Source) -> dict[str, Any]:
-    """The settings that make a run this experiment. Resuming with another value of one is refused."""
+def identity(config: Config, source: Source, teacher: str | None = None) -> dict[str, Any]:
+    """The settings that make a run this experiment. Resuming with another value of one is refused.
+
+    teacher: the digest of its parameters.
+    """
     data = {**content_settings(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
     lora = {key: value for key, value in asdict(config.optimizer.lora).items() if key != "dropout"}
@@ -37,14 +41,21 @@ def identity(config: Config, source: Source) -> dict[str, Any]:
         "precision": precision,
         "optimizer": {"name": config.optimizer.name, "freeze": config.optimizer.freeze, "lora": lora},
         "train": {"seed": config.train.seed, "ema": config.train.ema},
+        "distill": {"teacher": teacher, **{key: getattr(config.distill, key) if teacher else None for key in LEARNS}},
     }
     return _as_saved(whole)
 
 
-def record(config: Config, source: Source, *, passed: int = 0, forced: Sequence[Any] = ()) -> dict[str, Any]:
+def record(
+    config: Config, source: Source, teacher: str | None = None, *, passed: int = 0, forced: Sequence[Any] = ()
+) -> dict[str, Any]:
     """The record that is saved beside a state. passed and forced: see `jaxdist.trainer.run.Progress`."""
     more = {"forced": list(forced)} if forced else {}
-    return identity(config, source) | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed} | more
+    return (
+        identity(config, source, teacher)
+        | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed}
+        | more
+    )
 
 
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:
@@ -71,6 +82,7 @@ def check_identity(
     # Older versions knew no other values of these keys.
     older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}, "train": {"ema": None}}
     older["model"] = {"window": None, "rope_type": "default"}  # of gpt
+    older["distill"] = dict.fromkeys(("teacher", *LEARNS))
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]
     saved = saved | {section: values | saved.get(section, {}) for section, values in older.items()}

@@ -25,7 +25,6 @@ from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.data import Ids, Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, replace_file
-from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
 from jaxdist.observe.sinks import Sinks, make_sinks
@@ -39,6 +38,7 @@ from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.failures.same_program import facts_of_program
+from jaxdist.trainer.first_state import first_state
 from jaxdist.trainer.resume import changed_settings, check_identity, identity, record, show_changes
 
 Sampler = Callable[[PyTree], str]  # parameters -> text
@@ -222,7 +222,11 @@ def build(
         watch.agree(facts_of_program(config, parts, mesh, plan.source))
     watch.crumbs.enter("restore")
     fresh = lambda: first_state(config, parts, mesh, order, outputs.console.line)  # noqa: E731
-    progress = restore_or_init(config, parts.target, outputs, fresh, identity(config, plan.source))
+    teacher, own = None, identity(config, plan.source)
+    if parts.teaching is not None:
+        teacher = parts.teaching.begin(own, outputs.console.line)
+        own = identity(config, plan.source, teacher)
+    progress = restore_or_init(config, parts.target, outputs, fresh, own)
     lead, baselines = jax.process_index() == 0, dict[str, float]()
     if lead:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
@@ -244,23 +248,12 @@ def build(
         plan=plan,
         progress=progress,
         outputs=outputs,
-        record=lambda step: record(config, plan.source, passed=progress.passed, forced=progress.forced),
+        record=lambda step: record(config, plan.source, teacher, passed=progress.passed, forced=progress.forced),
         baselines=baselines,
         watch=watch,
         cache=cache,
         sample=sample,
     )
-
-
-def first_state(
-    config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
-) -> TrainState:
-    """The state of a new run: parameters at random, or those that `init.from` names."""
-    if config.init.from_ is None:
-        return init_state(parts.model, parts.optimizer, mesh, parts.options)
-    from jaxdist.pretrained.start import state_from  # only where it is asked for
-
-    return state_from(config, parts, mesh, order, say)
 
 
 def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch, *, order: np.ndarray | None) -> Outputs:

@@ -70,6 +70,8 @@ def work_of(run: TrainingRun) -> Work:
         seed=config.train.seed,
         sharding=plan.sharding,
     )
+    if plan.parts.teaching is not None:
+        loader = plan.parts.teaching.batches(loader)
     evaluator = Evaluator(plan, run.watch) if config.train.eval_every else None
     return Work(
         batch=loader.batch,

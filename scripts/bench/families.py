@@ -8,7 +8,6 @@ the largest relative difference of a loss in any step.
 """
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -64,8 +63,8 @@ def batches(steps: int) -> list[dict[str, Any]]:
 def made(model: ModelConfig) -> Any:
     """A model of transformers with random numbers in every parameter, the scales of norms around 1."""
     import torch
+    import transformers
 
-    transformers: Any = importlib.import_module("transformers")  # which has no types everywhere
     from jaxdist.checkpoint.huggingface.convert import config_json
 
     fields = config_json(model.resolved(), positions=LENGTH, dtype="float32")
@@ -163,8 +162,8 @@ def main() -> int:
         raise UserError(f"--steps: {arguments.steps}; allowed: 1 and more")
     import jax
     import torch
+    import transformers
 
-    transformers: Any = importlib.import_module("transformers")
     jax.config.update("jax_num_cpu_devices", 8)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

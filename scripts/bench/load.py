@@ -7,7 +7,6 @@ back at any time. Beside it the time in which `safetensors` alone reads all tens
 it can of the files in memory by then. Exit status 1 where a process needed more than a quarter of the folder.
 """
 
-import argparse
 import json
 import math
 import sys

@@ -268,7 +268,7 @@ def test_what_cannot_be() -> None:
         state_target(gpt(config, max_length=8), optax.sgd(0.1), make_mesh(), freeze=("!head.*",))
     optimizer, own = OptimizerConfig(lora=LORA), Config().model.replace(name="outsider.model.tower")
     loaded = replace(Config(), optimizer=optimizer, model=own)
-    with pytest.raises(UserError, match="optimizer.lora.rank: 3 needs a model that can be built with lora="):
+    with pytest.raises(UserError, match="optimizer.lora.rank: 3 needs a model that takes the option lora"):
         make_model(loaded, precision_of(loaded.precision), stages=1, training=True)
 
 

@@ -20,6 +20,8 @@ from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
+from jaxdist.generation.loop import Generator
+from jaxdist.generation.sampling import Sampling
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
@@ -32,7 +34,7 @@ from jaxdist.precision.policy import POLICIES, Precision, make_precision, precis
 from jaxdist.specs import path_name
 from jaxdist.state import specs_of_arrays
 from jaxdist.step import make_train_step
-from jaxdist.trainer.evaluation import make_eval_step, make_sampler
+from jaxdist.trainer.evaluation import make_eval_step
 
 STRATEGIES = registry.names("jaxdist.parallel.strategies")
 GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=2, vocab=32)
@@ -209,10 +211,12 @@ def test_evaluation_and_sampling_run_in_the_policy(name: str, params: str, kept:
     target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
     parts = model, mesh, specs_of_arrays(target.params), strategy
     evaluation = make_eval_step(*parts).trace(target.params, random_tokens()).jaxpr
-    tokens = jnp.zeros((2, 8), jnp.int32)
-    sampling = make_sampler(*parts).trace(target.params, tokens, 1, 2, jax.random.key(0)).jaxpr
+    tokens, ids, keys = jnp.zeros((2, 8), jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros((2, 2), jnp.uint32)
+    made = Generator(*parts, Sampling())
+    first = made._start.trace(target.params, tokens, ids, keys, new=8)
+    more = made._go_on.trace(target.params, first.out_info[1], ids, ids, keys, np.int32(1))
     assert seen == {path: kept if "norm" in path else params for path in seen} and len(seen) == 16
-    for jaxpr in evaluation, sampling:
+    for jaxpr in evaluation, first.jaxpr, more.jaxpr:
         products = [floats(each) for _, each in equations(jaxpr) if each.primitive.name == "dot_general"]
         assert products and all(each == {F16} for each in products)
 

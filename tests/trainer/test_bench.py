@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from jaxdist.cli.runs.bench import main
 
+from jaxdist.cli.runs.bench import main
 from jaxdist.config.load import load_config
 from jaxdist.plan.explain import explain
 from jaxdist.trainer.measures.bench import Timing, time_step, timing_table

@@ -7,7 +7,12 @@ from jaxdist.config.load import load_config
 from jaxdist.config.shipped import find_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
-_EXAMPLES = ("jaxdist checkpoint ls runs/mine", "jaxdist checkpoint export runs/mine --output hf")
+_EXAMPLES = (
+    "jaxdist checkpoint ls runs/mine",
+    "jaxdist checkpoint export runs/mine --output hf",
+    "jaxdist checkpoint export runs/mine --merged --output hf  # of a run with LoRA",
+    "jaxdist checkpoint export runs/mine --adapter --output adapter",
+)
 
 
 @reports_mistakes
@@ -28,6 +33,9 @@ def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
         commands.choices[name].add_argument("--output", required=True, metavar="DIR", type=Path)
     commands.choices["export"].add_argument("--step", type=int, help="the newest if left out")
     commands.choices["export"].add_argument("--vocab", type=int, help="rows of the vocabulary that are no padding")
+    how = commands.choices["export"].add_mutually_exclusive_group()
+    how.add_argument("--adapter", action="store_true", help="only the adapters of LoRA, in PEFT's format")
+    how.add_argument("--merged", action="store_true", help="the model with the adapters of LoRA in its kernels")
     commands.choices["average"].add_argument("--last", required=True, metavar="N", type=int, help="newest steps")
     importer = commands.add_parser("import", help="from Hugging Face safetensors, into step 0 of a new run")
     importer.add_argument("folder", metavar="HF_DIR", type=Path)

@@ -18,10 +18,12 @@ from jaxdist.checkpoint.block_order import without_order
 from jaxdist.checkpoint.checksums import newer_format
 from jaxdist.checkpoint.huggingface.convert import check_model, export
 from jaxdist.checkpoint.huggingface.family import CONFIG
+from jaxdist.checkpoint.huggingface.peft import Merged, export_adapter, has_adapters
 from jaxdist.checkpoint.huggingface.safetensors import TensorFiles, read_json
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps, step_folders
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
+from jaxdist.config.sections.optimizer import LORA
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.files.regular import DAMAGED, read_regular, replace_file
@@ -32,6 +34,7 @@ from jaxdist.plan.traced.sharding import aligned
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of
 from jaxdist.pretrained import open_pretrained
+from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import check_vocabulary
 from jaxdist.trainer.resume import record
@@ -50,7 +53,7 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
             return check_all(arguments.run_dir)
         elif arguments.command == "export":
             (stored,) = open_steps(arguments.run_dir, step=arguments.step)
-            said = export(stored, arguments.output, vocab=arguments.vocab)
+            said = export_as(stored, arguments.output, arguments)
             print(f"step {stored.step} to {arguments.output}: {said}")
         elif arguments.command == "import":
             assert config is not None
@@ -63,6 +66,23 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
         mend = "nothing complete was written: remove what there is of it, and try again" if writes else "mend it"
         raise UserError(f"{arguments.command}: {error}; {mend}") from error
     return 0
+
+
+def export_as(stored: Stored, output: Path, arguments: Namespace) -> str:
+    """Export a step as a whole model, or only its adapters (`--adapter`). Returns a line about it."""
+    asked = "--adapter" if arguments.adapter else "--merged"
+    if (arguments.adapter or arguments.merged) != has_adapters(stored):
+        raise UserError(
+            f"{asked}: {stored.folder} has no adapters; leave it out"
+            if arguments.adapter or arguments.merged
+            else f"{stored.folder}: holds a model and LoRA's adapters; give --merged for a model that has both in its"
+            " kernels, or --adapter for the adapters alone, in PEFT's format"
+        )
+    if arguments.adapter and arguments.vocab is not None:
+        raise UserError(f"--vocab: {arguments.vocab}, but adapters have no vocabulary; leave it out")
+    if arguments.adapter:
+        return export_adapter(stored, output)
+    return export(Merged(stored.folder) if arguments.merged else stored, output, vocab=arguments.vocab)
 
 
 def listing(run_dir: Path) -> list[str]:
@@ -108,16 +128,21 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     whole = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))  # in one piece, as it is saved
     made = make_model(whole, precision_of(config.precision), stages=1, training=True)
     assert isinstance(made, ModelDef), "a loss has no format of Hugging Face, which check_model has said"
+
+    def drawn(names: frozenset[str]) -> dict[str, jax.Array]:
+        whole = jax.jit(made.init)(jax.random.key(config.train.seed))
+        return {name: leaf for name, leaf in leaves_by_name(whole).items() if name in names}
+
     here, said = jax.sharding.SingleDeviceSharding(jax.devices()[0]), list[str]()
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made.shapes)
     with open_pretrained(folder, key="--from") as found:
-        params = found.load(target, say=said.append)
+        params = found.load(target, fresh=drawn, partial=[LORA], say=said.append)
     opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.frozen).init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))
     replace_file(run_dir / "config.yaml", to_yaml(config, redact_settings).encode())
-    return f"{made.parameters:,} parameters{''.join(said).removeprefix(f'--from: parameters of {folder}')}"
+    return f"{made.parameters:,} parameters{said[0].removeprefix(f'--from: parameters of {folder}')}"
 
 
 def average(run_dir: Path, output: Path, *, last: int) -> str:

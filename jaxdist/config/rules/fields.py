@@ -98,7 +98,7 @@ class Rule:
         else:
             bounds = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
             parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
-            text = " ".join([_NAMES[kind], " and ".join(parts)]).strip()
+            text = " ".join([_NAMES.get(kind, "a list of sections"), " and ".join(parts)]).strip()
         text = "true, false, or " + text if self.switch else text
         text += f", or {self.also}" if self.also is not None else ""
         text += f", or a list of some of {', '.join(self.listed)}" if self.listed else ""
@@ -214,8 +214,7 @@ def check_value(value: Any, kind: Any, optional: bool, rule: Rule, key: str) -> 
         value = float(value)
     if kind is float and type(value) is int:
         raise UserError(f"{key}: {show(value)} is out of range; allowed: {allowed}, at most 1e300")
-    matches = type(value) is kind  # not isinstance: a bool is no int here
-    if not matches:
+    if type(value) is not kind:  # not isinstance: a bool is no int here
         raise UserError(f"{key}: {_mistyped(value)}; allowed: {allowed}{_type_hint(value, kind)}")
     if kind is str:
         _check_text(value, optional, rule, key)
@@ -233,9 +232,11 @@ def _check_list(value: Any, kind: Any, rule: Rule, key: str) -> tuple[Any, ...]:
     item = typing.get_args(kind)[0]
     if not isinstance(value, (list, tuple)):
         hint = f"; write [{value!r}]" if isinstance(value, item) else ""
-        allowed = rule.allowed(kind, False)
-        raise UserError(f"{key}: {show(value)} is given where a list belongs; allowed: {allowed}{hint}")
-    return tuple(check_value(each, item, False, rule, f"{key}[{i}]") for i, each in enumerate(value))
+        raise UserError(
+            f"{key}: {show(value)} is given where a list belongs; allowed: {rule.allowed(kind, False)}{hint}"
+        )
+    made = getattr(item, "item", lambda value, key: check_value(value, item, False, rule, key))  # of a section
+    return tuple(made(each, f"{key}[{i}]") for i, each in enumerate(value))
 
 
 def _mistyped(value: Any) -> str:

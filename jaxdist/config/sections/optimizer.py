@@ -1,8 +1,10 @@
 """Section `optimizer` of the configuration."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxdist.config.rules.fields import section, setting
+from jaxdist.config.sections.items import item_of
 from jaxdist.errors import UserError
 
 LORA = "*.lora.*"  # the names of adapters
@@ -31,6 +33,20 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Parameters with a learning rate and a weight decay of their own."""
+
+    match: str = setting("*", "a pattern of their names: 'embed.*', or with the number of a block 'blocks.0.*'")
+    lr: float | None = setting(None, "their peak learning rate; null: optimizer.lr", above=0)
+    decay: float | None = setting(None, "their weight decay; null: optimizer.weight_decay", at_least=0)
+
+    @classmethod
+    def item(cls, value: Any, key: str) -> "GroupConfig":
+        """An item of the list `optimizer.groups` in a configuration, which messages call `key`."""
+        return item_of(cls, value, key)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its learning rate."""
 
@@ -53,6 +69,10 @@ class OptimizerConfig:
         (), "parameters that are not trained, by patterns: [embed.*, '*.bias']; '!head.*': but for these"
     )
     lora: LoraConfig = section(LoraConfig, "low-rank adapters (LoRA)")
+
+    groups: tuple[GroupConfig, ...] = setting(
+        (), "parameters with rates of their own, the first that fits: [{match: 'embed.*', lr: 1e-4, decay: 0}]"
+    )
 
     @property
     def frozen(self) -> tuple[str, ...]:

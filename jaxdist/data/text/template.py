@@ -46,7 +46,7 @@ class Renderer:
     def __init__(self, template: str, *, key: str, special: dict[str, str], day: str, spans: bool) -> None:
         _check_jinja(key)
         self._key, self._spans = key, spans
-        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,

@@ -28,6 +28,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     seen_BT: jax.Array | None = None,
+    positions: tuple[jax.Array, jax.Array] | None = None,
     site: int = SITE_PROBABILITIES,
 ) -> jax.Array:
     """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
@@ -38,6 +39,8 @@ def attention(
     window: of causal attention, how many of these a query sees, the last ones (Beltagy et al. 2020). None: all.
     seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
         no key gets zeros.
+    positions: of queries [B, S] and of keys [B, T], by which causal attention goes. None: both are
+        0, 1, ...
     site: of dropout, see `jaxdist.nn.dropout`.
     """
     seen_BT = None if seen_BT is None else seen_BT.astype(bool)
@@ -46,7 +49,7 @@ def attention(
     scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
     # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
     lowest = jnp.finfo(wide).min
-    hidden = _hidden(length, window, jnp.asarray(lowest, wide)) if causal else None
+    hidden = _hidden(length, window, jnp.asarray(lowest, wide), positions) if causal else None
     if seen_BT is not None:
         padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
         hidden = padding if hidden is None else jnp.minimum(hidden, padding)
@@ -57,8 +60,16 @@ def attention(
     return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
 
 
-def _hidden(length: int, window: int | None, lowest: jax.Array) -> jax.Array:
-    """The mask of causal attention, [S, S]: lowest where a query does not see a key, else 0."""
+def _hidden(
+    length: int, window: int | None, lowest: jax.Array, positions: tuple[jax.Array, jax.Array] | None
+) -> jax.Array:
+    """The mask of causal attention: lowest where a query does not see a key, else 0. [S, S], or [B, 1, 1, S, T] where
+    positions of queries and keys are given."""
+    if positions is not None:
+        queries_BS1, keys_B1T = positions[0][:, :, None], positions[1][:, None, :]
+        hidden = keys_B1T > queries_BS1
+        hidden = hidden if window is None else hidden | (keys_B1T <= queries_BS1 - window)
+        return jnp.where(hidden, lowest, jnp.zeros_like(lowest))[:, None, None]
     every = jnp.full((length, length), lowest)
     later = jnp.triu(every, 1)
     return later if window is None else jnp.minimum(later, jnp.tril(every, -window))

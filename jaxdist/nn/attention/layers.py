@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
@@ -47,16 +48,14 @@ class QKVProjection(nnx.Module):
 
 
 def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
-    """The attention of a layer and its output projection -> [B, S, D]. given: dropout keys, key mask."""
-    (keys_B, seen_BT), own = given, isinstance(layer, Attention)
+    """The attention of a layer and its output projection -> [B, S, D]. given: dropout keys, key mask, positions."""
+    (keys_B, seen_BT, positions), own = given, isinstance(layer, Attention)
     causal, window = (layer.causal, layer.window) if isinstance(layer, Attention) else (False, None)
-    if layer.kernel == "cudnn":
+    if layer.kernel == "cudnn" and positions is None:
         context = cudnn_attention(q, k, v, causal=causal, window=window, seen_BT=seen_BT)
     else:
-        site = SITE_PROBABILITIES if own else SITE_CROSS
-        context = attention(
-            q, k, v, keys_B, dropout=layer.dropout, causal=causal, window=window, seen_BT=seen_BT, site=site
-        )
+        site, mask = SITE_PROBABILITIES if own else SITE_CROSS, {"seen_BT": seen_BT, "positions": positions}
+        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, window=window, site=site, **mask)
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
     return checkpoint_name(layer.out(context), "attention.out")
 
@@ -107,16 +106,20 @@ class Attention(nnx.Module):
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.dropout = dropout
 
-    def __call__(self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None) -> jax.Array:
-        """seen_BS: a key mask, as in `attention`, of all positions."""
+    def __call__(
+        self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None, cache: BlockCache | None = None
+    ) -> jax.Array:
+        """seen_BS: a key mask, as in `attention`, of all positions. cache: of earlier positions; h is the new ones."""
         q, k, v = self.qkv(h_BSD)
+        at = None if cache is None else cache.queries_BS
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
             by_head = q.reshape(*q.shape[:2], -1, q.shape[-1])
-            q = rotary(by_head, self.rope_theta, self.rope_scaling).reshape(q.shape)
-            k = rotary(k, self.rope_theta, self.rope_scaling)
-        return _attend(self, q, k, v, keys_B, seen_BS)
+            q = rotary(by_head, self.rope_theta, self.rope_scaling, at).reshape(q.shape)
+            k = rotary(k, self.rope_theta, self.rope_scaling, at)
+        k, v = (k, v) if cache is None else cache.extend(k, v)
+        return _attend(self, q, k, v, keys_B, seen_BS, None if cache is None else cache.seen)
 
 
 class CrossAttention(nnx.Module):
@@ -155,4 +158,4 @@ class CrossAttention(nnx.Module):
     ) -> jax.Array:
         """memory_BTM: cast to the dtype of h. seen_BT: a key mask, as in `attention`, of all of its positions."""
         kv = self.kv(memory_BTM.astype(h_BSD.dtype))
-        return _attend(self, self.q(h_BSD), kv[..., 0, :], kv[..., 1, :], keys_B, seen_BT)
+        return _attend(self, self.q(h_BSD), kv[..., 0, :], kv[..., 1, :], keys_B, seen_BT, None)

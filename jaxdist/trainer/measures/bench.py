@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxdist.build import Parts, assemble
 from jaxdist.config.schema import Config
 from jaxdist.data import make_loader
+from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import make_mesh
@@ -60,6 +61,8 @@ class Timing:
 
 def time_step(name: str, config: Config, steps: int) -> Timing:
     """The timing of a configuration. All processes of a job must call it. Raises `UserError` as a run would."""
+    if config.distill.on:
+        raise UserError("distill: a step is timed without its teacher here; set distill.mixing=0")
     config = start(config)
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts, source = assemble(config, mesh), load_data(config)

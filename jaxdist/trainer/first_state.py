@@ -1,4 +1,4 @@
-"""The first state of a run whose parameters exist already."""
+"""The first state of a run: parameters at random, or those that exist already."""
 
 from collections.abc import Callable
 
@@ -15,14 +15,23 @@ from jaxdist.init import init_state
 from jaxdist.model import ModelDef
 from jaxdist.optim import only_trained
 from jaxdist.precision.loss_scale import fresh_guard
-from jaxdist.pretrained.open import open_pretrained
+from jaxdist.pretrained import open_pretrained
 from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState, shardings_of
 
 KEY = "init.from"
 
 
-def state_from(
+def first_state(
+    config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
+) -> TrainState:
+    """The state of a new run: parameters at random, or those that `init.from` names."""
+    if config.init.from_ is None:
+        return init_state(parts.model, parts.optimizer, mesh, parts.options)
+    return _state_from(config, parts, mesh, order, say)
+
+
+def _state_from(
     config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
 ) -> TrainState:
     """The state at step 0 with the parameters that `init.from` names, and a new optimizer state.
