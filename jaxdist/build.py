@@ -194,8 +194,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
     optimizer = optimizer_of(config, order.tolist())
-    step = make_train_step(model, optimizer, mesh, options)
-    target, teaching = state_target(model, optimizer, mesh, options), None
+    step, teaching = make_train_step(model, optimizer, mesh, options), None
+    target = state_target(model, optimizer, mesh, options)
     if config.distill.on:
         from jaxdist.distill.teaching import teaching_of
 

@@ -83,9 +83,6 @@ class ModelDef(NamedTuple):
     @property
     def parameters(self) -> int:
         """The number of parameters, without the empty rows."""
-
-        def count(tree: PyTree) -> int:
-            return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
+        count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))  # noqa: E731
         rows = self.layers + self.empty_rows
-        return count(self.shapes) - count(self.shapes[STACKED]) // rows * self.empty_rows
+        return int(count(self.shapes) - count(self.shapes[STACKED]) // rows * self.empty_rows)

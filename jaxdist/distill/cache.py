@@ -25,8 +25,8 @@ from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+CACHE_FORMAT = 1
+CACHE_MANIFEST = "manifest.json"
 NUMBERS = ("samples", "length", "top_k", "vocab")  # of a manifest
 REMEDY = "remove the folder, and make it again with jaxdist distill; or give another distill.cache"
 
@@ -71,15 +71,15 @@ def samples_of(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_cache(folder: Path, key: str = "distill.cache") -> Kept:
     """What its manifest says. Raises `UserError` for a folder that is no complete cache. Reads no array."""
-    path = folder / MANIFEST
+    path = folder / CACHE_MANIFEST
     if not path.is_file():
         raise UserError(
-            f"{key}: {str(folder)!r} holds no {MANIFEST}; make it: jaxdist distill with the configuration of the run"
+            f"{key}: {str(folder)!r} holds no {CACHE_MANIFEST}; make it: jaxdist distill with the configuration of the run"
         )
     try:
         kept = _kept(read_json_file(path))
     except (ValueError, OSError) as error:
-        raise UserError(f"{key}: {str(path)!r} is no manifest of format {FORMAT}: {error}; {REMEDY}") from error
+        raise UserError(f"{key}: {str(path)!r} is no manifest of format {CACHE_FORMAT}: {error}; {REMEDY}") from error
     for name, size in kept.sizes().items():
         file = folder / f"{name}.bin"
         found = file.stat().st_size if file.is_file() else None
@@ -90,7 +90,7 @@ def open_cache(folder: Path, key: str = "distill.cache") -> Kept:
 
 def _kept(found: Any) -> Kept:
     """The content of a manifest, each field checked. Raises `ValueError`."""
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != CACHE_FORMAT:
         raise ValueError("it is of another format")
     for name in NUMBERS:
         if type(found.get(name)) is not int or not 1 <= found[name] < 2**40:
@@ -173,8 +173,8 @@ def write_cache(folder: Path, kept: Kept, rows: Iterator[dict[str, np.ndarray]])
         finally:
             for file in files.values():
                 file.close()
-        text = json.dumps({"format": FORMAT, **kept._asdict()}, indent=1)
-        replace_file(folder / MANIFEST, text.encode())
+        text = json.dumps({"format": CACHE_FORMAT, **kept._asdict()}, indent=1)
+        replace_file(folder / CACHE_MANIFEST, text.encode())
     except OSError as error:
         raise UserError(
             f"distill.cache: {str(folder)!r} cannot be written: {error.strerror}; mend it, or give another folder"

@@ -237,15 +237,11 @@ def _facts(skeleton: Any) -> dict[str, Any]:
 
 def _optional(skeleton: Any, head_def: Any, embedding: Any, of_head: Any, block_of: Any) -> dict[str, Any]:
     """The fields of a `ModelDef` that only some modules have. block_of: None: no cache."""
-    splits = all(callable(getattr(skeleton.head, method, None)) for method in ("features", "vocabulary"))
-    features = lambda params, h: nnx.merge(head_def, params).features(h)  # noqa: E731
-    vocabulary = lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed))  # noqa: E731
     return {
         **_facts(skeleton),
+        **_parts_of_logits(skeleton.head, head_def, embedding),
         "metrics": _metrics_of(skeleton.head, of_head),
         "cached": block_of and _cached_of(skeleton, block_of),
-        "features": features if splits else None,
-        "vocabulary": vocabulary if splits else None,
     }
 
 
@@ -288,6 +284,16 @@ def _drawn(build: Callable[[nnx.Rngs], Any], param_dtype: Any, key: jax.Array) -
     return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
 
 
+def _parts_of_logits(head: Any, head_def: Any, embedding: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """`features` and `vocabulary` of a `ModelDef`, where the head has both methods."""
+    if not all(callable(getattr(head, method, None)) for method in ("features", "vocabulary")):
+        return {}
+    return {
+        "features": lambda params, h: nnx.merge(head_def, params).features(h),
+        "vocabulary": lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed)),
+    }
+
+
 def model_def(
     build: Callable[[nnx.Rngs], Any],
     *,
@@ -305,13 +311,11 @@ def model_def(
         blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
-            {"accuracy": (sum, weight)}, if evaluations are to have more than a loss. With the methods features and
-            vocabulary of `ModelDef` (jaxdist/models/gpt.py has them) it can be distilled.
+            {"accuracy": (sum, weight)}, if evaluations are to have more; and, to be distilled, features and vocabulary.
         For a key/value cache embed takes `positions` [B, S] or None too, and a block takes `cache`, which it passes on
         to its `jaxdist.nn.Attention` (docs/generation.md).
     param_dtype: the dtype of all parameters.
-    lora: adapters of the blocks' linear layers, see `jaxdist.nn.lora`.
-    tied, scan_blocks, columns, rows: see `ModelDef`.
+    lora: adapters of linear layers, see `jaxdist.nn.lora`. tied, scan_blocks, columns, rows: see `ModelDef`.
 
     Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
     uniform: they are stacked and scanned over.

@@ -57,14 +57,10 @@ def in_precision(model: ModelDef, precision: Precision) -> ModelDef:
         return model
     from jaxdist.precision.autocast import autocast
 
-    embed, block, head, logits = (
-        autocast(unit, precision.compute) for unit in (model.embed, model.block, model.head, model.logits)
-    )
-    metrics, cached, features = (
-        unit and autocast(unit, precision.compute) for unit in (model.metrics, model.cached, model.features)
-    )
-    model = model._replace(embed=embed, block=block, head=head, logits=logits)
-    return model._replace(metrics=metrics, cached=cached, features=features)
+    names = ("embed", "block", "head", "logits", "metrics", "features", "cached")
+    units: Any = {name: getattr(model, name) for name in names}
+    units = {name: unit and autocast(unit, precision.compute) for name, unit in units.items()}
+    return model._replace(**units)
 
 
 def _check(model: ModelDef, options: StepOptions) -> None:
