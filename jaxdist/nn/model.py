@@ -235,6 +235,16 @@ def _facts(skeleton: Any) -> dict[str, Any]:
     }
 
 
+def _optional(skeleton: Any, head_def: Any, embedding: Any, of_head: Any, block_of: Any) -> dict[str, Any]:
+    """The fields of a `ModelDef` that only some modules have. block_of: None: no cache."""
+    return {
+        **_facts(skeleton),
+        **_parts_of_logits(skeleton.head, head_def, embedding),
+        "metrics": _metrics_of(skeleton.head, of_head),
+        "cached": block_of and _cached_of(skeleton, block_of),
+    }
+
+
 def _metrics_of(head: Any, of_head: Callable[..., Any]) -> Callable[..., Any] | None:
     """`ModelDef.metrics`. of_head: makes a head, and what its methods are called with, of a function's arguments."""
 
@@ -340,7 +350,5 @@ def model_def(
         columns=columns,
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
-        metrics=_metrics_of(skeleton.head, of_head),
-        cached=None if rows else _cached_of(skeleton, block_of),
-        **_facts(skeleton) | _parts_of_logits(skeleton.head, head_def, embedding),
+        **_optional(skeleton, head_def, embedding, of_head, None if rows else block_of),
     )

@@ -14,16 +14,23 @@ from jaxdist.files.regular import read_regular
 _KEY = "model.from"
 
 
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path).decode()
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8
+        raise UserError(f"{_KEY}: {path} is not to be read: {error}") from None
+
+
 def architecture(where: str) -> dict[str, Any]:
     """The keys of section `model` for a Hugging Face folder, by its config.json, or for a run, by its config.yaml.
 
     Raises `UserError` for another place, and for a model that no configuration makes.
     """
     folder = Path(where).expanduser()
-    if (folder / "config.yaml").is_file():
-        tree = parse_yaml(read_regular(folder / "config.yaml").decode(), str(folder / "config.yaml"))
+    if (folder / "config.yaml").exists():
+        tree = parse_yaml(_text(folder / "config.yaml"), str(folder / "config.yaml"))
         keys = tree.get("model") if isinstance(tree, dict) else None
-    elif (folder / CONFIG).is_file():
+    elif (folder / CONFIG).exists():
         keys = settings_of(model_of_config(read_json(folder / CONFIG))[0])
     else:
         said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"

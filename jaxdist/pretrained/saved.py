@@ -15,6 +15,7 @@ from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
 from jaxdist.checkpoint.reader import Stored, is_complete, open_steps
+from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
@@ -41,6 +42,9 @@ class Saved(Pretrained):
             (self._stored,) = open_steps(where)
             run = where
         meta = self._stored.meta
+        for section in ("model", "data", "train"):
+            if not isinstance(meta.get(section, {}), dict):
+                raise UserError(f"{key}: the record of step {self._stored.step} of {run} has no section {section}")
         self.described = f"{'the average of ' * ema}step {self._stored.step} of {run}"
         self._averaged = self._stored.averages() if ema else {}
         if ema and not self._averaged:
@@ -49,10 +53,10 @@ class Saved(Pretrained):
                 " no ema"
             )
         if "model" in meta:
-            self.model = ModelConfig(**meta["model"]).resolved()
+            self.model = _architecture(meta["model"], f"{key}: step {self._stored.step} of {run}")
         self.positions = meta.get("data", {}).get("seq_len")
-        folder = meta.get("data", {}).get("tokenizer")
-        self.tokenizer = Path(folder) if folder else None
+        folder = meta.get("config", {}).get("data.tokenizer")  # a setting that a resumed run may change
+        self.tokenizer = Path(folder) if folder not in (None, "bytes") else None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._stored.params()
@@ -108,3 +112,13 @@ class Saved(Pretrained):
         with reading(str(self._stored.folder)):
             (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked))
         return array
+
+
+def _architecture(given: dict[str, Any], where: str) -> ModelConfig:
+    """The model of a record, `resolved`. Anyone may have written it. Raises `UserError`."""
+    known = keys(type(ModelConfig(**{name: given[name] for name in ("name",) if name in given})))
+    if unknown := sorted(given.keys() - known.keys()):
+        raise UserError(
+            f"{where} has a model with the key {show(unknown[0])}, which is not known here; use another run"
+        )
+    return ModelConfig(**{name: known[name].check(value, f"model.{name}") for name, value in given.items()}).resolved()

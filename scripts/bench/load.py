@@ -127,7 +127,7 @@ def read_alone(rank: int, folder: str, said: str) -> None:
     begun = time.perf_counter()
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():
+            for name in list(file.keys()):
                 file.get_tensor(name)
     (Path(said) / "alone.json").write_text(json.dumps(time.perf_counter() - begun))
 
@@ -149,7 +149,8 @@ def table(found: dict[str, Any]) -> str:
     """As Markdown: a line a process."""
     folder = found["folder_bytes"]
     lines = [
-        f"folder {folder / 1e9:.2f} GB on {DEVICES} devices; safetensors alone reads it in {found['safetensors_s']:.1f} s",
+        f"folder {folder / 1e9:.2f} GB on {DEVICES} devices;"
+        f" safetensors alone reads it in {found['safetensors_s']:.1f} s",
         "",
         "| process | loaded in | its parameters | most memory above them | of the folder | mapped pages of files |",
         "|---|---|---|---|---|---|",

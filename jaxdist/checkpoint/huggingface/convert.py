@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value
 from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, name_of, tensors
-from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, write
+from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, named, write
 from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.schema import DataConfig, ModelConfig
@@ -82,8 +82,8 @@ def model_of_config(found: dict[str, Any]) -> tuple[ModelConfig, int]:
     """
     theirs = _check_kind(found)
     length = longest_of(found, theirs) or 1
-    named = {"style": theirs.style} if theirs.style else {}
-    model = ModelConfig(name_of(theirs), **named)
+    style = {"style": theirs.style} if theirs.style else {}
+    model = ModelConfig(name_of(theirs), **style)
     for _ in range(2):  # what else a config.json means depends, for some, on keys that it has
         values = _wanted(found, theirs, model.resolved(), length)[0]
         model = model.replace(**values)
@@ -181,6 +181,8 @@ def check_model(
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
     if own.form != FAMILIES[kind].form:
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
+    if model.layers > len(files.names):  # a hostile number of blocks would take the memory of all their names
+        raise UserError(f"{CONFIG}: asks for {model.layers} blocks, and there are {len(files.names)} tensors{hint}")
     known, rows, dtypes, table = set(own.copies(model)), set[int](), set[str](), ""
     for each, _, usual in _pieces(model, positions=positions):
         name = actual_name(files, usual, own)
@@ -196,7 +198,7 @@ def check_model(
             rows, table = rows | {shape[0]}, name
         dtypes.add(files.dtype(name))
     if extra := sorted(name for name in files.names - known if not (own.ignored and name.endswith(own.ignored))):
-        raise UserError(f"{extra[0]}: is in the file, and this configuration has no such parameter{hint}")
+        raise UserError(f"{named(extra[0])}: is in the file, and this configuration has no such parameter{hint}")
     if len(rows) > 1:
         raise UserError(f"{table}: embedding and head have {' and '.join(map(str, sorted(rows)))} rows in the file")
     if wrong:

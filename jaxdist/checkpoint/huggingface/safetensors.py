@@ -84,6 +84,11 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def named(tensor: str) -> str:
+    """The name of a tensor for a message: a file may hold any text as one."""
+    return tensor if tensor.isprintable() and len(tensor) <= 200 else show(tensor)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `UserError` when there is none."""
     try:
@@ -113,6 +118,8 @@ class TensorFiles:
             raise UserError("importing needs the package safetensors; pip install 'jaxdist[hf]'") from None
         self._open = safe_open
         for path, names in _files(folder):
+            if path.exists() and not path.is_file():  # opening a pipe would wait
+                raise UserError(f"{path}: is no regular file")
             try:
                 file = self._stack.enter_context(safe_open(path, framework="numpy"))
             except (SafetensorError, OSError) as error:
