@@ -6,6 +6,7 @@ writes them anew: it exports each model with its random numbers, and transformer
 """
 
 import hashlib
+import importlib
 import json
 import tempfile
 from pathlib import Path
@@ -46,9 +47,7 @@ def stored() -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    import torch
-    import transformers
-
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     found: dict[str, Any] = {"transformers": transformers.__version__}
     with tempfile.TemporaryDirectory() as temporary:
         for name in MODELS:

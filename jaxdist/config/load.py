@@ -28,8 +28,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     ('zero2', 0.001)
     """
     config = read_config(Config, path, overrides, _completed)
+    config = _with_tokenizer(config)
     config = replace(config, model=config.model.replace(from_=None))  # its keys stand there now
     return check_config(config, planned=planned)
+
+
+def _with_tokenizer(config: Config) -> Config:
+    """With the tokenizer of the folder that the model or its parameters come from, where `data.tokenizer` is null."""
+    if getattr(config.data, "tokenizer", "") is None:
+        for where in (config.model.from_, config.init.from_):
+            if where is not None and (Path(where).expanduser() / "tokenizer.json").is_file():
+                return replace(config, data=config.data.replace(tokenizer=where))
+    return config
 
 
 def _completed(given: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import to_varying
+from jaxdist.collectives import psum, to_varying
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import Past
-from jaxdist.parallel.pipeline.relay import blocks_of_chunk
-from jaxdist.parallel.program import make_logits
+from jaxdist.parallel.pipeline.relay import blocks_of_chunk, on_first_stage
+from jaxdist.parallel.program import make_program
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.units import EMBED_LAYER, Units, fold
 from jaxdist.specs import STACKED, PyTree, batch_spec, unit_specs, without_idle
@@ -65,13 +65,13 @@ def why_no_cache(model: ModelDef, mesh: AnyMesh) -> str | None:
     return None
 
 
-def unused_keys(rows: int) -> jax.Array:
+def _unused_keys(rows: int) -> jax.Array:
     """Dropout keys that are never read: a model for evaluation has no dropout."""
     keys: jax.Array = to_varying(jax.random.split(jax.random.key(0), rows), BATCH_LIKE)
     return keys
 
 
-def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy) -> Forward:
+def cached_passes(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy) -> Forward:
     """The passes with a key/value cache.
 
     Parameters are gathered as the strategy does it: by zero1 and zero2 in `begin`, by zero3 one block at a time, for
@@ -83,7 +83,7 @@ def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy
 
     def embed(begun: PyTree, tokens_BS: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         diff, captured = begun
-        params, keys = units.gather("embed", diff["embed"], captured["embed"]), unused_keys(len(tokens_BS))
+        params, keys = units.gather("embed", diff["embed"], captured["embed"]), _unused_keys(len(tokens_BS))
         batch = {"inputs": tokens_BS, "keys": keys}
         return units.run("embed", model.embed, params, batch, fold(keys, EMBED_LAYER), positions_BS), keys
 
@@ -130,12 +130,33 @@ def with_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy
     return Forward(lambda params: strategy.begin(params, specs, STACKED), start, go_on, kept)
 
 
-def without_cache(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy) -> Forward:
+def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
+    """The function (parameters, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary].
+
+    For sampling. position: one, or one a row [b]. The parameters are sharded as the strategy stores them.
+    """
+    units, program = unit_specs(specs), make_program(model, strategy, specs)
+    hidden = program.hidden
+    assert hidden is not None
+
+    def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
+        diff, captured = strategy.begin(params, specs, STACKED)
+        h = hidden(diff, captured, batch)
+        rows = jnp.broadcast_to(position, h.shape[:1])[:, None, None]
+        h = jnp.take_along_axis(h, rows, axis=1)  # the head sees one position: no [b, S, vocabulary]
+        tied = strategy.gather(diff["embed"], captured["embed"], units["embed"]) if model.tied else None
+        params = strategy.gather(diff["head"], captured["head"], units["head"])
+        return psum(on_first_stage(lambda h: model.logits(params, tied, h)[:, 0], h), "pipe")
+
+    return logits
+
+
+def whole_passes(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy) -> Forward:
     """The passes that compute the whole text for each token. They keep the texts, [B, T]."""
     logits_of = make_logits(model, strategy, specs)
 
     def logits(params: PyTree, tokens_BT: jax.Array, positions_B: jax.Array) -> jax.Array:
-        batch = {"inputs": tokens_BT, "keys": unused_keys(len(tokens_BT))}
+        batch = {"inputs": tokens_BT, "keys": _unused_keys(len(tokens_BT))}
         return logits_of(params, batch, positions_B)
 
     def start(params: PyTree, tokens_BS: jax.Array, lengths_B: jax.Array, new: int) -> tuple[jax.Array, jax.Array]:

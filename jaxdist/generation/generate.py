@@ -20,7 +20,7 @@ from jaxdist.specs import PyTree, map_specs, spec_axes, spec_leaves, without_idl
 from jaxdist.state import specs_of_arrays
 
 
-def placed(model: ModelDef, params: PyTree) -> tuple[PyTree, Mesh, PyTree]:
+def _on_a_mesh(model: ModelDef, params: PyTree) -> tuple[PyTree, Mesh, PyTree]:
     """(parameters, their mesh, their specs). Arrays that are on no mesh of six axes are put on one device."""
     leaves = jax.tree.leaves(params)
     if leaves and all(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
@@ -30,6 +30,18 @@ def placed(model: ModelDef, params: PyTree) -> tuple[PyTree, Mesh, PyTree]:
     mesh = make_mesh(devices=jax.devices()[:1])
     specs = map_specs(lambda spec: without_idle(spec, mesh), model.specs)
     return jax.device_put(params, map_specs(lambda spec: NamedSharding(mesh, spec), specs)), mesh, specs
+
+
+def _generator(
+    model: ModelDef, params: PyTree, options: StepOptions | None, sampling: Sampling, **given: Any
+) -> tuple[Generator, PyTree]:
+    """(The generator, parameters on its mesh)."""
+    params, mesh, specs = _on_a_mesh(model, params)
+    check_axes(model, mesh)
+    sharded = any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
+    options = options or StepOptions(strategy="zero3" if sharded else "ddp")
+    made = in_precision(model, options.precision)
+    return Generator(made, mesh, specs, get_strategy(options), sampling, **given), params
 
 
 def generate(
@@ -83,12 +95,7 @@ def generate(
     if batch < 1:
         raise UserError(f"batch: {batch}; allowed: 1 and more")
     sampling, ends = Sampling(temperature, top_k, top_p), Ends(eos_of(eos, tokenizer), stop, tokenizer)  # type: ignore[arg-type]
-    params, mesh, specs = placed(model, params)
-    check_axes(model, mesh)
-    sharded = any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
-    options = options or StepOptions(strategy="zero3" if sharded else "ddp")
-    made: dict[str, Any] = {"positions": positions, "cache": cache}
-    run = Generator(in_precision(model, options.precision), mesh, specs, get_strategy(options), sampling, **made)
+    run, params = _generator(model, params, options, sampling, positions=positions, cache=cache)
     ids = [ids_of(prompt, tokenizer) for prompt in prompts]
     run.check([len(each) for each in ids], max_tokens)
     found: list[Completion] = []

@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import to_varying
 from jaxdist.errors import UserError
-from jaxdist.generation.forward import why_no_cache, with_cache, without_cache
+from jaxdist.generation.forward import cached_passes, whole_passes, why_no_cache
 from jaxdist.generation.sampling import Sampling, draw
 from jaxdist.mesh import BATCH_LIKE, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import PyTree, batch_spec
 
-SMALLEST = 16  # the shortest of the lengths for which programs are compiled; each other one is twice the one before
+SHORTEST = 16  # the shortest of the lengths for which programs are compiled; each other one is twice the one before
 
 
 def bucket(length: int, most: int | None = None) -> int:
     """The length of the program for this length: a power of two, and at most `most`."""
-    rounded = max(SMALLEST, 1 << (length - 1).bit_length())
+    rounded = max(SHORTEST, 1 << (length - 1).bit_length())
     return rounded if most is None else max(length, min(rounded, most))
 
 
@@ -57,7 +57,7 @@ class Generator:
         self.mesh, self.chunk, self.sampling = mesh, chunk, sampling
         self.positions = min((each for each in (positions, model.positions) if each is not None), default=None)
         self.why_no_cache = "it is switched off" if not cache else why_no_cache(model, mesh)
-        make = with_cache if self.why_no_cache is None else without_cache
+        make = cached_passes if self.why_no_cache is None else whole_passes
         self._forward = make(model, mesh, specs, strategy)
         rows, kept = batch_spec(mesh), self._forward.specs
         region = lambda function, given, out: jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=out)  # noqa: E731

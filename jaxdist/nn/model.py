@@ -235,6 +235,20 @@ def _facts(skeleton: Any) -> dict[str, Any]:
     }
 
 
+def _optional(skeleton: Any, head_def: Any, embedding: Any, of_head: Any, block_of: Any) -> dict[str, Any]:
+    """The fields of a `ModelDef` that only some modules have. block_of: None: no cache."""
+    splits = all(callable(getattr(skeleton.head, method, None)) for method in ("features", "vocabulary"))
+    features = lambda params, h: nnx.merge(head_def, params).features(h)  # noqa: E731
+    vocabulary = lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed))  # noqa: E731
+    return {
+        **_facts(skeleton),
+        "metrics": _metrics_of(skeleton.head, of_head),
+        "cached": block_of and _cached_of(skeleton, block_of),
+        "features": features if splits else None,
+        "vocabulary": vocabulary if splits else None,
+    }
+
+
 def _metrics_of(head: Any, of_head: Callable[..., Any]) -> Callable[..., Any] | None:
     """`ModelDef.metrics`. of_head: makes a head, and what its methods are called with, of a function's arguments."""
 
@@ -319,7 +333,6 @@ def model_def(
     block_specs = map_specs(lambda spec: P("pipe", *spec), specs_of(block_state))
     embedding = lambda params: None if params is None else nnx.merge(embed_def, params)  # noqa: E731
     name = lambda module: type(module).__name__  # noqa: E731
-    splits = all(callable(getattr(skeleton.head, method, None)) for method in ("features", "vocabulary"))
     of_head = lambda params, embed, *given: (nnx.merge(head_def, params), *given, embedding(embed))  # noqa: E731
     return ModelDef(
         init=init,
@@ -333,9 +346,5 @@ def model_def(
         columns=columns,
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
-        metrics=_metrics_of(skeleton.head, of_head),
-        cached=None if rows else _cached_of(skeleton, block_of),
-        **_facts(skeleton),
-        features=(lambda params, h: nnx.merge(head_def, params).features(h)) if splits else None,
-        vocabulary=(lambda params, embed: nnx.merge(head_def, params).vocabulary(embedding(embed))) if splits else None,
+        **_optional(skeleton, head_def, embedding, of_head, None if rows else block_of),
     )

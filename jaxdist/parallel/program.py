@@ -11,11 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.collectives import psum
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import refuse_stages
@@ -240,24 +238,3 @@ def _scan_blocks(one: OneBlock, remat: Remat, *, gathers: bool, unroll: int) -> 
         return lax.scan(body, h, tuple(rows), unroll=blocks_per_round(unroll, len(rows.layers)))[0]
 
     return run_blocks
-
-
-def make_logits(model: ModelDef, strategy: Strategy, specs: PyTree) -> Callable[..., jax.Array]:
-    """The function (parameters, batch [b, S], position) -> logits of the token after `position`, [b, vocabulary].
-
-    For sampling. position: one, or one a row [b]. The parameters are sharded as the strategy stores them.
-    """
-    units, program = unit_specs(specs), make_program(model, strategy, specs)
-    hidden = program.hidden
-    assert hidden is not None
-
-    def logits(params: PyTree, batch: PyTree, position: jax.Array) -> jax.Array:
-        diff, captured = strategy.begin(params, specs, STACKED)
-        h = hidden(diff, captured, batch)
-        rows = jnp.broadcast_to(position, h.shape[:1])[:, None, None]
-        h = jnp.take_along_axis(h, rows, axis=1)  # the head sees one position: no [b, S, vocabulary]
-        tied = strategy.gather(diff["embed"], captured["embed"], units["embed"]) if model.tied else None
-        params = strategy.gather(diff["head"], captured["head"], units["head"])
-        return psum(on_first_stage(lambda h: model.logits(params, tied, h)[:, 0], h), "pipe")
-
-    return logits

@@ -54,9 +54,9 @@ class Saved(Pretrained):
             )
         if "model" in meta:
             self.model = _architecture(meta["model"], f"{key}: step {self._stored.step} of {run}")
-        data = meta.get("data", {})
-        self.positions, folder = data.get("seq_len"), data.get("tokenizer")
-        self.tokenizer = Path(folder) if folder else None
+        self.positions = meta.get("data", {}).get("seq_len")
+        folder = meta.get("config", {}).get("data.tokenizer")  # a setting that a resumed run may change
+        self.tokenizer = Path(folder) if folder not in (None, "bytes") else None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._stored.params()

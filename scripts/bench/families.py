@@ -8,6 +8,7 @@ the largest relative difference of a loss in any step.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -63,10 +64,10 @@ def batches(steps: int) -> list[dict[str, Any]]:
 def made(model: ModelConfig) -> Any:
     """A model of transformers with random numbers in every parameter, the scales of norms around 1."""
     import torch
-    import transformers
 
     from jaxdist.checkpoint.huggingface.convert import config_json
 
+    transformers: Any = importlib.import_module("transformers")
     fields = config_json(model.resolved(), positions=LENGTH, dtype="float32")
     kind = fields.pop("model_type")
     found = transformers.AutoModelForCausalLM.from_config(
@@ -162,8 +163,8 @@ def main() -> int:
         raise UserError(f"--steps: {arguments.steps}; allowed: 1 and more")
     import jax
     import torch
-    import transformers
 
+    transformers: Any = importlib.import_module("transformers")  # a run by hand needs it, and nothing else of jaxdist
     jax.config.update("jax_num_cpu_devices", 8)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

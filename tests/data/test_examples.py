@@ -180,6 +180,16 @@ def test_a_huge_line_and_files_without_examples(tmp_path: Path, monkeypatch: pyt
         load_config("configs/quickstart.yaml", ["data.source=jsonl", f"data.path={tmp_path}", "data.chat_date=soon"])
 
 
+def test_the_tokenizer_of_the_folder_that_a_run_starts_from(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", ADD)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    given = ["data.source=jsonl", f"data.path={tmp_path}/a.jsonl", f"init.from={tmp_path}"]
+    assert load_config("configs/quickstart.yaml", given).data.tokenizer == str(tmp_path)
+    assert load_config("configs/quickstart.yaml", [*given, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    assert load_config("configs/quickstart.yaml", given[:2]).data.tokenizer is None
+    assert jsonl(tmp_path / "a.jsonl", tokenizer="bytes").vocab == 256
+
+
 def test_a_mixture_of_examples(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", ADD)
     lines(tmp_path / "b.jsonl", [{"text": f"text {i}"} for i in range(30)])

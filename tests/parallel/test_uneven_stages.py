@@ -19,6 +19,7 @@ from pipelines import Case
 from jaxdist.collectives import to_varying
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
+from jaxdist.generation.forward import make_logits
 from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.optim.make import make_optimizer
@@ -28,7 +29,6 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.pipeline.relay import blocks_of_chunk
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
-from jaxdist.parallel.program import make_logits
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC, batch_spec
 from jaxdist.step import make_train_step

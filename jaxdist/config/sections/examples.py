@@ -12,7 +12,9 @@ from jaxdist.errors import UserError
 class ExampleOptions:
     """How examples become rows of token ids."""
 
-    tokenizer: str | None = setting(None, "a folder with tokenizer.json; null: bytes", how=True)
+    tokenizer: str | None = setting(
+        None, "a folder with tokenizer.json, or bytes; null: that of model.from or init.from, or else bytes", how=True
+    )
     chat_template: str | None = setting(
         None, "a file with a chat template of jinja; null: the one in the tokenizer's folder", how=True
     )

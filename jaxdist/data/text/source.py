@@ -24,7 +24,7 @@ _KEY = "data.tokenizer"
 
 def tokenizer_of(config: Any) -> Tokenizer:
     """The tokenizer that a section `data` names."""
-    return byte_tokenizer() if config.tokenizer is None else load_tokenizer(Path(config.tokenizer), key=_KEY)
+    return byte_tokenizer() if config.tokenizer in (None, "bytes") else load_tokenizer(Path(config.tokenizer), key=_KEY)
 
 
 def template_of(config: Any, tokenizer: Tokenizer) -> str | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from jaxdist.config.schema import Config
 from jaxdist.data.manifest import entry_of
 from jaxdist.data.source import Source
+from jaxdist.data.text.source import tokenizer_of
 from jaxdist.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 
@@ -15,10 +16,9 @@ def tokenizer_of_data(config: Config, source: Source) -> Tokenizer | None:
     """
     if not source.vocab:
         return None
-    named = getattr(config.data, "tokenizer", None)
-    if named is not None:
-        return load_tokenizer(Path(named), key="data.tokenizer")
-    if source.info["unit"] == "bytes" or hasattr(config.data, "tokenizer"):
+    if hasattr(config.data, "tokenizer"):
+        return tokenizer_of(config.data)
+    if source.info["unit"] == "bytes":
         return byte_tokenizer()
     path = Path(config.data.path).expanduser()
     entry = entry_of(path / "train.bin" if path.is_dir() else path)
