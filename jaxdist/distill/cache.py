@@ -140,7 +140,7 @@ def cached_leaves(kept: Kept, rows: int, sharding: Any) -> dict[str, jax.ShapeDt
     }
 
 
-def with_cache(loader: GlobalBatches, folder: Path, kept: Kept) -> GlobalBatches:
+def with_cached_logits(loader: GlobalBatches, folder: Path, kept: Kept) -> GlobalBatches:
     """The loader, whose batches have the teacher's largest logits besides."""
     arrays = {
         name: FileArray(folder / f"{name}.bin", dtype, shape=shape) for name, (dtype, shape) in kept.files().items()

@@ -27,7 +27,7 @@ from jaxdist.distill.cache import (
     new_kept,
     open_cache,
     samples_of,
-    with_cache,
+    with_cached_logits,
     write_cache,
 )
 from jaxdist.distill.model import Mixture, vocabulary_of
@@ -38,11 +38,11 @@ from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.pretrained import open_pretrained
+from jaxdist.pretrained.source import Say
 from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.train_step import TrainStep
 
-KEY = "distill.teacher"
-Say = Callable[[str], None]
+TEACHER_KEY = "distill.teacher"
 ForwardOnly = Callable[[Config, AnyMesh], tuple[Any, StepOptions]]  # `jaxdist.build.forward_only`
 
 
@@ -58,12 +58,12 @@ def load_teacher(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> Te
     """The teacher of a configuration, in its own strategy and precision. Its parameters are not read yet."""
     asked = config.distill
     if asked.teacher is None:
-        raise UserError(f"{KEY}: null; allowed: a run directory, a step's folder or a Hugging Face folder")
-    with open_pretrained(asked.teacher, key=KEY, ema=asked.ema) as found:
+        raise UserError(f"{TEACHER_KEY}: null; allowed: a run directory, a step's folder or a Hugging Face folder")
+    with open_pretrained(asked.teacher, key=TEACHER_KEY, ema=asked.ema) as found:
         model, positions = found.model, found.positions
     if model is None:
         raise UserError(
-            f"{KEY}: {show(asked.teacher)} does not say of what architecture it is; allowed: a run directory, a step's"
+            f"{TEACHER_KEY}: {show(asked.teacher)} does not say of what architecture it is; allowed: a run directory, a step's"
             " folder, or a Hugging Face folder with a config.json"
         )
     if positions is not None and positions < config.data.seq_len:
@@ -81,8 +81,10 @@ def load_teacher(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> Te
     )
     built, options = forward_only(other, mesh)
     if not isinstance(built, ModelDef):
-        raise UserError(f"{KEY}: {show(asked.teacher)} is a loss of its own, which gives no logits; allowed: gpt, bert")
-    return Teacher(built, mesh, options, key=f"{KEY}: {show(asked.teacher)}")
+        raise UserError(
+            f"{TEACHER_KEY}: {show(asked.teacher)} is a loss of its own, which gives no logits; allowed: gpt, bert"
+        )
+    return Teacher(built, mesh, options, key=f"{TEACHER_KEY}: {show(asked.teacher)}")
 
 
 def mixture_of(config: Config) -> Mixture:
@@ -94,7 +96,7 @@ def check_student(student: Any) -> ModelDef:
     """The student. Raises `UserError` for a loss in place of a model."""
     if not isinstance(student, ModelDef):
         raise UserError(
-            f"{KEY}: the student is a loss of its own, which gives no logits; use jaxdist.distill_loss in it, and leave"
+            f"{TEACHER_KEY}: the student is a loss of its own, which gives no logits; use jaxdist.distill_loss in it, and leave"
             " the section distill out (docs/distillation.md)"
         )
     return student
@@ -134,7 +136,7 @@ def read_teacher(config: Config, teacher: Teacher, say: Say) -> str:
     """Read the parameters into the teacher's layout. Returns their digest."""
     asked = config.distill
     assert asked.teacher is not None
-    with open_pretrained(asked.teacher, key=KEY, ema=asked.ema) as found:
+    with open_pretrained(asked.teacher, key=TEACHER_KEY, ema=asked.ema) as found:
         digest = found.digest()
         teacher.params = found.load(teacher.target, say=say)
         say(f"teacher: {found.described}, {teacher.model.parameters:,} parameters, {digest[:12]}")
@@ -174,11 +176,11 @@ class Cached:
         check_samples(self.kept, self.folder, self.config.train.steps * self.config.data.global_batch)
         asked = self.config.distill
         if asked.teacher is not None:
-            with open_pretrained(asked.teacher, key=KEY, ema=asked.ema) as found:
+            with open_pretrained(asked.teacher, key=TEACHER_KEY, ema=asked.ema) as found:
                 digest = found.digest()
             if digest != self.kept.teacher:
                 raise UserError(
-                    f"{KEY}: {show(asked.teacher)} is not the teacher that distill.cache was made with (digest"
+                    f"{TEACHER_KEY}: {show(asked.teacher)} is not the teacher that distill.cache was made with (digest"
                     f" {digest[:12]}, not {self.kept.teacher[:12]}); leave it out, or make another cache"
                 )
         kept = self.kept
@@ -187,7 +189,7 @@ class Cached:
 
     def batches(self, loader: GlobalBatches) -> GlobalBatches:
         """The loader, whose batches have the cached logits besides."""
-        return with_cache(loader, self.folder, self.kept)
+        return with_cached_logits(loader, self.folder, self.kept)
 
 
 def make_cache(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxdist.build import assemble
 from jaxdist.config.load import load_config
 from jaxdist.data.loader import GlobalBatches
-from jaxdist.distill.cache import CACHE_MANIFEST, check_cache, new_kept, open_cache, with_cache, write_cache
+from jaxdist.distill.cache import CACHE_MANIFEST, check_cache, new_kept, open_cache, with_cached_logits, write_cache
 from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh, make_mesh
@@ -43,7 +43,7 @@ def test_samples_are_found_by_their_number(folder: Path, size: int) -> None:
     plain = GlobalBatches(
         lambda k: {"number": k.astype(np.int32)}, leaves, global_batch=size, sharding=NamedSharding(mesh, BATCH_SPEC)
     )
-    batch = with_cache(plain, folder, open_cache(folder)).batch(1)
+    batch = with_cached_logits(plain, folder, open_cache(folder)).batch(1)
     want = rows(np.arange(size, 2 * size))
     for name, leaf in want.items():
         np.testing.assert_array_equal(batch[name], leaf)
