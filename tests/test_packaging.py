@@ -55,7 +55,7 @@ def test_dependencies_are_what_the_package_imports() -> None:
     extras = set().union(*map(extra, ("hf", "bench", "arrayrecord", "parquet", "examples")))
     imports = {name.lower() for name in third_party("jaxdist")}
     assert imports - extras == required(PROJECT["project"]["dependencies"])
-    assert {name.lower() for name in third_party("scripts")} <= imports | extra("bench") | extra("docs")
+    assert {name.lower() for name in third_party("scripts")} <= imports | extra("hf") | extra("bench") | extra("docs")
 
 
 def test_the_test_extra_covers_the_tests() -> None:

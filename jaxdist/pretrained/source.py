@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxdist.checkpoint.huggingface.safetensors import named
+from jaxdist.checkpoint.huggingface.safetensors import tensor_name
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED, PyTree, leaves_by_name
@@ -80,7 +80,7 @@ class Pretrained(ABC):
             stacked = [name for name in wanted if name.startswith(f"{STACKED}.")]
             wanted |= {name: (int(order.max()) + 1, *wanted[name][1:]) for name in stacked}
         misfits = {
-            name: f"{named(name)} {_shape(mine.get(name))}, here {_shape(wanted.get(name))}"
+            name: f"{tensor_name(name)} {_shape(mine.get(name))}, here {_shape(wanted.get(name))}"
             for name in [*wanted, *mine]
             if name not in mine or name not in wanted or not self._fits(name, tuple(mine[name].shape), wanted[name])
         }

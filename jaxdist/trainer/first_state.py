@@ -19,7 +19,7 @@ from jaxdist.pretrained import open_pretrained
 from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState, shardings_of
 
-KEY = "init.from"
+_KEY = "init.from"
 
 
 def first_state(
@@ -45,7 +45,7 @@ def _state_from(
     assert init.from_ is not None
     if not isinstance(parts.model, ModelDef):
         raise UserError(
-            f"{KEY}: {init.from_!r}, but model.name {config.model.name!r} gives a loss in place of a model, whose"
+            f"{_KEY}: {init.from_!r}, but model.name {config.model.name!r} gives a loss in place of a model, whose"
             " parameters have no names here; load them in your module, and leave init out"
         )
 
@@ -54,7 +54,7 @@ def _state_from(
         return {name: leaf for name, leaf in leaves_by_name(whole).items() if name in names}
 
     partial = (*init.partial, LORA) if config.optimizer.lora.rank else init.partial
-    with open_pretrained(init.from_, key=KEY, ema=init.ema) as found:
+    with open_pretrained(init.from_, key=_KEY, ema=init.ema) as found:
         found.check_architecture(config.model.resolved(), init.partial)
         params = found.load(target.params, fresh=fresh, partial=partial, order=order, say=say)
     optimizer = only_trained(parts.optimizer, parts.options.freeze)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value
 from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, name_of, tensors
-from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, named, write
+from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, tensor_name, write
 from jaxdist.checkpoint.reader import Stored
 from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.schema import DataConfig, ModelConfig
@@ -198,7 +198,7 @@ def check_model(
             rows, table = rows | {shape[0]}, name
         dtypes.add(files.dtype(name))
     if extra := sorted(name for name in files.names - known if not (own.ignored and name.endswith(own.ignored))):
-        raise UserError(f"{named(extra[0])}: is in the file, and this configuration has no such parameter{hint}")
+        raise UserError(f"{tensor_name(extra[0])}: is in the file, and this configuration has no such parameter{hint}")
     if len(rows) > 1:
         raise UserError(f"{table}: embedding and head have {' and '.join(map(str, sorted(rows)))} rows in the file")
     if wrong:

@@ -84,7 +84,7 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def named(tensor: str) -> str:
+def tensor_name(tensor: str) -> str:
     """The name of a tensor for a message: a file may hold any text as one."""
     return tensor if tensor.isprintable() and len(tensor) <= 200 else show(tensor)
 
