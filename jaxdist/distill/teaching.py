@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config, ParallelConfig
-from jaxdist.config.sections.optimizer import OptimizerConfig
+from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.data.loader import GlobalBatches
 from jaxdist.distill.cache import (
@@ -60,7 +60,7 @@ def load_teacher(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> Te
     if asked.teacher is None:
         raise UserError(f"{TEACHER_KEY}: null; allowed: a run directory, a step's folder or a Hugging Face folder")
     with open_pretrained(asked.teacher, key=TEACHER_KEY, ema=asked.ema) as found:
-        model, positions = found.model, found.positions
+        model, positions, lora = found.model, found.positions, found.lora
     if model is None:
         raise UserError(
             f"{TEACHER_KEY}: {show(asked.teacher)} does not say of what architecture it is; allowed: a run directory, a"
@@ -77,7 +77,7 @@ def load_teacher(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> Te
         data=config.data.replace(seq_len=positions or config.data.seq_len),
         precision=config.precision if asked.precision is None else PrecisionConfig(policy=asked.precision),
         parallel=ParallelConfig(strategy=asked.strategy, min_shard_bytes=config.parallel.min_shard_bytes),
-        optimizer=OptimizerConfig(),
+        optimizer=OptimizerConfig(lora=lora or LoraConfig()),
     )
     built, options = forward_only(other, mesh)
     if not isinstance(built, ModelDef):

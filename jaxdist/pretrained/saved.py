@@ -17,6 +17,7 @@ from jaxdist.checkpoint.huggingface.family import POSITIONS
 from jaxdist.checkpoint.reader import Stored, is_complete, open_steps
 from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
 from jaxdist.specs import leaves_by_name
@@ -42,7 +43,7 @@ class Saved(Pretrained):
             (self._stored,) = open_steps(where)
             run = where
         meta = self._stored.meta
-        for section in ("model", "data", "train", "config"):
+        for section in ("model", "data", "train", "optimizer", "config"):
             if not isinstance(meta.get(section, {}), dict):
                 raise UserError(f"{key}: the record of step {self._stored.step} of {run} has no section {section}")
         self.described = f"{'the average of ' * ema}step {self._stored.step} of {run}"
@@ -54,6 +55,7 @@ class Saved(Pretrained):
             )
         if "." not in str(meta.get("model", {"name": "."}).get("name", "gpt")):  # a dotted path would be imported
             self.model = _architecture(meta["model"], f"{key}: step {self._stored.step} of {run}")
+        self.lora = _adapters(meta.get("optimizer", {}).get("lora"), self.described)
         self.positions = meta.get("data", {}).get("seq_len")
         folder = meta.get("config", {}).get("data.tokenizer")  # a setting that a resumed run may change
         self.tokenizer = Path(folder) if folder not in (None, "bytes") else None
@@ -122,3 +124,14 @@ def _architecture(given: dict[str, Any], where: str) -> ModelConfig:
             f"{where} has a model with the key {show(unknown[0])}, which is not known here; use another run"
         )
     return ModelConfig(**{name: known[name].check(value, f"model.{name}") for name, value in given.items()}).resolved()
+
+
+def _adapters(given: Any, where: str) -> LoraConfig | None:
+    """LoRA's section in a record; None: the run had no adapters. Raises `UserError`."""
+    if not given:
+        return None
+    known = keys(LoraConfig)
+    if not isinstance(given, dict) or given.keys() - known.keys():
+        raise UserError(f"{where} has a record optimizer.lora that is not known here: {show(given)}; use another run")
+    found = LoraConfig(**{name: known[name].check(value, f"optimizer.lora.{name}") for name, value in given.items()})
+    return found if found.rank else None

@@ -13,6 +13,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxdist.checkpoint.huggingface.safetensors import tensor_name
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED, PyTree, leaves_by_name
 
@@ -29,12 +30,14 @@ class Pretrained(ABC):
     - model: the architecture, `resolved`; None: the place does not say it.
     - positions: the length of the longest sequence; None: not known.
     - tokenizer: the folder of its tokenizer; None: there is none.
+    - lora: of the adapters that are among the parameters; None: there are none.
     """
 
     described: str
     model: ModelConfig | None = None
     positions: int | None = None
     tokenizer: Path | None = None
+    lora: LoraConfig | None = None
     _key: str
 
     @abstractmethod

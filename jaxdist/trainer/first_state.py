@@ -1,6 +1,8 @@
 """The first state of a run: parameters at random, or those that exist already."""
 
+import json
 from collections.abc import Callable
+from fnmatch import fnmatch
 
 import jax
 from jax.sharding import Mesh
@@ -13,7 +15,7 @@ from jaxdist.init import init_state
 from jaxdist.model import ModelDef
 from jaxdist.optim import only_trained
 from jaxdist.precision.reproducible import products_rounded
-from jaxdist.pretrained import open_pretrained
+from jaxdist.pretrained import Pretrained, open_pretrained
 from jaxdist.processes import from_all
 from jaxdist.specs import PyTree, leaves_by_name
 from jaxdist.state import TrainState, fresh_state, shardings_of
@@ -59,7 +61,6 @@ def _params_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tu
         return jax.jit(lambda key: chosen(make(key)), out_shardings=layout)(key)
 
     order = parts.order if len(parts.order) else None
-    partial = (*init.partial, LORA) if config.optimizer.lora.rank else init.partial
     with open_pretrained(init.from_, key=_KEY, ema=init.ema) as found:
         digests = from_all(found.digest())
         if len(set(digests)) > 1:
@@ -69,5 +70,22 @@ def _params_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tu
                 " all hosts"
             )
         found.check_architecture(config.model.resolved(), init.partial)
+        _check_adapters(found, config)
+        # Adapters begin at random beside parameters that have none.
+        new = config.optimizer.lora.rank and not any(fnmatch(name, LORA) for name in found.shapes())
+        partial = (*init.partial, LORA) if new else init.partial
         params = found.load(target.params, fresh=fresh, partial=partial, order=order, say=say)
     return params, {"from": init.from_, "digest": digests[0]}
+
+
+def _check_adapters(found: Pretrained, config: Config) -> None:
+    """Raise `UserError` where adapters of the place would be left out, or add another multiple of their product."""
+    theirs, ours = found.lora, config.optimizer.lora
+    if theirs is None or LORA in config.init.partial:
+        return
+    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in ("rank", "alpha")}
+    if wrong := [f"optimizer.lora.{key}={a:g} (is {b:g})" for key, (a, b) in pairs.items() if a != b]:
+        raise UserError(
+            f"{_KEY}: {found.described} has LoRA's adapters: set {', '.join(wrong)}; or start from the folder that"
+            f" jaxdist checkpoint export --merged writes; or init.partial={json.dumps([LORA])} leaves them out"
+        )

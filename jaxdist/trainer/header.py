@@ -67,6 +67,13 @@ def _marks(results: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {result:.3f}" for name, result in results.items())
 
 
+def _trained(plan: Plan) -> str:
+    """How many parameters are trained, where some are frozen."""
+    target, frozen = plan.parts.target.params, plan.config.optimizer.frozen
+    count = sum(leaf.size for leaf in jax.tree.leaves(leave_out(target, frozen))) if frozen else 0
+    return f", {count:,} of them trained" if frozen else ""
+
+
 def describe(run: TrainingRun) -> dict[str, str]:
     """The rows of the header, by name."""
     plan, progress = run.plan, run.progress
@@ -79,7 +86,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
         "run": str(run.outputs.folder),
-        "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters",
+        "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters{_trained(plan)}",
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}"
         + "".join(f"\n{line}" for line in info.get("lines", ())),

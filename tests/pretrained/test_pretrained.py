@@ -1,21 +1,25 @@
 """Parameters that exist already: the same bits in every layout, and one line for what does not fit."""
 
+import re
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from saved_runs import NEEDS, bits, config_of, random_params, save_run
 
-from jaxdist.build import Parts, assemble
+from jaxdist.build import Parts, assemble, forward_only
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.config.load import load_config, to_yaml
 from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
+from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.init import InitConfig
 from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
+from jaxdist.distill.teaching import load_teacher, read_teacher
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.mesh import make_mesh
@@ -134,6 +138,27 @@ def test_adapters_start_at_random_beside_a_base(origin: Path) -> None:
     assert len(adapters) == 8
     for name, leaf in leaves_by_name(state.params).items():
         np.testing.assert_array_equal(leaf, fresh[name] if name in adapters else before[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_are_neither_left_out_nor_scaled(origin: Path, tmp_path: Path) -> None:
+    def tuned(**lora: Any) -> Config:
+        return replace(gpt2(), optimizer=OptimizerConfig(lora=LoraConfig(**lora)), init=InitConfig(str(tmp_path)))
+
+    made = assemble(tuned(rank=2), make_mesh())
+    params = jax.tree.map(lambda leaf: jax.numpy.full(leaf.shape, 0.5, leaf.dtype), made.target.params)
+    save_run(tmp_path, tuned(rank=2), params)
+    for lora, said in (
+        ({}, "rank=2 (is 0);"),
+        ({"rank": 4}, "rank=2 (is 4);"),
+        ({"rank": 2, "alpha": 1.0}, "alpha=16"),
+    ):
+        with pytest.raises(UserError, match=re.escape("has LoRA's adapters: set optimizer.lora." + said)):
+            started(tuned(**lora))
+    asked = replace(gpt2(), distill=DistillConfig(teacher=str(tmp_path)))
+    teacher = load_teacher(asked, make_mesh(), forward_only)
+    read_teacher(asked, teacher, lambda line: None)
+    assert bits(teacher.params) == bits(params)
 
 
 def test_digests_tell_parameters_apart(origin: Path, tmp_path: Path) -> None:
