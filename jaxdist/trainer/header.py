@@ -13,12 +13,14 @@ from jaxdist.config.resolve import warmup_of
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
 from jaxdist.observe import redact, redact_settings
+from jaxdist.optim import leave_out
 from jaxdist.parallel.grad_sync import order_of_work
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.processes import from_all
 from jaxdist.runtime.cache import cache_row
 from jaxdist.runtime.rank_names import name_ranks
-from jaxdist.trainer.run import TrainingRun
+from jaxdist.specs import STACKED, leaves_by_name
+from jaxdist.trainer.run import RunPlan, TrainingRun
 
 
 def plural(word: str, count: int) -> str:
@@ -67,11 +69,18 @@ def _marks(results: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {result:.3f}" for name, result in results.items())
 
 
-def _trained(plan: Plan) -> str:
-    """How many parameters are trained, where some are frozen."""
-    target, frozen = plan.parts.target.params, plan.config.optimizer.frozen
-    count = sum(leaf.size for leaf in jax.tree.leaves(leave_out(target, frozen))) if frozen else 0
-    return f", {count:,} of them trained" if frozen else ""
+def _trained(plan: RunPlan) -> str:
+    """How many parameters are trained, where some are frozen: ", 32,768 of them trained"."""
+    order, frozen = plan.parts.order, plan.config.optimizer.frozen
+    if not frozen:
+        return ""
+    blocks = int(order.max()) + 1 if len(order) else 1  # a pipeline's rows may be padding
+    leaves = leaves_by_name(leave_out(plan.parts.target.params, frozen))
+    count = sum(
+        leaf.size // len(order) * blocks if len(order) and name.startswith(f"{STACKED}.") else leaf.size
+        for name, leaf in leaves.items()
+    )
+    return f", {count:,} of them trained"
 
 
 def describe(run: TrainingRun) -> dict[str, str]:
