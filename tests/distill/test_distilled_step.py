@@ -17,7 +17,7 @@ from layouts import SEQ, VOCAB, Case, initial, make_batch, model_config, optimiz
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES, Mixture
-from jaxdist.distill.step import make_distilled_step
+from jaxdist.distill.step import join, make_distilled_step
 from jaxdist.distill.teacher import Teacher
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
@@ -216,3 +216,11 @@ def test_the_step_does_not_take_a_table_that_a_failed_step_used_up(traced: Any) 
             leaf.delete()
         _, second = step(again, batch)
     assert float(first["loss"]) == float(second["loss"])
+
+
+def test_a_head_that_is_trained_alone_leaves_the_teacher_as_it_is() -> None:
+    model = gpt(TEACHER, max_length=SEQ)
+    mesh, options = make_mesh(), StepOptions(freeze=("*", "!head.*"))
+    joint = join(model, Teacher(model, mesh, options), optimizer(), mesh, options, MIXTURE)
+    own = state_target(model, optimizer(), mesh, options)
+    assert len(jax.tree.leaves(joint.target.opt_state)) == len(jax.tree.leaves(own.opt_state))
