@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from jaxdist.plan.traced.ledger import ledger as ledger
     from jaxdist.plan.traced.sharding import sharding_table as sharding_table
     from jaxdist.precision.policy import Precision as Precision
+    from jaxdist.pretrained.open import open_pretrained as open_pretrained
     from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
     from jaxdist.state import TrainState as TrainState
     from jaxdist.step import make_train_step as make_train_step
@@ -79,6 +80,7 @@ _HOME = {
     "model_def": "jaxdist.nn",
     "nnx_loss": "jaxdist.parallel.modules.nnx_modules",
     "nnx_update": "jaxdist.parallel.modules.nnx_modules",
+    "open_pretrained": "jaxdist.pretrained.open",
     "sharding_table": "jaxdist.plan.traced.sharding",
     "spawn": "jaxdist.launcher.spawn",
     "state_target": "jaxdist.init",

@@ -74,7 +74,7 @@ def open_cache(folder: Path, key: str = "distill.cache") -> Kept:
     path = folder / CACHE_MANIFEST
     if not path.is_file():
         raise UserError(
-            f"{key}: {str(folder)!r} holds no {CACHE_MANIFEST}; make it: jaxdist distill with the configuration of the run"
+            f"{key}: {str(folder)!r} holds no {CACHE_MANIFEST}; make it: jaxdist distill with the run's configuration"
         )
     try:
         kept = _kept(read_json_file(path))

@@ -63,8 +63,8 @@ def load_teacher(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> Te
         model, positions = found.model, found.positions
     if model is None:
         raise UserError(
-            f"{TEACHER_KEY}: {show(asked.teacher)} does not say of what architecture it is; allowed: a run directory, a step's"
-            " folder, or a Hugging Face folder with a config.json"
+            f"{TEACHER_KEY}: {show(asked.teacher)} does not say of what architecture it is; allowed: a run directory, a"
+            " step's folder, or a Hugging Face folder with a config.json"
         )
     if positions is not None and positions < config.data.seq_len:
         raise UserError(
@@ -96,8 +96,8 @@ def check_student(student: Any) -> ModelDef:
     """The student. Raises `UserError` for a loss in place of a model."""
     if not isinstance(student, ModelDef):
         raise UserError(
-            f"{TEACHER_KEY}: the student is a loss of its own, which gives no logits; use jaxdist.distill_loss in it, and leave"
-            " the section distill out (docs/distillation.md)"
+            f"{TEACHER_KEY}: the student is a loss of its own, which gives no logits; use jaxdist.distill_loss, and"
+            " leave the section distill out (docs/distillation.md)"
         )
     return student
 

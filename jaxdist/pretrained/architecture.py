@@ -34,7 +34,10 @@ def architecture(where: str) -> dict[str, Any]:
         keys = settings_of(model_of_config(read_json(folder / CONFIG))[0])
     else:
         said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"
-        raise UserError(f"{_KEY}: {where!r} {said}; allowed: a Hugging Face folder, or a run directory")
+        raise UserError(
+            f"{_KEY}: {where!r} {said}; allowed: a Hugging Face folder, or a run directory (a"
+            " run is resumed without it by its own config.yaml)"
+        )
     if not isinstance(keys, dict):
         raise UserError(f"{_KEY}: {where!r} has no section model in its config.yaml; give another run directory")
     return {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items() if key != "from"}

@@ -23,10 +23,16 @@ def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False)
 
     Raises `UserError`, in one line, for a place that is nothing of these, is damaged, or has no average.
 
-    >>> target = jaxdist.state_target(model, optimizer, mesh, strategy="zero3")
-    >>> with jaxdist.open_pretrained("runs/mine") as found:
+    >>> from safetensors.numpy import save_file
+    >>> import tempfile
+    >>> file = f"{tempfile.mkdtemp()}/some.safetensors"
+    >>> save_file({"w": np.ones((16, 4), np.float32)}, file)
+    >>> make = lambda key: {"w": jnp.zeros((16, 4))}
+    >>> target = jaxdist.state_target(make, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
+    >>> with jaxdist.open_pretrained(file) as found:
     ...     params = found.load(target.params, say=lambda line: None)
-    >>> state = jaxdist.init_state(params, optimizer, mesh, strategy="zero3")
+    >>> params["w"].sharding == target.params["w"].sharding
+    True
     """
     path = Path(where).expanduser()
     if path.is_file() and path.suffix == ".safetensors":

@@ -42,7 +42,7 @@ class Saved(Pretrained):
             (self._stored,) = open_steps(where)
             run = where
         meta = self._stored.meta
-        for section in ("model", "data", "train"):
+        for section in ("model", "data", "train", "config"):
             if not isinstance(meta.get(section, {}), dict):
                 raise UserError(f"{key}: the record of step {self._stored.step} of {run} has no section {section}")
         self.described = f"{'the average of ' * ema}step {self._stored.step} of {run}"
@@ -52,7 +52,7 @@ class Saved(Pretrained):
                 f"{key}: step {self._stored.step} of {run} keeps no moving average; allowed: a run with train.ema, or"
                 " no ema"
             )
-        if "model" in meta:
+        if "." not in str(meta.get("model", {"name": "."}).get("name", "gpt")):  # a dotted path would be imported
             self.model = _architecture(meta["model"], f"{key}: step {self._stored.step} of {run}")
         self.positions = meta.get("data", {}).get("seq_len")
         folder = meta.get("config", {}).get("data.tokenizer")  # a setting that a resumed run may change

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.build import Parts
@@ -14,55 +12,62 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.model import ModelDef
 from jaxdist.optim import only_trained
-from jaxdist.precision.loss_scale import fresh_guard
+from jaxdist.precision.reproducible import products_rounded
 from jaxdist.pretrained import open_pretrained
-from jaxdist.specs import leaves_by_name
-from jaxdist.state import TrainState, shardings_of
+from jaxdist.processes import from_all
+from jaxdist.specs import PyTree, leaves_by_name
+from jaxdist.state import TrainState, fresh_state, shardings_of
 
 _KEY = "init.from"
 
 
-def first_state(
-    config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
-) -> TrainState:
-    """The state of a new run: parameters at random, or those that `init.from` names."""
-    if config.init.from_ is None:
-        return init_state(parts.model, parts.optimizer, mesh, parts.options)
-    return _state_from(config, parts, mesh, order, say)
+Origin = dict[str, str]  # "from": the place of a run's first parameters, "digest": their hash; {}: they were random
 
 
-def _state_from(
-    config: Config, parts: Parts, mesh: Mesh, order: np.ndarray | None, say: Callable[[str], None]
-) -> TrainState:
-    """The state at step 0 with the parameters that `init.from` names, and a new optimizer state.
+def first_state(config: Config, parts: Parts, mesh: Mesh, say: Callable[[str], None]) -> tuple[TrainState, Origin]:
+    """The state of a new run, and where its parameters come from: from nowhere, or from what `init.from` names.
 
-    order: the block in each row of stacked blocks (`order_of_blocks`); None: the model's order.
-    say: gets a line about what is read, and one about what is not.
-
-    Raises `UserError` where they do not fit the model.
+    say: gets a line about what is read, and one about what is not. Raises `UserError` where it does not fit the model.
     """
+    if config.init.from_ is None:
+        return init_state(parts.model, parts.optimizer, mesh, parts.options), {}
+    params, origin = _params_from(config, parts, say)
+    optimizer = only_trained(parts.optimizer, parts.options.freeze)
+
+    def others(params: PyTree) -> TrainState:
+        return fresh_state(params, optimizer, parts.target.residual)._replace(params=())
+
+    rest = shardings_of(parts.target._replace(params=()))
+    return jax.jit(others, out_shardings=rest)(params)._replace(params=params), origin
+
+
+def _params_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tuple[PyTree, Origin]:
+    """The parameters that `init.from` names, in the layout of the run."""
     init, target = config.init, parts.target
     assert init.from_ is not None
-    if not isinstance(parts.model, ModelDef):
+    model = parts.model
+    if not isinstance(model, ModelDef):
         raise UserError(
             f"{_KEY}: {init.from_!r}, but model.name {config.model.name!r} gives a loss in place of a model, whose"
             " parameters have no names here; load them in your module, and leave init out"
         )
 
     def fresh(names: frozenset[str]) -> dict[str, jax.Array]:
-        whole = init_state(parts.model, parts.optimizer, mesh, parts.options).params
-        return {name: leaf for name, leaf in leaves_by_name(whole).items() if name in names}
+        make = products_rounded(model.init)  # as `init_state` does; of the others nothing is computed
+        chosen = lambda tree: {name: leaf for name, leaf in leaves_by_name(tree).items() if name in names}  # noqa: E731
+        key, layout = jax.random.key(parts.options.seed), chosen(shardings_of(target.params))
+        return jax.jit(lambda key: chosen(make(key)), out_shardings=layout)(key)
 
+    order = parts.order if len(parts.order) else None
     partial = (*init.partial, LORA) if config.optimizer.lora.rank else init.partial
     with open_pretrained(init.from_, key=_KEY, ema=init.ema) as found:
+        digests = from_all(found.digest())
+        if len(set(digests)) > 1:
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise UserError(
+                f"{_KEY}: {init.from_!r} holds other parameters on rank {other} than on rank 0; copy the same place to"
+                " all hosts"
+            )
         found.check_architecture(config.model.resolved(), init.partial)
         params = found.load(target.params, fresh=fresh, partial=partial, order=order, say=say)
-    optimizer = only_trained(parts.optimizer, parts.options.freeze)
-    rest = target._replace(params=())
-
-    def others(params: TrainState) -> TrainState:
-        residual = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), target.residual)
-        made = TrainState(jnp.zeros((), jnp.int32), (), optimizer.init(params), residual)
-        return made._replace(guard=fresh_guard())
-
-    return jax.jit(others, out_shardings=shardings_of(rest))(params)._replace(params=params)
+    return params, {"from": init.from_, "digest": digests[0]}

@@ -38,7 +38,7 @@ from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.failures.same_program import facts_of_program
-from jaxdist.trainer.first_state import first_state
+from jaxdist.trainer.first_state import Origin, first_state
 from jaxdist.trainer.resume import changed_settings, check_identity, identity, record, show_changes
 
 Sampler = Callable[[PyTree], str]  # parameters -> text
@@ -221,12 +221,19 @@ def build(
     if jax.process_count() > 1:
         watch.agree(facts_of_program(config, parts, mesh, plan.source))
     watch.crumbs.enter("restore")
-    fresh = lambda: first_state(config, parts, mesh, order, outputs.console.line)  # noqa: E731
+    origin: Origin = {}
+
+    def fresh() -> TrainState:
+        state, found = first_state(config, parts, mesh, outputs.console.line)
+        origin.update(found)
+        return state
+
     teacher, own = None, identity(config, plan.source)
     if parts.teaching is not None:
         teacher = parts.teaching.begin(own, outputs.console.line)
         own = identity(config, plan.source, teacher)
     progress = restore_or_init(config, parts.target, outputs, fresh, own)
+    origin = origin or progress.meta.get("init", {})
     lead, baselines = jax.process_index() == 0, dict[str, float]()
     if lead:
         resumed = progress.first_step if outputs.checkpoints.latest() is not None else None
@@ -248,7 +255,9 @@ def build(
         plan=plan,
         progress=progress,
         outputs=outputs,
-        record=lambda step: record(config, plan.source, teacher, passed=progress.passed, forced=progress.forced),
+        record=lambda step: (
+            record(config, plan.source, teacher, passed=progress.passed, forced=progress.forced) | {"init": origin}
+        ),
         baselines=baselines,
         watch=watch,
         cache=cache,

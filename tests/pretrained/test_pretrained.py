@@ -1,0 +1,201 @@
+"""Parameters that exist already: the same bits in every layout, and one line for what does not fit."""
+
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from saved_runs import NEEDS, bits, config_of, random_params, save_run
+
+from jaxdist.build import Parts, assemble
+from jaxdist.checkpoint.huggingface.convert import export
+from jaxdist.checkpoint.reader import open_steps
+from jaxdist.config.load import load_config, to_yaml
+from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
+from jaxdist.config.sections.init import InitConfig
+from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
+from jaxdist.errors import UserError
+from jaxdist.init import init_state
+from jaxdist.mesh import make_mesh
+from jaxdist.parallel.pipeline.stages import arrange_rows
+from jaxdist.pretrained import open_pretrained
+from jaxdist.specs import leaves_by_name
+from jaxdist.trainer.first_state import first_state
+
+
+def gpt2(**changes: Any) -> Config:
+    """A GPT-2 whose vocabulary two devices divide."""
+    return config_of("gpt2-tied", **changes | {"model": {"vocab": 258} | changes.get("model", {})})
+
+
+LAYOUTS = {
+    "zero3 x tensor": (MeshConfig(fsdp=4, tensor=2), ParallelConfig("zero3", min_shard_bytes=0)),
+    "interleaved": (MeshConfig(pipe=2, data=4), ParallelConfig(schedule="interleaved", chunks=2, microbatches=2)),
+    "uneven stages": (
+        MeshConfig(pipe=2, fsdp=2, tensor=2),
+        ParallelConfig("zero1", schedule="one_f_one_b", microbatches=2, stages=(1, 3), min_shard_bytes=0),
+    ),
+}
+
+
+pytestmark = pytest.mark.xdist_group("pretrained")  # the folder and the layouts are shared
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose blocks were saved by a pipeline, and the same as a Hugging Face folder."""
+    folder, config = tmp_path_factory.mktemp("origin"), gpt2()
+    export(save_run(folder / "run", config, random_params(config)), folder / "hf")
+    (folder / "run" / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+@cache
+def parts_of(layout: str) -> Parts:
+    mesh, parallel = LAYOUTS[layout]
+    config = gpt2(mesh=mesh, parallel=parallel)
+    return assemble(config, make_mesh(**asdict(mesh)))
+
+
+def started(config: Config, said: list[str] | None = None) -> tuple[Parts, Any, dict[str, str]]:
+    """What a run with this configuration begins with."""
+    mesh = make_mesh(**asdict(config.mesh))
+    parts = assemble(config, mesh)
+    return parts, *first_state(config, parts, mesh, (said if said is not None else []).append)
+
+
+@NEEDS
+@pytest.mark.parametrize("kind", ["run", "hf"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bits_in_every_layout(layout: str, kind: str, origin: Path) -> None:
+    parts = parts_of(layout)
+    with open_pretrained(origin / kind) as found:
+        order = parts.order if layout != "zero3 x tensor" else None
+        loaded = found.load(parts.target.params, order=order, say=lambda line: None)
+    wanted = random_params(gpt2())
+    if order is not None:
+        wanted = {**wanted, "blocks": arrange_rows(wanted["blocks"], order)}
+    assert bits(loaded) == bits(wanted)
+    for name, leaf in leaves_by_name(parts.target.params).items():
+        assert leaves_by_name(loaded)[name].sharding == leaf.sharding, name
+
+
+@NEEDS
+@pytest.mark.parametrize("kind", ["run", "hf"])
+def test_other_sizes(kind: str, origin: Path) -> None:
+    said, whole = list[str](), leaves_by_name(random_params(gpt2()))
+    config = replace(gpt2(), init=InitConfig(str(origin / kind)))
+    shorter = replace(config, data=config.data.replace(seq_len=7))
+    params = leaves_by_name(started(shorter, said)[1].params)
+    name = "embed.positions.table"
+    np.testing.assert_array_equal(params[name], whole[name][:7])
+    with pytest.raises(UserError, match=r"embed.positions.table \[12, 32\], here \[13, 32\]; give model.from"):
+        started(replace(config, data=config.data.replace(seq_len=13)))
+    larger = replace(config, model=config.model.replace(vocab=260))
+    if kind == "run":
+        with pytest.raises(UserError, match=r"embed.tokens.table \[258, 32\], here \[260, 32\]"):
+            started(larger)
+        return
+    rows = np.asarray(leaves_by_name(started(larger, said)[1].params)["embed.tokens.table"])
+    table = whole["embed.tokens.table"]
+    np.testing.assert_array_equal(rows[:258], table)
+    np.testing.assert_allclose(rows[259], np.mean(np.asarray(table, np.float64), axis=0), rtol=1e-6)
+    assert said[-1].endswith("the vocabulary has 258 rows there, 2 were added: the mean of the others")
+
+
+def test_what_may_differ_starts_as_in_a_new_run(origin: Path) -> None:
+    said = list[str]()
+    init = InitConfig(str(origin / "run"), partial=("embed.tokens.*", "head.*", "model.norm_eps"))
+    config = replace(gpt2(model={"vocab": 300, "tied": False, "norm_eps": 1e-6}), init=init)
+    with pytest.raises(UserError, match=r"asks for model.norm_eps=1e-05 \(is 1e-06\)"):
+        started(replace(config, init=replace(init, partial=("embed.tokens.*", "head.*", "model.tied"))))
+    config = replace(config, init=replace(init, partial=(*init.partial, "model.tied")))
+    parts, state, found = started(config, said)
+    fresh = init_state(parts.model, parts.optimizer, make_mesh(), parts.options)
+    before, new = leaves_by_name(random_params(gpt2())), leaves_by_name(fresh.params)
+    for name, leaf in leaves_by_name(state.params).items():
+        source = new if name in ("embed.tokens.table", "head.projection.table") else before
+        np.testing.assert_array_equal(leaf, source[name], err_msg=name)
+    assert said[-1] == "init.from: embed.tokens.table, head.projection.table start at random"
+    assert bits(state.opt_state) == bits(fresh.opt_state) and int(state.step) == 0
+    assert found["from"] == str(origin / "run") and len(found["digest"]) == 64
+
+
+@pytest.mark.slow
+def test_adapters_start_at_random_beside_a_base(origin: Path) -> None:
+    optimizer = OptimizerConfig(lora=LoraConfig(rank=2))
+    config = replace(gpt2(), optimizer=optimizer, init=InitConfig(str(origin / "run")))
+    parts, state, _ = started(config)
+    fresh = leaves_by_name(init_state(parts.model, parts.optimizer, make_mesh(), parts.options).params)
+    before = leaves_by_name(random_params(gpt2()))
+    adapters = [name for name in fresh if ".lora." in name]
+    assert len(adapters) == 8
+    for name, leaf in leaves_by_name(state.params).items():
+        np.testing.assert_array_equal(leaf, fresh[name] if name in adapters else before[name], err_msg=name)
+
+
+def test_digests_tell_parameters_apart(origin: Path, tmp_path: Path) -> None:
+    def digest(folder: Path) -> str:
+        with open_pretrained(folder) as found:
+            return found.digest()
+
+    config = gpt2()
+    save_run(tmp_path / "other", config, random_params(config, seed=1))
+    found = {digest(origin / "run"), digest(origin / "run" / "checkpoints" / "3"), digest(tmp_path / "other")}
+    assert len(found) == 2
+
+
+@NEEDS
+def test_a_file_with_our_names(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    params = random_params(gpt2())
+    save_file({name: np.asarray(leaf) for name, leaf in leaves_by_name(params).items()}, tmp_path / "x.safetensors")
+    parts = parts_of("zero3 x tensor")
+    with open_pretrained(tmp_path / "x.safetensors") as found:
+        assert found.model is None
+        assert bits(found.load(parts.target.params, say=lambda line: None)) == bits(params)
+
+
+@NEEDS
+@pytest.mark.parametrize("kind", ["run", "hf"])
+def test_an_architecture_without_keys(kind: str, origin: Path, tmp_path: Path) -> None:
+    file, wanted = tmp_path / "run.yaml", gpt2().model.resolved()
+    file.write_text(f"model: {{from: {origin / kind}}}\ndata: {{seq_len: 12, path: {__file__}}}\n")
+    config = load_config(file)
+    assert config.model.resolved() == wanted and config.model.from_ is None
+    assert load_config(file, ["model.layers=2", "model.dropout=0.5"]).model.resolved() == wanted.replace(
+        layers=2, dropout=0.5
+    )
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.slow
+def test_the_average_of_a_run(tmp_path: Path) -> None:
+    from jaxdist.trainer.train import train
+
+    (tmp_path / "text.py").write_text("def f(x): return x + 1\n" * 200)
+    (tmp_path / "run.yaml").write_text(
+        f"""
+model: {{layers: 1, width: 16, heads: 2}}
+data: {{path: {tmp_path / "text.py"}, seq_len: 16, global_batch: 8}}
+train: {{steps: 3, eval_every: 0, sample_tokens: 0, ema: 0.5}}
+devices: {{platform: cpu}}
+observe: {{console: plain, report: false}}
+"""
+    )
+    config = load_config(tmp_path / "run.yaml")
+    assert train(config, tmp_path / "run") == 0
+    (stored,) = open_steps(tmp_path / "run")
+    wanted = {False: stored.param, True: leaves_by_name(stored.rest()["opt_state"]["ema"]).__getitem__}
+    target = assemble(config, make_mesh()).target.params
+    for ema in (False, True):
+        with open_pretrained(tmp_path / "run", ema=ema) as found:
+            loaded = found.load(target, say=lambda line: None)
+            assert found.described.startswith("the average of step 3 of" if ema else "step 3 of")
+        for name, leaf in leaves_by_name(loaded).items():
+            np.testing.assert_array_equal(leaf, wanted[ema](name), err_msg=name)
+    assert not np.array_equal(wanted[False]("head.norm.bias"), wanted[True]("head.norm.bias"))
