@@ -166,7 +166,7 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
 
 def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
     """Whether each leaf's path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"), as a tree of bools. What fits one
-    after a "!" ("!head.*") does not.
+    after a "!" ("!head.*") does not. Of several patterns that a path fits, the last counts.
 
     tree: its leaves may be PartitionSpecs and MaskedNodes, too.
     key: the setting that errors name.
@@ -184,9 +184,12 @@ def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequen
                 f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
                 f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}"
             )
-    but = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    fits = lambda name, patterns: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)  # noqa: E731
-    return jax.tree.unflatten(treedef, [fits(name, patterns) and not fits(name, but) for name in names])
+
+    def fits(name: str) -> bool:
+        found = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern.lstrip("!"))]
+        return bool(found) and not found[-1].startswith("!")
+
+    return jax.tree.unflatten(treedef, [fits(name) for name in names])
 
 
 def shard_count(spec: P, mesh: AnyMesh) -> int:

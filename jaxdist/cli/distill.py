@@ -10,7 +10,7 @@ from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 _EXAMPLES = (
     "jaxdist distill student.yaml distill.teacher=runs/teacher distill.cache=runs/logits",
-    "jaxdist train student.yaml distill.cache=runs/logits",
+    "jaxdist distill distill_quickstart distill.teacher=runs/teacher distill.cache=runs/logits",
 )
 
 

@@ -59,8 +59,10 @@ def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> st
 
 def settings_of(config: Any) -> dict[str, Any]:
     """A section, or a whole configuration, as a tree of dicts with the names of keys."""
-    return {
-        name: settings_of(value) if is_dataclass(value) else value
-        for name in keys(type(config))
-        for value in [getattr(config, field_of(name))]
-    }
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return settings_of(value) if is_dataclass(value) else value
+
+    return {name: plain(getattr(config, field_of(name))) for name in keys(type(config))}

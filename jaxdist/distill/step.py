@@ -106,9 +106,9 @@ class _Joined:
         if isinstance(teacher, Teacher):
             if self._waits:  # two programs that communicate at once may leave each other without threads
                 jax.block_until_ready(state.step)
-            batch = {**batch, HIDDEN: teacher.features(teacher.params, batch)}
             if not self._table or next(iter(self._table.values())).is_deleted():  # a step that failed has used it up
-                self._table = teacher.read_table(self._joint.table)
+                self._table = jax.block_until_ready(teacher.read_table(self._joint.table))
+            batch = {**batch, HIDDEN: teacher.features(teacher.params, batch)}
         state, metrics = self._function(self._with(state, self._table), batch)
         self._table = state.params["head"].get(TEACHER, {})
         if "grads" in metrics:

@@ -125,7 +125,7 @@ def top_program(teacher: Teacher, *, top_k: int, temperature: float, chunk: int 
 
     def top(batch: PyTree) -> dict[str, jax.Array]:
         if not tables:
-            tables.append(teacher.read_table(target))
+            tables.append(jax.block_until_ready(teacher.read_table(target)))  # before the next program communicates
         found: dict[str, jax.Array] = run(tables[0], teacher.features(teacher.params, batch))
         return found
 

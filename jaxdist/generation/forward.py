@@ -156,7 +156,7 @@ def whole_passes(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strate
     logits_of = make_logits(model, strategy, specs)
 
     def logits(params: PyTree, tokens_BT: jax.Array, positions_B: jax.Array) -> jax.Array:
-        batch = {"inputs": tokens_BT, "keys": _unused_keys(len(tokens_BT))}
+        batch = {"inputs": to_varying(tokens_BT, BATCH_LIKE), "keys": _unused_keys(len(tokens_BT))}
         return logits_of(params, batch, positions_B)
 
     def start(params: PyTree, tokens_BS: jax.Array, lengths_B: jax.Array, new: int) -> tuple[jax.Array, jax.Array]:

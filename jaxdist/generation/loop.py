@@ -15,7 +15,7 @@ from jaxdist.collectives import to_varying
 from jaxdist.errors import UserError
 from jaxdist.generation.forward import cached_passes, whole_passes, why_no_cache
 from jaxdist.generation.sampling import Sampling, draw
-from jaxdist.mesh import BATCH_LIKE, batch_shards
+from jaxdist.mesh import BATCH_AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import PyTree, batch_spec
@@ -71,7 +71,7 @@ class Generator:
 
     def _begin(self, params: PyTree, tokens: jax.Array, lengths: jax.Array, keys: jax.Array, *, new: int) -> Any:
         """(The first token of each row, what is kept)."""
-        tokens, lengths, keys = to_varying((tokens, lengths, keys), BATCH_LIKE)
+        tokens, lengths, keys = to_varying((tokens, lengths, keys), BATCH_AXES)
         logits, kept = self._forward.start(self._forward.begin(params), tokens, lengths, new)
         return draw(logits, jax.random.wrap_key_data(keys), lengths, self.sampling), kept
 
@@ -79,7 +79,7 @@ class Generator:
         self, params: PyTree, kept: PyTree, tokens: jax.Array, positions: jax.Array, keys: Any, steps: Any
     ) -> Any:
         """(`steps` tokens of each row, [B, chunk], what is kept). tokens: the last ones, and their positions."""
-        tokens, positions, keys = to_varying((tokens, positions, keys), BATCH_LIKE)
+        tokens, positions, keys = to_varying((tokens, positions, keys), BATCH_AXES)
         begun, keys = self._forward.begin(params), jax.random.wrap_key_data(keys)
 
         def body(step: jax.Array, carry: PyTree) -> PyTree:
@@ -93,7 +93,7 @@ class Generator:
                 lax.dynamic_update_slice(found, tokens[:, None], (jnp.zeros_like(step), step)),
             )
 
-        found = to_varying(jnp.zeros((len(tokens), self.chunk), jnp.int32), BATCH_LIKE)
+        found = to_varying(jnp.zeros((len(tokens), self.chunk), jnp.int32), BATCH_AXES)
         *_, kept, found = lax.fori_loop(jnp.int32(0), steps, body, (tokens, positions, kept, found))
         return found, kept
 

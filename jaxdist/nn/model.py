@@ -308,12 +308,12 @@ def model_def(
 
     build: rngs -> the module. Its parts are three attributes:
         embed: a module, embed(batch, keys_B) -> h.
-        blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h.
+        blocks: an nnx.List of uniform modules, block(h, keys_B) -> h; with rows, block(h, keys_B, rows) -> h. For a
+            key/value cache a block takes `cache`, which it passes on to its `jaxdist.nn.Attention`, and embed takes
+            `positions` [B, S] or None too (docs/generation.md).
         head: a module, head(h, batch, embed | None) -> (loss sum, weight sum), with a method logits(h, embed | None) ->
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
             {"accuracy": (sum, weight)}, if evaluations are to have more; and, to be distilled, features and vocabulary.
-        For a key/value cache embed takes `positions` [B, S] or None too, and a block takes `cache`, which it passes on
-        to its `jaxdist.nn.Attention` (docs/generation.md).
     param_dtype: the dtype of all parameters.
     lora: adapters of linear layers, see `jaxdist.nn.lora`. tied, scan_blocks, columns, rows: see `ModelDef`.
 

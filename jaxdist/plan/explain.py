@@ -100,7 +100,7 @@ def explain_parts(
         program = compile_step(parts, batch)
         if (footprint := footprint_of(program, config, parts)) is not None:
             memory["temporary, compiled (gradients, copies, activations)"] = footprint.temporary
-            memory[COMPILED_PEAK] = footprint.peak + teacher
+            memory[COMPILED_PEAK] = footprint.peak
         everything = compiled_collectives(program.as_text())
         added = [each for each in everything if each.added and each.group_size > 1]
         compared = compare(found, everything)

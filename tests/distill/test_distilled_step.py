@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,16 +15,17 @@ import pytest
 from jax.sharding import NamedSharding
 from layouts import SEQ, VOCAB, Case, initial, make_batch, model_config, optimizer
 
-from jaxdist.config.schema import ModelConfig
+from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES, Mixture
-from jaxdist.distill.step import make_distilled_step
+from jaxdist.distill.step import join, make_distilled_step
 from jaxdist.distill.teacher import Teacher
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.options import StepOptions
+from jaxdist.plan.compiled.memory import footprint_of, resident_bytes
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
@@ -216,3 +218,33 @@ def test_the_step_does_not_take_a_table_that_a_failed_step_used_up(traced: Any) 
             leaf.delete()
         _, second = step(again, batch)
     assert float(first["loss"]) == float(second["loss"])
+
+
+def test_a_head_that_is_trained_alone_leaves_the_teacher_as_it_is() -> None:
+    model = gpt(TEACHER, max_length=SEQ)
+    mesh, options = make_mesh(), StepOptions(freeze=("*", "!head.*"))
+    joint = join(model, Teacher(model, mesh, options), optimizer(), mesh, options, MIXTURE)
+    own = state_target(model, optimizer(), mesh, options)
+    assert len(jax.tree.leaves(joint.target.opt_state)) == len(jax.tree.leaves(own.opt_state))
+
+
+def test_the_memory_of_a_step_has_the_teacher_in_it() -> None:
+    """Where layouts are compared, as in explain."""
+    config, target = Config(), state_target(gpt(TEACHER, max_length=SEQ), optimizer(), make_mesh())
+    sizes = SimpleNamespace(
+        argument_size_in_bytes=100,
+        output_size_in_bytes=0,
+        alias_size_in_bytes=0,
+        temp_size_in_bytes=0,
+        host_argument_size_in_bytes=0,
+    )
+    program = SimpleNamespace(memory_analysis=lambda: sizes)
+
+    def peak(teaching: Any) -> int:
+        parts: Any = SimpleNamespace(target=target, teaching=teaching)
+        found = footprint_of(program, config, parts)
+        assert found is not None
+        return found.peak
+
+    assert peak(None) == 100
+    assert peak(SimpleNamespace(target=target.params)) == 100 + resident_bytes(target.params)

@@ -93,6 +93,20 @@ def test_greedy_output_needs_no_cache(name: str, layout: dict[str, Any]) -> None
     check(name, Sampling(0.0), **layout)
 
 
+def test_a_pipeline_has_the_types_of_its_results() -> None:
+    """Each stage has the tokens of all, also without a cache."""
+    with jax.enable_x64(True):
+        made, params = generator("gpt2", Sampling(0.7), pipe=2)
+        made.trace(params, 4)
+
+
+@pytest.mark.slow
+def test_a_pipeline_gives_the_text_of_one_device() -> None:
+    with jax.enable_x64(True):
+        made = generator("gpt2", Sampling(0.7), strategy="zero3", pipe=2, fsdp=2)
+        assert np.array_equal(run(made, PROMPTS), reference("gpt2", Sampling(0.7)))
+
+
 @pytest.mark.slow
 def test_a_seed_gives_the_same_text_in_any_batch() -> None:
     sampling = Sampling(0.7, top_k=40, top_p=0.95)

@@ -278,3 +278,12 @@ def test_the_head_can_be_trained_beside_adapters() -> None:
     _, target, _ = step_of(case, "fp32", freeze=config.frozen)
     names = {name.partition("mu.")[2] for name in leaves_by_name(target.opt_state) if ".mu." in name}
     assert {name for name in names if ".lora." not in name} == {"head.norm.scale", "head.projection.table"}
+
+
+def test_an_adapter_can_be_frozen() -> None:
+    """Of the patterns that a parameter fits, the last counts."""
+    config = OptimizerConfig(lora=LORA, freeze=("*.lora*.a",))
+    model = gpt(layouts.model_config(Case("llama", False, "ddp", 1, (1, 1, 1))), max_length=8, lora=LORA)
+    target = state_target(model, optax.adamw(0.1), make_mesh(), freeze=config.frozen)
+    trained = {name for name in leaves_by_name(target.opt_state) if ".mu." in name}
+    assert trained and all(name.endswith(".b") for name in trained)

@@ -244,7 +244,7 @@ def line_with(module: Any, text: str) -> str:
 )
 def test_a_parameters_line_is_that_of_its_layer(strategy: str, options: dict[str, Any]) -> None:
     found = ledger_of(model(layers=4), strategy, fsdp=4, **options)
-    column = line_with(linear, "y = product(whole_sequence(x)")
+    column = line_with(linear, "y = product(x, self.kernel[...]")
     lines = {
         "blocks.mlp.up.kernel": column,
         "blocks.attention.qkv.linear.kernel": column,

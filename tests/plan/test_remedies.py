@@ -194,7 +194,9 @@ def test_a_run_without_memory_says_what_would_help(
 def test_where_nothing_compiles_the_command_is_said(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("jaxdist.trainer.run.init_state", fails(OOM))  # before the run directory has a configuration
+    monkeypatch.setattr(
+        "jaxdist.trainer.first_state.init_state", fails(OOM)
+    )  # before the run directory has a configuration
     monkeypatch.setattr(plan, "cost_of", fails("RESOURCE_EXHAUSTED: again\nand again"))
     assert train(config, tmp_path / "run") == 1
     said = capsys.readouterr().err
@@ -202,7 +204,7 @@ def test_where_nothing_compiles_the_command_is_said(
     assert "the remedies cannot be compiled here: RESOURCE_EXHAUSTED: again\n" in said and "Memory of a device:" in said
     assert said.endswith(f"and how much: jaxdist explain {file} --remedies\n")
     assert load_config(file, planned=True) == config
-    monkeypatch.setattr("jaxdist.trainer.run.init_state", fails("INTERNAL: something else"))
+    monkeypatch.setattr("jaxdist.trainer.first_state.init_state", fails("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train(config, tmp_path / "other")
 

@@ -28,6 +28,7 @@ checkpoint: {{every: 1}}
 devices: {{platform: cpu}}
 observe: {{console: plain, report: false}}
 """
+PLAIN = {"vocab": None, "adapter": False, "merged": False}  # of an export
 
 
 class Payload:
@@ -184,7 +185,7 @@ def test_an_export_from_elsewhere(attack: str, origin: Path, outside: Path, tmp_
     shutil.copytree(origin / "run", tmp_path / "run")
     ATTACKS[attack](tmp_path / "run", outside)
     before = content(outside)
-    command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", vocab=None)
+    command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", **PLAIN)
     with pytest.raises(UserError, match=r"^/.*/2 cannot be read: .+; use another one$") as error:
         checkpoint_command(command, None)
     assert str(error.value).isprintable()
@@ -202,7 +203,7 @@ def test_an_export_of_a_model_that_is_a_module(
     shutil.copytree(origin / "run", tmp_path / "run")
     edited("meta/metadata", lambda found, _: found["model"].update(name=name))(tmp_path / "run", outside)
     before = content(outside)
-    command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", vocab=None)
+    command = Namespace(command="export", run_dir=tmp_path / "run", step=None, output=tmp_path / "out", **PLAIN)
     with pytest.raises(
         UserError, match=r"^model.name: .* has no Hugging Face format here; allowed: gpt, vit, bert$"
     ) as error:

@@ -9,9 +9,7 @@ from jaxdist.errors import CommandParser, reports_mistakes
 
 _EXAMPLES = (
     "jaxdist checkpoint ls runs/mine",
-    "jaxdist checkpoint export runs/mine --output hf",
-    "jaxdist checkpoint export runs/mine --merged --output hf  # of a run with LoRA",
-    "jaxdist checkpoint export runs/mine --adapter --output adapter",
+    "jaxdist checkpoint export runs/mine --output hf      # of a run with LoRA --merged, or --adapter",
 )
 
 

@@ -21,7 +21,7 @@ from jaxdist.state import TrainState
 class Footprint(NamedTuple):
     """Bytes of a step on one device.
 
-    arguments: state and batch
+    arguments: state and batch, and the parameters of a teacher, which stay beside them
     outputs: the new state and the metrics
     aliased: outputs that are written into buffers of arguments
     temporary: the most that is allocated beside these at any time
@@ -125,8 +125,9 @@ def footprint_of(program: Any, config: Config, parts: Parts) -> Footprint | None
     inside = 0 if analysis.host_argument_size_in_bytes else host
     if inside:
         temporary = max(temporary, resident_bytes(leave_out(parts.target.params, config.optimizer.frozen)) + host)
+    teacher = 0 if parts.teaching is None else resident_bytes(parts.teaching.target)
     return Footprint(
-        int(analysis.argument_size_in_bytes) - inside,
+        int(analysis.argument_size_in_bytes) - inside + teacher,
         int(analysis.output_size_in_bytes) - inside,
         int(analysis.alias_size_in_bytes) - inside,
         temporary,
