@@ -87,6 +87,13 @@ class Pretrained(ABC):
             for name in [*wanted, *mine]
             if name not in mine or name not in wanted or not self._fits(name, tuple(mine[name].shape), wanted[name])
         }
+        idle = [
+            each for each in partial if not each.startswith("model.") and not fnmatch.filter([*wanted, *mine], each)
+        ]
+        if idle:
+            raise UserError(
+                f"init.partial: {idle[0]!r} fits no parameter; allowed: patterns of {_listed(list(wanted))}"
+            )
         allowed = {name for name in misfits if _fitting(name, partial) and (fresh or name not in wanted)}
         self._refuse([text for name, text in misfits.items() if name not in allowed])
         kept = frozenset(allowed & wanted.keys())

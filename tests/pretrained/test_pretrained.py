@@ -116,6 +116,8 @@ def test_what_may_differ_starts_as_in_a_new_run(origin: Path) -> None:
     with pytest.raises(UserError, match=r"asks for model.norm_eps=1e-05 \(is 1e-06\)"):
         started(replace(config, init=replace(init, partial=("embed.tokens.*", "head.*", "model.tied"))))
     config = replace(config, init=replace(init, partial=(*init.partial, "model.tied")))
+    with pytest.raises(UserError, match=r"init.partial: 'haed.\*' fits no parameter; allowed: patterns of blocks"):
+        started(replace(config, init=replace(init, partial=("haed.*", "model.*"))))
     parts, state, found = started(config, said)
     fresh = init_state(parts.model, parts.optimizer, make_mesh(), parts.options)
     before, new = leaves_by_name(random_params(gpt2())), leaves_by_name(fresh.params)
