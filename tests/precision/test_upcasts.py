@@ -16,7 +16,8 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.nn import attention, embedding
+from jaxdist.nn import embedding
+from jaxdist.nn.attention import kernels as attention
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step

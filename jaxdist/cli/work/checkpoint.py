@@ -136,7 +136,7 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     here, said = jax.sharding.SingleDeviceSharding(jax.devices()[0]), list[str]()
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made.shapes)
     with open_pretrained(folder, key="--from") as found:
-        params = found.load(target, fresh=drawn, partial=[LORA], say=said.append)
+        params = found.load(target, fresh=drawn, partial=[LORA] * bool(config.optimizer.lora.rank), say=said.append)
     opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.frozen).init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
