@@ -1,5 +1,6 @@
 """Run directories with random parameters, for tests of checkpoints in other formats."""
 
+import operator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
@@ -78,3 +80,18 @@ def restored(run_dir: Path, config: Config, step: int = 0) -> TrainState:
     parts = assemble(config, make_mesh(**asdict(config.mesh)))
     with Checkpoints(run_dir / "checkpoints", keep=1, order=parts.order) as checkpoints:
         return checkpoints.restore(step, parts.target)
+
+
+def logits(config: Config, params: Any, tokens_BS: np.ndarray) -> np.ndarray:
+    """Of the model on one device, block after block."""
+    model = make_model(config, precision_of(config.precision), stages=1, training=False)
+    keys = jax.random.split(jax.random.key(0), len(tokens_BS))
+
+    def region(params: Any, tokens: jax.Array) -> jax.Array:
+        h = model.embed(params["embed"], {"inputs": tokens}, keys)
+        for i in range(model.layers):
+            h = model.block(jax.tree.map(operator.itemgetter(i), params["blocks"]), h, keys)
+        return model.logits(params["head"], params["embed"] if model.tied else None, h)
+
+    whole = jax.shard_map(region, mesh=make_mesh(), in_specs=P(), out_specs=P())
+    return np.asarray(jax.jit(whole)(jax.device_get(params), tokens_BS))

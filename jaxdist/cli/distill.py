@@ -30,15 +30,13 @@ def main(argv: Sequence[str], prog: str = "jaxdist distill") -> int:
 
 def _write(config: Config) -> None:
     import jax
-    from jax.sharding import NamedSharding
 
     from jaxdist.build import forward_only
-    from jaxdist.data import make_loader
     from jaxdist.distill.teaching import load_teacher, make_cache
     from jaxdist.mesh import make_mesh
     from jaxdist.runtime.start import start
-    from jaxdist.specs import BATCH_SPEC, format_bytes
-    from jaxdist.trainer.batches.load import load_data
+    from jaxdist.specs import format_bytes
+    from jaxdist.trainer.batches.load import load_data, loader_of
     from jaxdist.trainer.resume import identity
 
     config = start(config)
@@ -46,13 +44,7 @@ def _write(config: Config) -> None:
         raise UserError("jaxdist distill: runs in one process, which may have several devices; start it without launch")
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     teacher, source = load_teacher(config, mesh, forward_only), load_data(config)
-    loader = make_loader(
-        source,
-        seq_len=config.data.seq_len,
-        global_batch=config.data.global_batch,
-        seed=config.train.seed,
-        sharding=NamedSharding(mesh, BATCH_SPEC),
-    )
+    loader = loader_of(config, source, mesh)
     kept = make_cache(config, teacher, loader, identity(config, source), lambda line: print(line, flush=True))
     what = f"the {kept.top_k} largest of {kept.vocab} logits of {kept.samples:,} samples"
     print(f"{config.distill.cache}: {what}, {format_bytes(sum(kept.sizes().values()))}")

@@ -22,7 +22,7 @@ import jax
 
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
-from jaxdist.data import make_loader, prefetch
+from jaxdist.data import prefetch
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.observe.environment import versions
 from jaxdist.optim.make import learning_rates
@@ -37,7 +37,7 @@ from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import PyTree
-from jaxdist.trainer.batches.load import work_of_a_step
+from jaxdist.trainer.batches.load import loader_of, work_of_a_step
 from jaxdist.trainer.batches.sample_hashes import log_samples
 from jaxdist.trainer.evaluation import Ending, Evaluator, evaluated, text_sampler
 from jaxdist.trainer.failures.out_of_memory import advise, is_out_of_memory
@@ -63,13 +63,7 @@ def due(step: int, every: int, last: int) -> bool:
 def work_of(run: TrainingRun) -> Work:
     """The work of a run by its configuration."""
     plan, config = run.plan, run.plan.config
-    loader = make_loader(
-        plan.source,
-        seq_len=config.data.seq_len,
-        global_batch=config.data.global_batch,
-        seed=config.train.seed,
-        sharding=plan.sharding,
-    )
+    loader = loader_of(config, plan.source, plan.mesh)
     if plan.parts.teaching is not None:
         loader = plan.parts.teaching.batches(loader)
     evaluator = Evaluator(plan, run.watch) if config.train.eval_every else None

@@ -1,7 +1,6 @@
 """Hugging Face's tensors: bit for bit there and back, the same logits as `transformers`, what is refused."""
 
 import json
-import operator
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 from family_logits import COLUMNS, digest, stored
 from family_logits import exported as exported_folder
 from family_logits import tokens as tokens_of_both
-from jax.sharding import PartitionSpec as P
 from levels import levels
-from saved_runs import LENGTH, MODELS, NEEDS, bits, config_of, random_params, restored, save_run
+from saved_runs import LENGTH, MODELS, NEEDS, bits, config_of, logits, random_params, restored, save_run
 
 from jaxdist.build import make_model
 from jaxdist.checkpoint.huggingface.convert import check_model, config_json, export
@@ -27,27 +25,11 @@ from jaxdist.cli.work.checkpoint import import_model
 from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
-from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
 from jaxdist.precision.policy import precision_of
 
 EVERYDAY = ("llama3", "mistral", "qwen3")
 pytestmark = pytest.mark.xdist_group("huggingface")  # files are shared by the tests
-
-
-def logits(config: Config, params: Any, tokens_BS: np.ndarray) -> np.ndarray:
-    """Of the model on one device, block after block."""
-    model = make_model(config, precision_of(config.precision), stages=1, training=False)
-    keys = jax.random.split(jax.random.key(0), len(tokens_BS))
-
-    def region(params: Any, tokens: jax.Array) -> jax.Array:
-        h = model.embed(params["embed"], {"inputs": tokens}, keys)
-        for i in range(model.layers):
-            h = model.block(jax.tree.map(operator.itemgetter(i), params["blocks"]), h, keys)
-        return model.logits(params["head"], params["embed"] if model.tied else None, h)
-
-    whole = jax.shard_map(region, mesh=make_mesh(), in_specs=P(), out_specs=P())
-    return np.asarray(jax.jit(whole)(jax.device_get(params), tokens_BS))
 
 
 def theirs(name: str, torch: Any, transformers: Any) -> Any:

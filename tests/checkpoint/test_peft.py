@@ -1,19 +1,15 @@
 """LoRA's adapters in PEFT's format, and merged into the model: the same products, the same logits."""
 
 import json
-import operator
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from saved_runs import LENGTH, NEEDS, config_of, random_params, restored, save_run
+from saved_runs import LENGTH, NEEDS, config_of, logits, random_params, restored, save_run
 
-from jaxdist.build import make_model
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.huggingface.peft import Merged, export_adapter
 from jaxdist.checkpoint.reader import Stored
@@ -21,8 +17,6 @@ from jaxdist.cli.work.checkpoint import export_as, import_model
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
 from jaxdist.errors import UserError
-from jaxdist.mesh import make_mesh
-from jaxdist.precision.policy import precision_of
 
 FILES = ("model.safetensors", "adapter_model.safetensors")
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -96,21 +90,6 @@ def test_the_adapter_is_what_merging_adds(name: str, tmp_path: Path) -> None:
     assert not adapter  # no tensor that PEFT would not look for
     count = {"gpt2-tied": 4, "llama-untied": 7, "llama-bias": 3}
     assert len(said["target_modules"]) == count[name]
-
-
-def logits(config: Config, params: Any, tokens_BS: np.ndarray) -> np.ndarray:
-    """Of the model on one device, block after block."""
-    model = make_model(config, precision_of(config.precision), stages=1, training=False)
-    keys = jax.random.split(jax.random.key(0), len(tokens_BS))
-
-    def region(params: Any, tokens: jax.Array) -> jax.Array:
-        h = model.embed(params["embed"], {"inputs": tokens}, keys)
-        for i in range(model.layers):
-            h = model.block(jax.tree.map(operator.itemgetter(i), params["blocks"]), h, keys)
-        return model.logits(params["head"], params["embed"] if model.tied else None, h)
-
-    whole = jax.shard_map(region, mesh=make_mesh(), in_specs=P(), out_specs=P())
-    return np.asarray(jax.jit(whole)(jax.device_get(params), tokens_BS))
 
 
 def tokens(vocab: int = 259) -> np.ndarray:

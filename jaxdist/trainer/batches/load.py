@@ -3,11 +3,14 @@
 import math
 from dataclasses import fields, replace
 
+from jax.sharding import Mesh, NamedSharding
+
 from jaxdist.config.entries import ModelFacts, SourceFacts, options_of
 from jaxdist.config.schema import Config
-from jaxdist.data import Ids, Source, batch_shapes, leaves_of, load_source
+from jaxdist.data import GlobalBatches, Ids, Source, batch_shapes, leaves_of, load_source, make_loader
 from jaxdist.errors import UserError
 from jaxdist.plan.compiled.memory import sample_of
+from jaxdist.specs import BATCH_SPEC
 
 
 def load_data(config: Config) -> Source:
@@ -96,3 +99,14 @@ def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
     if source.vocab and "targets" in leaves:
         return math.prod(leaves["targets"].shape), "tokens"
     return config.data.global_batch, "samples"
+
+
+def loader_of(config: Config, source: Source, mesh: Mesh) -> GlobalBatches:
+    """The batches that a configuration trains on, by the number of the step."""
+    return make_loader(
+        source,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
+        seed=config.train.seed,
+        sharding=NamedSharding(mesh, BATCH_SPEC),
+    )

@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxdist.build import Parts, assemble
 from jaxdist.config.schema import Config
-from jaxdist.data import make_loader
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.jaxpr.evaluate import without_dead_code
@@ -21,8 +19,8 @@ from jaxdist.plan.compiled.memory import footprint_of
 from jaxdist.plan.traced.ledger import ledger_of
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.runtime.start import start
-from jaxdist.specs import BATCH_SPEC, PyTree
-from jaxdist.trainer.batches.load import load_data, work_of_a_step
+from jaxdist.specs import PyTree
+from jaxdist.trainer.batches.load import load_data, loader_of, work_of_a_step
 from jaxdist.trainer.measures.step_figures import model_flops
 
 WARM_UP = 3  # steps before the first that counts
@@ -66,13 +64,7 @@ def time_step(name: str, config: Config, steps: int) -> Timing:
     config = start(config)
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts, source = assemble(config, mesh), load_data(config)
-    loader = make_loader(
-        source,
-        seq_len=config.data.seq_len,
-        global_batch=config.data.global_batch,
-        seed=config.train.seed,
-        sharding=NamedSharding(mesh, BATCH_SPEC),
-    )
+    loader = loader_of(config, source, mesh)
     batch = loader.batch(0)
     began = time.perf_counter()
     traced = parts.step.trace(parts.target, batch)
