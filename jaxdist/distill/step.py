@@ -72,21 +72,6 @@ def join(
     return Joint(step, state_target(model, optimizer, mesh, options), options, teacher)
 
 
-def make_distilled_step(
-    student: ModelDef,
-    teacher: Teacher | dict[str, jax.ShapeDtypeStruct],
-    optimizer: optax.GradientTransformation,
-    mesh: AnyMesh,
-    options: StepOptions,
-    mixture: Mixture,
-) -> TrainStep:
-    """A train step, as `make_train_step` gives one for the student alone: for the same states and batches.
-
-    teacher: see `Joint`. Raises `UserError` as `join` does.
-    """
-    return of_student(join(student, teacher, optimizer, mesh, options, mixture), mesh, options)
-
-
 def of_student(joint: Joint, mesh: AnyMesh, options: StepOptions) -> TrainStep:
     """The step for the student's own state."""
     return TrainStep(lambda state: _Joined(joint, state), mesh, options)

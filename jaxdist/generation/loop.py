@@ -110,13 +110,17 @@ class Generator:
                     f" to {self.positions - 1}, which leaves one to generate"
                 )
 
-    def trace(self, params: PyTree, max_tokens: int) -> None:
-        """Trace the programs, without compiling: raises what they raise. params: may be ShapeDtypeStructs."""
+    def trace(self, params: PyTree, max_tokens: int) -> jax.ShapeDtypeStruct:
+        """Trace the programs, without compiling: raises what they raise. Returns the type of a chunk's tokens.
+
+        params: may be ShapeDtypeStructs.
+        """
         rows, width = batch_shards(self.mesh), bucket(1, self.positions)
         ids, keys = (jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, 2), jnp.uint32))
         prompt = jax.ShapeDtypeStruct((rows, width), jnp.int32)
         _, kept = self._start.eval_shape(params, prompt, ids, keys, new=self._slots(width, 1, max_tokens))
-        self._go_on.eval_shape(params, kept, ids, ids, keys, np.int32(1))
+        found: jax.ShapeDtypeStruct = self._go_on.eval_shape(params, kept, ids, ids, keys, np.int32(1))[0]
+        return found
 
     def __call__(
         self, params: PyTree, prompts: Sequence[Sequence[int]], keys: np.ndarray, max_tokens: int

@@ -18,7 +18,7 @@ from layouts import SEQ, VOCAB, Case, initial, make_batch, model_config, optimiz
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES, Mixture
-from jaxdist.distill.step import join, make_distilled_step
+from jaxdist.distill.step import join, of_student
 from jaxdist.distill.teacher import Teacher
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
@@ -119,7 +119,7 @@ def parts(case: Case, cached: int = 0, mixture: Mixture = MIXTURE) -> tuple[Any,
         teacher = Teacher(model, mesh, StepOptions(strategy="zero3", precision="fp64"))
         teacher.place(teacher_params())
     tx = optimizer()
-    step = make_distilled_step(student, teacher, tx, mesh, options, mixture)
+    step = of_student(join(student, teacher, tx, mesh, options, mixture), mesh, options)
     target = state_target(student, tx, mesh, options)
     state = place_params(initial(model_config(case), "fp64"), tx, target)
     return step, state, teacher, mesh
@@ -199,14 +199,14 @@ def test_vocabularies_of_two_sizes_are_refused() -> None:
     ]
     teacher = Teacher(models[1], mesh, StepOptions())
     with pytest.raises(UserError, match=r"distill.teacher: the teacher has a vocabulary of 96, the student of 48"):
-        make_distilled_step(models[0], teacher, optimizer(), mesh, StepOptions(), MIXTURE)
+        join(models[0], teacher, optimizer(), mesh, StepOptions(), MIXTURE)
 
 
 def test_a_teacher_under_deterministic_sums_is_refused() -> None:
     mesh, model = make_mesh(), gpt(ModelConfig(layers=1, width=16, heads=2, vocab=VOCAB), max_length=SEQ)
     options = StepOptions(grad_sync=GradSync(deterministic=True))
     with pytest.raises(UserError, match=r"parallel.grad_sync.deterministic is true; allowed: false"):
-        make_distilled_step(model, Teacher(model, mesh, StepOptions()), optimizer(), mesh, options, MIXTURE)
+        join(model, Teacher(model, mesh, StepOptions()), optimizer(), mesh, options, MIXTURE)
 
 
 def test_the_step_does_not_take_a_table_that_a_failed_step_used_up(traced: Any) -> None:

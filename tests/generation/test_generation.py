@@ -18,7 +18,7 @@ from jaxdist.errors import UserError
 from jaxdist.generation.loop import Generator, bucket
 from jaxdist.generation.sampling import Sampling, row_keys
 from jaxdist.init import state_target
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import batch_shards, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
@@ -97,7 +97,8 @@ def test_a_pipeline_has_the_types_of_its_results() -> None:
     """Each stage has the tokens of all, also without a cache."""
     with jax.enable_x64(True):
         made, params = generator("gpt2", Sampling(0.7), pipe=2)
-        made.trace(params, 4)
+        found = made.trace(params, 4)
+    assert (found.ndim, found.shape[0], found.dtype) == (2, batch_shards(made.mesh), np.int32)
 
 
 @pytest.mark.slow
