@@ -9,7 +9,7 @@ Legend: R replicas, F fragments.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -182,5 +182,3 @@ def spread_out(
     make = lambda one: _fresh(one, outer, local, frozen, count)  # noqa: E731
     return jax.jit(make, donate_argnums=0, out_shardings=shardings_of(target))(one)
 
-
-Regroup = Callable[[TrainState], TrainState]

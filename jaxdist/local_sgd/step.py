@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.errors import UserError
+from jaxdist.init import init_state
 from jaxdist.local_sgd.inner import make_inner_step
 from jaxdist.local_sgd.outer import make_outer_step
-from jaxdist.local_sgd.state import REPLICAS, local_target, outer_optimizer, spread_out
+from jaxdist.local_sgd.state import local_target, outer_optimizer, spread_out
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions, make_options
@@ -113,6 +115,27 @@ def check_model(model: Any) -> ModelDef:
             " bert, vit"
         )
     return model
+
+
+def init_local_state(
+    source: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    local: LocalConfig,
+    options: StepOptions | None = None,
+    *,
+    outer: optax.GradientTransformation | None = None,
+    **keywords: Any,
+) -> TrainState:
+    """The state at step 0 of replicas that train by themselves. All start alike; its parameters are their anchor.
+
+    - source: a `ModelDef`, or a pytree of parameters that exist already.
+    - options, keywords: as of `init_state`. local, outer: as of `make_local_step`.
+    """
+    outer, options = outer or outer_optimizer(local), make_options(options, keywords)
+    one = init_state(source, optimizer, mesh, options)
+    target = local_target(jax.eval_shape(lambda: one), outer, local, frozen=options.freeze)
+    return spread_out(one, target, outer, local, frozen=options.freeze)
 
 
 def make_local_step(
