@@ -9,22 +9,16 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from jax.sharding import NamedSharding
 from layouts import SEQ, Case, initial, make_batch, model_config, optimizer
+from replicas import ROWS, local_parts, placed
 
 from jaxdist.config.sections.local import LocalConfig, OuterConfig
 from jaxdist.init import state_target
-from jaxdist.local_sgd.state import local_target, outer_optimizer, spread_out
-from jaxdist.local_sgd.step import LocalStep, make_local_step
-from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.parallel.options import StepOptions
-from jaxdist.precision.policy import POLICIES
-from jaxdist.specs import BATCH_SPEC, leaves_by_name
-from jaxdist.state import TrainState, place_params
+from jaxdist.specs import leaves_by_name
+from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
-ROWS = 32
 NESTEROV = OuterConfig("nesterov", lr=0.7, momentum=0.9)
 DILOCO = LocalConfig(every=2, outer=NESTEROV)
 STREAMED = LocalConfig(every=4, outer=NESTEROV, fragments=2, keep=0.5)
@@ -41,32 +35,6 @@ SLOW = [
     (Case("llama", False, "zero3", 4, (2, 2, 1), pipe=2, schedule="zero_bubble"), DILOCO),
     (Case("gpt2", True, "ddp", 1, (2, 2, 1)), DILOCO),
 ]
-
-
-def parts_of(case: Case, local: LocalConfig, tx: Any, policy: str = "fp64", **more: Any) -> tuple[TrainState, LocalStep]:
-    """(state at step 0, step)."""
-    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
-    config = model_config(case)
-    model = gpt(config, max_length=SEQ, param_dtype=POLICIES[policy].param)
-    options = StepOptions(
-        strategy=case.strategy,
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        precision=policy,
-        remat=case.remat,
-        prefetch=case.prefetch,
-        **more,
-    )
-    target = state_target(model, tx, mesh, options)
-    one = place_params(initial(config, policy), tx, target)
-    outer = outer_optimizer(local)
-    frozen = options.freeze
-    state = spread_out(one, local_target(target, outer, local, frozen=frozen), outer, local, frozen=frozen)
-    return state, make_local_step(model, tx, mesh, local, options)
-
-
-def placed(step: int, state: TrainState) -> Any:
-    return jax.device_put(make_batch(ROWS, step), NamedSharding(state.step.sharding.mesh, BATCH_SPEC))
 
 
 @functools.cache
@@ -124,7 +92,7 @@ def check(case: Case, local: LocalConfig, steps: int = 6) -> None:
     with jax.enable_x64(True):
         tx = optimizer()
         want, anchor, losses = by_hand(case, local, tx, steps)
-        state, step = parts_of(case, local, tx)
+        state, step = local_parts(case, local, tx)
         got = []
         for i in range(steps):
             state, metrics = step(state, placed(i, state))
@@ -150,7 +118,7 @@ def test_replicas_and_anchor_agree_with_one_device_in_other_layouts(case: Case, 
 def test_an_outer_step_after_each_step_of_sgd_is_ddp_even_with_ragged_batches() -> None:
     case, local, tx = Case("gpt2", True, "ddp", 1, (2, 1, 1)), LocalConfig(every=1), optax.sgd(0.3)
     with jax.enable_x64(True):
-        state, step = parts_of(case, local, tx)
+        state, step = local_parts(case, local, tx)
         mesh = state.step.sharding.mesh
         model = gpt(model_config(case), max_length=SEQ, param_dtype=jnp.float64)
         plain = place_params(initial(model_config(case), "fp64"), tx, state_target(model, tx, mesh))
