@@ -29,7 +29,7 @@ from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import loss_seed
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
-from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, without_idle
+from jaxdist.specs import STACKED, PyTree, batch_spec, without_idle
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics
 
@@ -98,7 +98,6 @@ def make_inner_step(
         check_update(optimizer, state.params, own.opt_state, (), sync=options.grad_sync)
         specs = within(specs_of_arrays(own.params))
         gradients = make_local_gradients(model, mesh, options, specs)
-        one_layout = map_specs(lambda spec: NamedSharding(mesh, spec), specs)
 
         def update(state: TrainState, loss: jax.Array, weight: jax.Array, divisor: jax.Array, grads: PyTree) -> Any:
             """The step of one replica."""
@@ -107,7 +106,8 @@ def make_inner_step(
             metrics: Metrics = {"loss": mean, "weight": weight, "grad_norm": global_norm(grads)}
             finite, halted = is_finite(mean, metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
-            params, opt_state = updated(optimizer, grads, state, taken=taken, branch=False, shardings=one_layout)
+            # Without shardings: a manual region of Muon's own cannot be run for all replicas at once.
+            params, opt_state = updated(optimizer, grads, state, taken=taken, branch=False, shardings=None)
             new = TrainState(state.step + 1, params, opt_state, (), guard)
             state = advanced(state, new, taken=taken, halted=halted)
             counted = jnp.where(taken, weight, 0), jnp.where(taken, loss, 0)
