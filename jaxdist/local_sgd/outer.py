@@ -46,7 +46,7 @@ SUMMED = ("weight", "losses", "tokens", "loss", "grad_norm")
 def _exchange(delta: Leaves, lost: Leaves, local: LocalConfig, options: StepOptions) -> tuple[Leaves, Leaves]:
     """(means of the differences over replicas, errors of int8), in buckets. In the manual region."""
     algorithm, limit = local.algorithm, int(options.grad_sync.bucket_mb * 2**20)
-    with jax.named_scope("outer"):
+    with jax.named_scope("gradients_of_the_outer_step"):
         if local.wire_dtype == "int8":
             both = functools.partial(all_reduce_with_feedback, axis=REPLICAS, op="mean", algorithm=algorithm)
             columns = [list(delta.values()), [lost[name][0] for name in delta]]

@@ -14,6 +14,7 @@ from jaxdist.plan.traced.ledger import ledger
 from jaxdist.plan.traced.outer_steps import outer_ledgers, sent_by_outer
 from jaxdist.specs import bytes_per_device
 
+OUTER = "gradients_of_the_outer_step"
 CASES = [
     pytest.param(Case("gpt2", True, "zero3", 1, (2, 2, 2)), LocalConfig(10), id="zero3"),
     pytest.param(
@@ -65,8 +66,8 @@ def test_only_outer_steps_send_between_replicas(case: Case, local: LocalConfig) 
     replicas, sent = case.mesh[0], 0.0
     for each in outer_ledgers(step, state, batch):
         assert {axes for one in each.collectives for axes in one.axes} == {"data"}
-        sent += sum(one.wire_bytes for one in each.collectives if one.purpose == "outer")
-        others = [one for one in each.collectives if one.purpose != "outer"]
+        sent += sum(one.wire_bytes for one in each.collectives if one.purpose == OUTER)
+        others = [one for one in each.collectives if one.purpose != OUTER]
         assert {one.purpose for one in others} == {"loss_and_weight"}
         assert sum(one.bytes_per_call for one in others) == 4 * 8
     whole = sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(state.params))
