@@ -1,13 +1,14 @@
 """What does local SGD cost in held-out loss, and what does it save on a slow network? Two measurements:
 
     python scripts/bench/local_sgd.py losses [--seeds 3] [--every 1 10 50] [--json OUT] [section.key=value ...]
-    python scripts/bench/local_sgd.py hosts [-n 3] [--rate 32426kbit] [--json OUT] [section.key=value ...]
+    python scripts/bench/local_sgd.py hosts [-n 3] [--rate KBIT] [--json OUT] [section.key=value ...]
 
 losses: the quickstart as four replicas that meet every H steps, by each outer optimizer, beside the same steps of ddp
 and beside one replica alone, which learns from its own rows and never meets another. With --json each run is written as
 it ends, and one that is there already is not repeated.
 hosts: the same model on virtual hosts (root and network namespaces, see scripts/virtual_hosts.py): seconds a step of
-one host alone, of ddp with a ring, and of local SGD with H = 10, beside computation + ring / H.
+one host alone, of ddp with a ring, and of local SGD with H = 10, beside computation + ring / H. Without a rate, it is
+the one at which the ring takes 0.275 / 0.4 of the computation, as in the case of docs/slow_links.md.
 """
 
 import argparse
@@ -30,10 +31,12 @@ QUIET = (
     "observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000",
 )  # fmt: skip
 REPLICAS, ROWS = 4, 32
+RATIO = 0.275 / 0.4  # of communication to computation in docs/slow_links.md
 AVERAGING = "sgd, lr 1"
 OUTER = {
     AVERAGING: "{name: sgd, lr: 1.0, momentum: 0.0}",
-    "nesterov, lr 0.7, momentum 0.3": "{name: nesterov, lr: 0.7, momentum: 0.3}",
+    "nesterov, lr 1, momentum 0.3": "{name: nesterov, lr: 1.0, momentum: 0.3}",
+    "nesterov, lr 1, momentum 0.5": "{name: nesterov, lr: 1.0, momentum: 0.5}",
     "nesterov, lr 0.7, momentum 0.9": "{name: nesterov, lr: 0.7, momentum: 0.9}",
 }
 
@@ -126,18 +129,26 @@ def hosts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step of each way, and what the ring of one all-reduce takes by its formula."""
     if reason := unavailable():
         raise UserError(reason)
-    count, rate, steps = arguments.hosts, arguments.rate, [*arguments.overrides]
-    every = 10
+    count, steps, every = arguments.hosts, [*arguments.overrides], 10
     size = parameters(arguments.overrides)
-    ring = 2 * (count - 1) / count * size * 4 * 8 / (int(rate.removesuffix("kbit")) * 1000)
-    alone = on_hosts(count, "none", [*steps, "train.steps=14"], alone=True)
-    print(f"computation {alone:.3f} s, ring {ring:.3f} s", file=sys.stderr, flush=True)
-    ddp = on_hosts(count, rate, [*steps, "train.steps=11"])
+    sent = 2 * (count - 1) / count * size * 4 * 8  # bits
+
+    def computation() -> float:
+        return on_hosts(count, "none", [*steps, f"train.steps={arguments.steps}"], alone=True)
+
+    first = computation()
+    kbit = arguments.rate or round(sent / (RATIO * first) / 1000)
+    rate, ring = f"{kbit}kbit", sent / (kbit * 1000)
+    print(f"computation {first:.3f} s, ring {ring:.3f} s at {rate}", file=sys.stderr, flush=True)
+    ddp = on_hosts(count, rate, [*steps, f"train.steps={arguments.steps}"])
     print(f"ddp {ddp:.3f} s", file=sys.stderr, flush=True)
     local = on_hosts(count, rate, [*steps, f"train.steps={every * 4 + 1}"], every=every)
+    again = computation()  # others may use the machine: before and after
+    alone, spread = (first + again) / 2, abs(again - first) / (first + again)
     expected = alone + ring / every
     return {
         **measured_on(), "hosts": count, "rate": rate, "parameters": size, "overrides": arguments.overrides,
+        "computation": {"before": first, "after": again, "spread": spread},
         "seconds": {"alone": alone, "ring": ring, "ddp": ddp, "H=10": local},
         "expected": {"ddp": alone + ring, "H=10": expected},
         "speed_up": {"ddp": count * alone / ddp, "H=10": count * alone / local},
@@ -172,7 +183,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, nargs="+", default=[1, 10, 50], metavar="H")
     parser.add_argument("--outer", nargs="+", metavar="NAME", help="rows whose outer optimizer has this in its name")
     parser.add_argument("-n", "--hosts", type=int, default=3)
-    parser.add_argument("--rate", default="32426kbit", help="of each host's link, in kbit")
+    parser.add_argument("--rate", type=int, help="of each host's link, in kbit")
+    parser.add_argument("--steps", type=int, default=14, help="of a host alone and of ddp; the first 3 are not counted")
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
