@@ -20,7 +20,9 @@ from jaxdist.state import TrainState, place_params
 ROWS = 32
 
 
-def local_parts(case: Case, local: LocalConfig, tx: Any, policy: str = "fp64", **more: Any) -> tuple[TrainState, LocalStep]:
+def local_parts(
+    case: Case, local: LocalConfig, tx: Any, policy: str = "fp64", **more: Any
+) -> tuple[TrainState, LocalStep]:
     """(state at step 0, step)."""
     mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
     config = model_config(case)

@@ -28,12 +28,14 @@ from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_mi
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import loss_seed
-from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
+from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of
 from jaxdist.specs import STACKED, PyTree, batch_spec, without_idle
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics
 
-INSIDE = tuple(axis for axis in BATCH_LIKE if axis != REPLICAS)  # axes over which one replica's gradients are summed
+SUMMED_OVER = tuple(
+    axis for axis in BATCH_LIKE if axis != REPLICAS
+)  # axes over which one replica's gradients are summed
 Gradients = Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, jax.Array, PyTree]]
 
 
@@ -55,7 +57,8 @@ def make_local_gradients(model: ModelDef, mesh: AnyMesh, options: StepOptions, s
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
         rule = precision.scale_rule
-        scale = jnp.ones(mesh.shape[REPLICAS]) if rule is None else jax.vmap(lambda g: scale_of(g, rule))(state.guard)
+        scale: Any = jnp.ones(mesh.shape[REPLICAS])
+        scale = scale if rule is None else jax.vmap(lambda guard: scale_of(guard, rule))(state.guard)
 
         def region(params: PyTree, batch: PyTree, step: Any, scale: Any) -> Any:
             keys = sample_keys(options.seed, step, jax.tree.leaves(batch)[0].shape[0])
@@ -63,13 +66,11 @@ def make_local_gradients(model: ModelDef, mesh: AnyMesh, options: StepOptions, s
             parts = split_microbatches(to_varying({**batch, "keys": keys}, BATCH_LIKE), options.microbatches)
             seed = loss_seed(program, diff, captured, parts)
             whole = seed if rule is None else seed * scale[0]
-            loss, weight, grads, _ = schedule(
-                program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce
-            )
+            loss, weight, grads, _ = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
             # The specs name `data`: `finish` sums over the other axes only.
             grads, _ = strategy.reduce(jax.tree.map(lambda grad: grad[None], grads), (), led)
             with jax.named_scope("loss_and_weight"):
-                loss, weight = psum(to_varying(jnp.stack([loss, weight.astype(loss.dtype)]), BATCH_LIKE), INSIDE)
+                loss, weight = psum(to_varying(jnp.stack([loss, weight.astype(loss.dtype)]), BATCH_LIKE), SUMMED_OVER)
             return loss[None], weight[None], weight[None] * seed, stack(trained, grads)
 
         run = shard_map(
@@ -83,6 +84,27 @@ def make_local_gradients(model: ModelDef, mesh: AnyMesh, options: StepOptions, s
         return loss, weight, divisor if rule is None else divisor * scale.astype(divisor.dtype), grads
 
     return gradients
+
+
+def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable[..., Any]:
+    """The global region of one replica: (its state, loss sum, weight, divisor, gradients) -> (state, (weight, loss) if
+    the step was taken, metrics)."""
+    policy = options.precision
+
+    def update(state: TrainState, loss: jax.Array, weight: jax.Array, divisor: jax.Array, grads: PyTree) -> Any:
+        grads = divide(grads, divisor, policy.param, deterministic=False)
+        mean = jnp.where(weight != 0, loss / weight, 0)
+        metrics: Metrics = {"loss": mean, "weight": weight, "grad_norm": global_norm(grads)}
+        finite, halted = is_finite(mean, metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
+        taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
+        # Without shardings: a manual region of Muon's own cannot be run for all replicas at once.
+        params, opt_state = updated(optimizer, grads, state, taken=taken, branch=False, shardings=None)
+        new = TrainState(state.step + 1, params, opt_state, (), guard)
+        state = advanced(state, new, taken=taken, halted=halted)
+        counted = jnp.where(taken, weight, 0), jnp.where(taken, loss, 0)
+        return state, counted, metrics | guard_metrics(state.guard, policy.scale_rule)
+
+    return update
 
 
 def make_inner_step(
@@ -99,20 +121,7 @@ def make_inner_step(
         specs = within(specs_of_arrays(own.params))
         gradients = make_local_gradients(model, mesh, options, specs)
 
-        def update(state: TrainState, loss: jax.Array, weight: jax.Array, divisor: jax.Array, grads: PyTree) -> Any:
-            """The step of one replica."""
-            grads = divide(grads, divisor, policy.param, deterministic=False)
-            mean = jnp.where(weight != 0, loss / weight, 0)
-            metrics: Metrics = {"loss": mean, "weight": weight, "grad_norm": global_norm(grads)}
-            finite, halted = is_finite(mean, metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
-            taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
-            # Without shardings: a manual region of Muon's own cannot be run for all replicas at once.
-            params, opt_state = updated(optimizer, grads, state, taken=taken, branch=False, shardings=None)
-            new = TrainState(state.step + 1, params, opt_state, (), guard)
-            state = advanced(state, new, taken=taken, halted=halted)
-            counted = jnp.where(taken, weight, 0), jnp.where(taken, loss, 0)
-            return state, counted, metrics | guard_metrics(state.guard, policy.scale_rule)
-
+        update = _make_update(optimizer, options)
         spmd = REPLICAS if mesh.shape[REPLICAS] > 1 else None
         places = TrainState(None, 0, 0, 0, 0, 0)  # of the leading dim; replicas share the count of steps
         each = jax.vmap(update, in_axes=(places, 0, 0, 0, 0), spmd_axis_name=spmd)
@@ -133,7 +142,7 @@ def make_inner_step(
 
         layout, split = shardings_of(state), NamedSharding(mesh, without_idle(P(REPLICAS), mesh))
         names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
-        outputs = dict.fromkeys(names, split) | {"own": {}}
+        outputs: dict[str, Any] = dict.fromkeys(names, split) | {"own": {}}
         flags = compiler_options(state.params, options, mesh)
         return jax.jit(
             step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs), compiler_options=flags

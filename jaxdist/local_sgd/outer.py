@@ -8,7 +8,7 @@ Legend: R replicas, F fragments.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,12 +38,12 @@ from jaxdist.specs import PyTree, without_idle
 from jaxdist.state import TrainState, shardings_of, specs_of_arrays
 from jaxdist.train_step import Metrics
 
-Leaves = dict[str, Any]
+ByName = dict[str, Any]
 # [R] of the last inner step and of the round, in the order in which they are sent as one array.
 SUMMED = ("weight", "losses", "tokens", "loss", "grad_norm")
 
 
-def _exchange(delta: Leaves, lost: Leaves, local: LocalConfig, options: StepOptions) -> tuple[Leaves, Leaves]:
+def _exchange(delta: ByName, lost: ByName, local: LocalConfig, options: StepOptions) -> tuple[ByName, ByName]:
     """(means of the differences over replicas, errors of int8), in buckets. In the manual region."""
     algorithm, limit = local.algorithm, int(options.grad_sync.bucket_mb * 2**20)
     with jax.named_scope("gradients_of_the_outer_step"):
@@ -54,62 +54,67 @@ def _exchange(delta: Leaves, lost: Leaves, local: LocalConfig, options: StepOpti
             return dict(zip(delta, means, strict=True)), {
                 name: leaf[None] for name, leaf in zip(delta, errors, strict=True)
             }
-        given = {"op": "mean", "algorithm": algorithm, "wire_dtype": local.wire_dtype}
-        link = options.grad_sync.link
-        mean = functools.partial(all_reduce, axis=REPLICAS, link=None if link == "auto" else link, **given)
+        link = None if options.grad_sync.link == "auto" else options.grad_sync.link
+        mean = functools.partial(
+            all_reduce, axis=REPLICAS, op="mean", algorithm=algorithm, wire_dtype=local.wire_dtype, link=link
+        )
         (means,) = in_buckets(lambda x: (mean(x),), list(delta.values()), limit=limit)
     return dict(zip(delta, means, strict=True)), lost
 
 
+def _make_region(of: ByName, replicas: int, local: LocalConfig, options: StepOptions) -> Callable[..., Any]:
+    """The manual region. of: the specs of one replica's leaves of the fragment."""
+
+    def region(params: ByName, anchor: ByName, lost: ByName, sums: jax.Array, peaks: jax.Array) -> Any:
+        with jax.named_scope("loss_and_weight"):
+            totals, highest = psum(to_varying(sums, (REPLICAS,)), REPLICAS)[0], pmax(peaks, REPLICAS)[0]
+        tokens, total = sums[0, SUMMED.index("tokens")], totals[SUMMED.index("tokens")]
+        delta = {}
+        for name, leaf in anchor.items():
+            wide = accumulation_dtype(leaf.dtype)
+            share = tokens.astype(wide) * replicas / jnp.where(total > 0, total, 1).astype(wide)
+            delta[name] = (to_varying(leaf, (REPLICAS,)).astype(wide) - params[name][0].astype(wide)) * share
+        means, lost = _exchange(delta, lost, local, options)
+        return totals, highest, stack(of, means), lost
+
+    return region
+
+
+def _measured(last: Metrics, own: LocalState, index: int) -> tuple[jax.Array, jax.Array]:
+    """What is summed over replicas, as `SUMMED` says, and that of which the most is taken: both [R, ...]."""
+    found = last | {"losses": own.losses[:, index], "tokens": own.tokens[:, index]}
+    found["loss"] = jnp.where(last["weight"] != 0, last["loss"] * last["weight"], 0)
+    wide, scale = accumulation_dtype(last["loss"].dtype), last.get("loss_scale", jnp.zeros_like(last["loss"]))
+    peaks = last["skipped_in_a_row"], -last["skipped"], -scale
+    return (
+        jnp.stack([found[name].astype(wide) for name in SUMMED], axis=1),
+        jnp.stack([each.astype(wide) for each in peaks], axis=1),
+    )
+
+
 def make_outer_step(
-    outer: optax.GradientTransformation,
-    mesh: AnyMesh,
-    options: StepOptions,
-    local: LocalConfig,
-    *,
-    index: int,
-    max_skips: int = 0,
+    outer: optax.GradientTransformation, mesh: AnyMesh, options: StepOptions, local: LocalConfig, *, index: int
 ) -> Callable[[TrainState], Any]:
     """state -> the compiled outer step of fragment `index`, (state, metrics of the inner step) -> (state, metrics)."""
-    count, frozen = local.fragments, options.freeze
-    R = mesh.shape[REPLICAS]
+    count, frozen, replicas = local.fragments, options.freeze, mesh.shape[REPLICAS]
 
     def build(state: TrainState) -> Any:
-        own: LocalState = state.opt_state
-        of = cut_specs(within(specs_of_arrays(own.params)), index, count, frozen=frozen)
+        of = cut_specs(within(specs_of_arrays(state.opt_state.params)), index, count, frozen=frozen)
         led, split = apart(of, mesh), without_idle(P(REPLICAS), mesh)
-
-        def region(params: Leaves, anchor: Leaves, lost: Leaves, sums: jax.Array, peaks: jax.Array) -> Any:
-            with jax.named_scope("loss_and_weight"):
-                totals, highest = psum(to_varying(sums, (REPLICAS,)), REPLICAS)[0], pmax(peaks, REPLICAS)[0]
-            tokens, total = sums[0, SUMMED.index("tokens")], totals[SUMMED.index("tokens")]
-            delta = {}
-            for name, leaf in anchor.items():
-                wide = accumulation_dtype(leaf.dtype)
-                share = tokens.astype(wide) * R / jnp.where(total > 0, total, 1).astype(wide)
-                delta[name] = (to_varying(leaf, (REPLICAS,)).astype(wide) - params[name][0].astype(wide)) * share
-            means, lost = _exchange(delta, lost, local, options)
-            return totals, highest, stack(of, means), lost
+        kept = led if state.opt_state.lost else {}
+        run = jax.shard_map(
+            _make_region(of, replicas, local, options),
+            mesh=mesh,
+            in_specs=(led, of, kept, split, split),
+            out_specs=(P(), P(), stacked_specs(of, mesh), kept),
+        )
 
         def step(state: TrainState, last: Metrics) -> tuple[TrainState, Metrics]:
             own: LocalState = state.opt_state
-            mine, anchor = cut(own.params, index, count, frozen=frozen, lead=True), None
+            mine = cut(own.params, index, count, frozen=frozen, lead=True)
             anchor = cut(state.params, index, count, frozen=frozen)
             lost = own.lost[index] if own.lost else {}
-            kept = led if own.lost else {}
-            found = last | {"losses": own.losses[:, index], "tokens": own.tokens[:, index]}
-            found["loss"] = jnp.where(last["weight"] != 0, last["loss"] * last["weight"], 0)
-            wide = accumulation_dtype(last["loss"].dtype)
-            sums = jnp.stack([found[name].astype(wide) for name in SUMMED], axis=1)
-            scale = last.get("loss_scale", jnp.zeros(R))
-            peaks = jnp.stack([last["skipped_in_a_row"].astype(wide), -last["skipped"].astype(wide), -scale.astype(wide)], 1)
-            run = jax.shard_map(
-                region,
-                mesh=mesh,
-                in_specs=(led, of, kept, split, split),
-                out_specs=(P(), P(), stacked_specs(of, mesh), kept),
-            )
-            totals, highest, means, errors = run(mine, anchor, lost, sums, peaks)
+            totals, highest, means, errors = run(mine, anchor, lost, *_measured(last, own, index))
             means = claim_replicated(means, of, mesh)
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = outer.update(means, own.outer[index], anchor)
@@ -123,10 +128,10 @@ def make_outer_step(
                 lost=(*own.lost[:index], errors, *own.lost[index + 1 :]) if own.lost else (),
             )
             new = state._replace(params=paste(state.params, anchor, index, count), opt_state=own)
-            return new, _metrics(totals, highest, means, last, R, options.max_skips)
+            return new, _metrics(totals, highest, means, last, replicas, options.max_skips)
 
-        layout = shardings_of(state)
-        return jax.jit(step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, NamedSharding(mesh, P())))
+        outputs = shardings_of(state), NamedSharding(mesh, P())
+        return jax.jit(step, donate_argnums=0, in_shardings=(outputs[0], None), out_shardings=outputs)
 
     return build
 

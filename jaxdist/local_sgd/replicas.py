@@ -7,7 +7,6 @@ their mean: see `regrouped`.
 Legend: R replicas, S of the checkpoint, F fragments.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +19,13 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.local_sgd.state import REPLICAS, LocalState, local_target, outer_optimizer, spread_out
-from jaxdist.local_sgd.step import LocalStep, check_model, make_local_step
+from jaxdist.local_sgd.step import LocalStep, check_has_blocks, make_local_step
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.pretrained.source import Say
 from jaxdist.specs import PyTree
 from jaxdist.state import TrainState, shardings_of
-
-Say = Callable[[str], None]
 
 
 class Replicas(NamedTuple):
@@ -68,7 +66,7 @@ def replicas_of(
 ) -> Replicas:
     """The replicas that section `parallel.local` asks for. one: the state of one alone (`state_target`)."""
     local, frozen = config.parallel.local, options.freeze
-    outer, model = outer_optimizer(local), check_model(model)
+    outer, model = outer_optimizer(local), check_has_blocks(model)
     step = make_local_step(model, optimizer, mesh, local, options, last=config.train.steps)
     return Replicas(one, local_target(one, outer, local, frozen=frozen), step, outer, local, frozen)
 

@@ -86,7 +86,7 @@ def cut(tree: PyTree, index: int, count: int, *, frozen: Sequence[str] = (), lea
 
 def cut_specs(specs: PyTree, index: int, count: int, *, frozen: Sequence[str] = ()) -> dict[str, P]:
     """The specs of `cut` of a replica's parameters."""
-    names = {name: spec for name, spec in _named_specs(leave_out(specs, frozen)).items()}
+    names = _named_specs(leave_out(specs, frozen))
     return {
         name: spec
         for name, spec in names.items()
@@ -181,4 +181,3 @@ def spread_out(
     count = target.opt_state.tokens.shape[0]
     make = lambda one: _fresh(one, outer, local, frozen, count)  # noqa: E731
     return jax.jit(make, donate_argnums=0, out_shardings=shardings_of(target))(one)
-

@@ -14,7 +14,7 @@ from jaxdist.init import init_state
 from jaxdist.local_sgd.inner import make_inner_step
 from jaxdist.local_sgd.outer import make_outer_step
 from jaxdist.local_sgd.state import local_target, outer_optimizer, spread_out
-from jaxdist.mesh import AnyMesh, on_cpu
+from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.program import check_axes
@@ -72,9 +72,15 @@ class LocalStep(TrainStep):
     """
 
     def __init__(
-        self, build: Callable[[TrainState], Any], outer: list[Callable[[TrainState], Any]], mesh: AnyMesh,
-        options: StepOptions, local: LocalConfig, *, last: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        build: Callable[[TrainState], Any],
+        outer: list[Callable[[TrainState], Any]],
+        mesh: AnyMesh,
+        options: StepOptions,
+        local: LocalConfig,
+        *,
+        last: int | None,
+    ) -> None:
         super().__init__(build, mesh, options)
         self.local, self._last, self._build_outer = local, last, outer
         self._outer: dict[int, Any] = {}
@@ -107,7 +113,7 @@ class LocalStep(TrainStep):
         return state, shown
 
 
-def check_model(model: Any) -> ModelDef:
+def check_has_blocks(model: Any) -> ModelDef:
     """The model. Raises `UserError` for a loss in place of a model."""
     if not isinstance(model, ModelDef):
         raise UserError(
@@ -161,7 +167,7 @@ def make_local_step(
     >>> make_local_step(model, tx, mesh, local)
     TrainStep(strategy='ddp', mesh: data=2, schedule='accumulate', microbatches=1, precision='fp32', not compiled yet)
     """
-    check_axes(check_model(model), mesh)
+    check_axes(check_has_blocks(model), mesh)
     local.check()
     options = make_options(options, keywords).on(mesh)
     outer = outer or outer_optimizer(local)

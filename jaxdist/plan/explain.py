@@ -114,7 +114,7 @@ def explain_parts(
     from jaxdist.plan.traced.outer_steps import outer_ledgers
 
     outer = outer_ledgers(parts.step, parts.target, batch, devices_per_host=devices_per_host)
-    return Explanation(*told, tuple(outer), parts.step.local.every)
+    return Explanation(*told, tuple(outer), config.parallel.local.every)
 
 
 def memory_at_rest(target: TrainState) -> dict[str, int]:

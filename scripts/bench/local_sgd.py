@@ -27,9 +27,7 @@ from jaxdist.observe import measured_on
 
 CONFIG = "configs/quickstart.yaml"
 TRAIN = [sys.executable, "-m", "jaxdist.cli.main", "train", "--config", CONFIG]
-QUIET = (
-    "observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000",
-)  # fmt: skip
+QUIET = ("observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000")
 REPLICAS, ROWS = 4, 32
 RATIO = 0.275 / 0.4  # of communication to computation in docs/slow_links.md
 AVERAGING = "sgd, lr 1"
@@ -59,10 +57,7 @@ def cases(every: list[int], outers: list[str]) -> dict[str, list[str]]:
     """{name of a row: its overrides}. All are evaluated once, after the last step."""
     common = ["mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", f"train.eval_every={max(every) * 100}"]
     replicas = [*common, f"mesh.data={REPLICAS}", f"data.global_batch={ROWS}"]
-    found = {
-        "ddp": replicas,
-        "one replica alone": [*common, "mesh.data=1", f"data.global_batch={ROWS // REPLICAS}"],
-    }
+    found = {"ddp": replicas, "one replica alone": [*common, "mesh.data=1", f"data.global_batch={ROWS // REPLICAS}"]}
     for H in every:
         for name in outers:
             found[f"H={H}, {name}"] = [*replicas, f"parallel.local.every={H}", f"parallel.local.outer={OUTER[name]}"]
@@ -110,7 +105,14 @@ def on_hosts(count: int, rate: str, overrides: list[str], *, every: int = 0, alo
             run += 'exec "$@" --run-dir "$d/$HOST_INDEX"'
             command = ["sh", "-c", run, "sh", scratch, *TRAIN, *given, "mesh.data=1", f"data.global_batch={ROWS}"]
         else:
-            command = [*TRAIN, "--run-dir", f"{scratch}/0", *given, f"mesh.data={count}", "parallel.grad_sync.algorithm=ring"]
+            command = [
+                *TRAIN,
+                "--run-dir",
+                f"{scratch}/0",
+                *given,
+                f"mesh.data={count}",
+                "parallel.grad_sync.algorithm=ring",
+            ]
             command.append(f"data.global_batch={ROWS * count}")
         results = run_on_hosts(command, hosts=count, rate=rate)
         if exit_status(results):
@@ -147,12 +149,16 @@ def hosts(arguments: argparse.Namespace) -> dict[str, Any]:
     alone, spread = (first + again) / 2, abs(again - first) / (first + again)
     expected = alone + ring / every
     return {
-        **measured_on(), "hosts": count, "rate": rate, "parameters": size, "overrides": arguments.overrides,
+        **measured_on(),
+        "hosts": count,
+        "rate": rate,
+        "parameters": size,
+        "overrides": arguments.overrides,
         "computation": {"before": first, "after": again, "spread": spread},
         "seconds": {"alone": alone, "ring": ring, "ddp": ddp, "H=10": local},
         "expected": {"ddp": alone + ring, "H=10": expected},
         "speed_up": {"ddp": count * alone / ddp, "H=10": count * alone / local},
-    }  # fmt: skip
+    }
 
 
 def parameters(overrides: list[str]) -> int:

@@ -44,7 +44,9 @@ def groups_of(text: str) -> list[list[int]]:
             [int(n) for n in re.findall(r"=(\d+)", sizes)]
         )
         over = [names.index(axis) for axis in re.findall(r"'(\w+)'", axes)]
-        found += np.moveaxis(ids, over, range(-len(over), 0)).reshape(-1, np.prod([ids.shape[i] for i in over])).tolist()
+        found += (
+            np.moveaxis(ids, over, range(-len(over), 0)).reshape(-1, np.prod([ids.shape[i] for i in over])).tolist()
+        )
     return found
 
 

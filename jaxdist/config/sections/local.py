@@ -34,10 +34,14 @@ class LocalConfig:
     outer: OuterConfig = section(OuterConfig, "the outer optimizer")
     fragments: int = setting(1, "parts of the model whose outer steps come one after the other", at_least=1)
     keep: float = setting(
-        0.0, "how much of its own parameters a replica keeps at an outer step; 0: it takes the anchor's", at_least=0,
+        0.0,
+        "how much of its own parameters a replica keeps at an outer step; 0: it takes the anchor's",
+        at_least=0,
         below=1,
-    )  # fmt: skip
-    algorithm: str = setting("native", "collective algorithm of the outer step", folder="jaxdist.collectives.algorithms")
+    )
+    algorithm: str = setting(
+        "native", "collective algorithm of the outer step", folder="jaxdist.collectives.algorithms"
+    )
     wire_dtype: str | None = setting(
         None, "what the outer step sends instead of fp32; int8: with error feedback", choices=WIRE_DTYPES
     )
@@ -80,7 +84,9 @@ def check_fragments(fragments: int, layers: int) -> None:
 
 def refuse(key: str, value: Any, why: str, allowed: str) -> NoReturn:
     """Raise the `UserError` for a key that does not go with replicas that train by themselves."""
-    raise UserError(f"{key}: {show(value)} does not go with {LOCAL}.every: {why}; allowed: {allowed}, or {LOCAL}.every=0")
+    raise UserError(
+        f"{key}: {show(value)} does not go with {LOCAL}.every: {why}; allowed: {allowed}, or {LOCAL}.every=0"
+    )
 
 
 def check_local(config: Any) -> None:
