@@ -224,10 +224,9 @@ def build(
     origin: Origin = {}
 
     def fresh() -> TrainState:
-        alone = parts if parts.replicas is None else parts._replace(target=parts.replicas.one)
-        state, found = first_state(config, alone, mesh, outputs.console.line)
+        state, found = first_state(config, parts, mesh, outputs.console.line)
         origin.update(found)
-        return state if parts.replicas is None else parts.replicas.start(state)
+        return state
 
     teacher, own = None, identity(config, plan.source)
     if parts.teaching is not None:
