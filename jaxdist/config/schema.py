@@ -86,7 +86,7 @@ class DataConfig(Section):
     )
     documents: str = setting(
         "mask",
-        "with packing, what a token sees before its document. mask: nothing, and positions begin again; join: everything",
+        "with packing, what a token sees before its document. mask: nothing, and positions begin again; join: all",
         choices=("mask", "join"),
     )
     prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1, how=True)

@@ -215,8 +215,8 @@ def _has_metrics(head: Any) -> bool:
 
 
 def _cached_of(skeleton: Any, block_of: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`ModelDef.cached`; None unless the embedding takes `positions`, blocks take `cache` and need no rows of the batch,
-    and no attention looks at later tokens. block_of: (params, keys_B) -> a block."""
+    """`ModelDef.cached`; None unless the embedding takes `positions`, blocks take `cache` and need no rows, and no
+    attention looks at later tokens. block_of: (params, keys_B) -> a block."""
     takes = lambda module, name: name in inspect.signature(module).parameters  # noqa: E731
     both_ways = any(getattr(node, "causal", True) is False for _, node in nnx.iter_graph(skeleton))
     if both_ways or not takes(skeleton.embed, "positions") or not takes(skeleton.blocks[0], "cache"):

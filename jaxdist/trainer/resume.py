@@ -33,7 +33,11 @@ def identity(config: Config, source: Source, teacher: str | None = None) -> dict
     """
     # Documents that no packing knows are joined, whatever the key says.
     documents = "mask" if config.data.apart else "join"
-    data = {**content_settings(config.data), "documents": documents, "mixture": [[part.name, part.samples] for part in source.parts]}
+    data = {
+        **content_settings(config.data),
+        "documents": documents,
+        "mixture": [[part.name, part.samples] for part in source.parts],
+    }
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
     lora = {key: value for key, value in asdict(config.optimizer.lora).items() if key != "dropout"}
     lora = lora if lora["rank"] else {"rank": 0}

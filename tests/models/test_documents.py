@@ -49,7 +49,10 @@ def test_a_packed_document_is_like_one_alone(style: str) -> None:
     with jax.enable_x64(True):
         config = model_config(Case(style, True, "ddp", 1, (1, 1, 1)))
         model = gpt(config, max_length=SEQ, param_dtype=POLICIES["fp64"].param)
-        params, ids = initial(config, "fp64"), np.random.default_rng(3).integers(0, VOCAB, (1, SEQ + 1)).astype(np.int32)
+        params, ids = (
+            initial(config, "fp64"),
+            np.random.default_rng(3).integers(0, VOCAB, (1, SEQ + 1)).astype(np.int32),
+        )
         cut, keys = 3, jax.random.split(jax.random.key(0), 1)
 
         def losses(inputs: Any, targets: Any, **more: Any) -> Any:
@@ -169,9 +172,14 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
 
 def test_what_cannot_keep_them_apart_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, ", packing: documents")
-    with pytest.raises(UserError, match=r"^data\.documents: 'mask' .* model\.name 'outsider\.model\..*'; allowed: join"):
-        load_config(path, ["model.name=outsider.model.tower"])
-    load_config(path, ["model.name=outsider.model.tower", "data.documents=join"])
+    path.write_text(
+        path.read_text().replace("{layers: 1, width: 16, heads: 2, vocab: 120}", "{name: outsider.model.tower}")
+    )
+    with pytest.raises(
+        UserError, match=r"^data\.documents: 'mask' .* model\.name 'outsider\.model\.tower' .*; allowed: join"
+    ):
+        load_config(path)
+    assert not load_config(path, ["data.documents=join"]).data.apart
 
 
 @pytest.mark.parametrize("documents", ["mask", "join"])
@@ -180,4 +188,6 @@ def test_cudnn_has_a_mask_or_a_window(documents: str, tmp_path: Path, monkeypatc
     keys = [f"data.documents={documents}", "precision=bf16", "model.heads=1", "model.window=4", "model.style=llama"]
     config = load_config(written(tmp_path, ", packing: documents"), keys)
     kernel, why = build.attention_of(config, POLICIES["bf16"], make_mesh(data=1, devices=jax.devices()[:1]))
-    assert (kernel, why) == (("cudnn", None) if documents == "join" else ("xla", "cuDNN takes a mask or a window, not both"))
+    assert (kernel, why) == (
+        ("cudnn", None) if documents == "join" else ("xla", "cuDNN takes a mask or a window, not both")
+    )

@@ -11,13 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.attention.cache import BlockCache
-from jaxdist.nn.attention.kernels import (
-    SITE_CROSS,
-    SITE_PROBABILITIES,
-    PackedDocuments,
-    attention,
-    cudnn_attention,
-)
+from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
