@@ -89,9 +89,9 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
 def _check_documents(config: Config) -> None:
     if config.data.apart and not ModelFacts.of(config.model.name).documents:
         raise UserError(
-            f"data.documents: 'mask' keeps packed documents apart, and model.name {config.model.name!r} does not say that"
-            f" it does; allowed: join; or one of {', '.join(ModelFacts.with_fact(documents=True))}; or, in the module of a"
-            " model of your own, FACTS = ModelFacts(documents=True)"
+            f"data.documents: 'mask' keeps packed documents apart, and model.name {config.model.name!r} does not say"
+            f" that it does; allowed: join; or one of {', '.join(ModelFacts.with_fact(documents=True))}; or, in the"
+            " module of a model of your own, FACTS = ModelFacts(documents=True)"
         )
 
 

@@ -158,7 +158,7 @@ def why_not_cudnn(
     capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" if they have none.
     dtype: the dtype of queries, keys and values.
     per_op: whether precision.per_op casts operation by operation.
-    masked: the lengths of queries and keys, if there is a key mask or documents are kept apart; () if neither is so, and
+    masked: the lengths of queries and keys, if there is a key mask or documents are kept apart. () if neither is so:
         lengths do not matter.
     window: see `attention`.
 

@@ -120,13 +120,12 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """h_BSD -> the same shape.
 
-        - seen_BS: a key mask, as in `attention`, of all positions; or the documents of a row, in which rotary positions
-          begin again.
+        - seen_BS: a key mask, as in `attention`, of all positions; or the documents of a row. Rotary positions need not
+          begin again with these: only distances count.
         - cache: of earlier positions; h is the new ones.
         """
         q, k, v = self.qkv(h_BSD)
         at = None if cache is None else cache.queries_BS
-        at = seen_BS.positions() if isinstance(seen_BS, PackedDocuments) else at
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
