@@ -202,7 +202,9 @@ def _near_keys(top: _Section, section: _Section, name: str) -> list[str]:
         beside = nearest(name, section.keys)
         other = nearest(name, leaves, cutoff=0.7) if not beside and not section.name else None
     if other:
-        return [each for each in everywhere if each.endswith("." + other)]
+        found = [each for each in everywhere if each.endswith("." + other)]
+        least = min(each.count(".") for each in found)  # of optimizer.lr and parallel.local.outer.lr the first is meant
+        return [each for each in found if each.count(".") == least]
     return [section.dotted(beside)] if beside else []
 
 

@@ -57,7 +57,9 @@ def cases(every: list[int], outers: list[str]) -> dict[str, list[str]]:
     """{name of a row: its overrides}. All are evaluated once, after the last step."""
     common = ["mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", f"train.eval_every={max(every) * 100}"]
     replicas = [*common, f"mesh.data={REPLICAS}", f"data.global_batch={ROWS}"]
-    found = {"ddp": replicas, "one replica alone": [*common, "mesh.data=1", f"data.global_batch={ROWS // REPLICAS}"]}
+    # Evaluation batches have as many rows as those of training: so all are evaluated on the same windows.
+    alone = ["mesh.data=1", f"data.global_batch={ROWS // REPLICAS}", f"train.eval_batches={8 * REPLICAS}"]
+    found = {"ddp": replicas, "one replica alone": [*common, *alone]}
     for H in every:
         for name in outers:
             found[f"H={H}, {name}"] = [*replicas, f"parallel.local.every={H}", f"parallel.local.outer={OUTER[name]}"]
