@@ -203,8 +203,8 @@ def _near_keys(top: _Section, section: _Section, name: str) -> list[str]:
         other = nearest(name, leaves, cutoff=0.7) if not beside and not section.name else None
     if other:
         found = [each for each in everywhere if each.endswith("." + other)]
-        least = min(each.count(".") for each in found)  # of optimizer.lr and parallel.local.outer.lr the first is meant
-        return [each for each in found if each.count(".") == least]
+        # Of optimizer.lr and parallel.local.outer.lr the first is meant.
+        return [each for each in found if each.count(".") < 3] or found
     return [section.dotted(beside)] if beside else []
 
 
