@@ -73,7 +73,9 @@ def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.f
         keys_B = jax.random.split(jax.random.key(0), len(ids_BS))  # never read: no dropout
         batch = {"inputs": ids_BS, "keys": keys_B}
         h = model.embed(params["embed"], batch, keys_B)
-        h, _ = lax.scan(lambda h, block: (model.block(block, h, *model.read_by_blocks(batch)), None), h, params[STACKED])
+        h, _ = lax.scan(
+            lambda h, block: (model.block(block, h, *model.read_by_blocks(batch)), None), h, params[STACKED]
+        )
         return model.logits(params["head"], params["embed"] if model.tied else None, h)  # type: ignore[no-any-return]
 
     # Layers name the axes of a mesh. In this one each is one device: the one on which the arguments are.
@@ -129,7 +131,7 @@ def make_resnet(config: ModelConfig, *, rows: int, dtype: Any = jnp.float32) -> 
     return Case(about, init, forward, loss, draw, nnx_loss(build, classify, sync=False), rows)
 
 
-# {name: (the case that runs on a laptop, the case of full size)}, as functions of nothing: a model is traced to be made.
+# {name: (the case that runs on a laptop, that of full size)}, as functions: a model is traced to be made.
 CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "gpt": (
         lambda: make_gpt(_config("gpt", layers=2, width=128, heads=4, vocab=8192), seq_len=64, rows=4),
@@ -137,7 +139,8 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     ),
     "resnet101": (
         lambda: make_resnet(
-            _config("resnet", depth=101, blocks=(1, 1, 1, 1), width=16, classes=100, image_size=32, stem="small"), rows=8
+            _config("resnet", depth=101, blocks=(1, 1, 1, 1), width=16, classes=100, image_size=32, stem="small"),
+            rows=8,
         ),
         lambda: make_resnet(_config("resnet", depth=101), rows=32),
     ),

@@ -1,8 +1,8 @@
 """DataParallel as one program that drives all devices: replicate, scatter, apply, gather, update.
 
 Device 0 has the parameters, the optimizer state and the batch. Each step copies the parameters to the other devices
-and gathers there what they have computed. PyTorch has a thread for each device; JAX goes on without waiting, so that one
-thread keeps all devices at work.
+and gathers there what they have computed. PyTorch has a thread for each device. JAX goes on without waiting, so that
+one thread keeps all devices at work.
 """
 
 import functools

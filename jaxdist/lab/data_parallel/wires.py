@@ -25,7 +25,7 @@ class Wires:
     def __init__(self, *, fenced: bool = False) -> None:
         self.sent, self.received = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
         self.seconds, self.peak = dict[tuple[str, int], float](), dict[int, int]()
-        self._fenced, self._programs = fenced, dict[Any, Any]()
+        self.fenced, self._programs = fenced, dict[Any, Any]()
         self._foreign = frozenset(_buffers(jax.live_arrays()))
 
     def restart(self) -> None:
@@ -58,7 +58,7 @@ class Wires:
         return self._timed(phase, device, time.perf_counter(), compiled(*arguments))
 
     def _timed(self, phase: str, device: jax.Device, began: float, result: Any) -> Any:
-        if self._fenced:
+        if self.fenced:
             jax.block_until_ready(result)
             key = phase, device.id
             self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - began
