@@ -76,7 +76,7 @@ def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.f
         h, _ = lax.scan(
             lambda h, block: (model.block(block, h, *model.read_by_blocks(batch)), None), h, params[STACKED]
         )
-        return model.logits(params["head"], params["embed"] if model.tied else None, h)  # type: ignore[no-any-return]
+        return model.logits(params["head"], params["embed"] if model.tied else None, h)
 
     # Layers name the axes of a mesh. In this one each is one device: the one on which the arguments are.
     logits = jax.shard_map(region, mesh=abstract_mesh(), in_specs=P(), out_specs=P())
@@ -109,15 +109,16 @@ def make_resnet(config: ModelConfig, *, rows: int, dtype: Any = jnp.float32) -> 
     graph, *empty = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree]:
-        _, params, state = nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.BatchStat)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+        _, *parts = nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.BatchStat)
+        return nnx.to_pure_dict(parts[0]), nnx.to_pure_dict(parts[1])
 
     def forward(params: PyTree, state: PyTree, inputs: PyTree) -> tuple[jax.Array, PyTree]:
         parts = [jax.tree.map(lambda leaf: leaf, each) for each in empty]  # copies, to be filled
         for part, values in zip(parts, (params, state), strict=True):
             nnx.replace_by_pure_dict(part, values)
         module = nnx.merge(graph, *parts)
-        logits_BK = module(inputs["image"])
+        with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm mixes float64 with float32
+            logits_BK = module(inputs["image"])
         return logits_BK.astype(accumulation_dtype(logits_BK.dtype)), nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
 
     def draw(rng: np.random.Generator, rows: int) -> tuple[dict[str, Any], dict[str, Any]]:

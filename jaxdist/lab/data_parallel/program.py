@@ -120,7 +120,8 @@ class DataParallel:
         sums, grads, states = ([result[i] for result in results] for i in range(3))
         del results
         sums, grads = self._gather(wires, phases.GATHER, sums), self._gather(wires, phases.REDUCE, grads)
-        return Found(*wires.run(phases.REDUCE, self._mean, tuple(sums), tuple(grads)), states[0])
+        loss, mean = wires.run(phases.REDUCE, self._mean, tuple(sums), tuple(grads))
+        return Found(loss, mean, states[0])
 
     def _scatter(self, wires: Wires, phase: str, tree: PyTree) -> list[PyTree]:
         """A part of equal rows for each device."""

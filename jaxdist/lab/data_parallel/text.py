@@ -54,7 +54,9 @@ def lines_of(found: Measured, ddp: Beside, *, simulated: bool) -> list[str]:
 
 def _phases(found: Measured) -> list[str]:
     """Bytes and seconds of each phase, of device 0 and of one of the others."""
-    rows = [("phase", "0 sends", "receives", "other sends", "receives", "closed form", "ms, device 0", "each other")]
+    rows: list[tuple[str, ...]] = [
+        ("phase", "0 sends", "receives", "other sends", "receives", "closed form", "ms, device 0", "each other")
+    ]
     for phase, (root, other) in found.seconds.items():
         each = found.counted.get(phase, [(0, 0), (0, 0)])
         figures = [_mib(nbytes) if nbytes else "-" for pair in each[:2] for nbytes in pair]
@@ -69,7 +71,7 @@ def _phases(found: Measured) -> list[str]:
 def closed_form_lines(sizes: Sizes, devices: int) -> list[str]:
     """Both forms and ddp by the closed forms, with the time on two links."""
     bus, nvlink = pcie(3), DEVICES["v100"].nvlink
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("MiB", "0 sends", "receives", "other sends", "receives", "device 0 : others", "ms, PCIe 3", "ms, V100 NVLink")
     ]
     ring = round(ddp_bytes(sizes.parameters, devices))
