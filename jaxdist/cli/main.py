@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
+    "cost": Command("jaxdist.cli.cost", "what communication costs on several hosts, by formulas; links and machines"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),
     "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),
     "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
