@@ -110,7 +110,8 @@ def _rate_of(text: str) -> float:
 
     if text in LINKS:
         return LINKS[text]
-    rate = link_rate(text) if re.fullmatch(r"[0-9.]+[kmg]bit", text) else None
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
+    rate = link_rate(text) if found and float(found[1]) else None
     if rate is None:
         raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINKS)}")
     return rate
