@@ -58,6 +58,8 @@ TESTED = {
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs
+    "docs/costs.md": "test_the_page_shows_what_jaxdist_cost_prints",
+    "docs/data_parallel.md": "test_the_page_shows_what_lab_data_parallel_prints",
     "docs/collectives.md": "test_the_programs_on_the_page_run",
     "docs/pipeline.md": "test_the_page_shows_what_is_printed",
     "docs/tutorials/fine_tune.md": "test_a_tutorial_prints_what_it_shows",

@@ -21,9 +21,11 @@ from jaxdist.errors import UserError
 from jaxdist.lab.data_parallel.cases import Case, make_case, make_gpt, make_resnet
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, ddp_bytes, loads, total
 from jaxdist.lab.data_parallel.measure import Measured, measure, measure_ddp
+from jaxdist.lab.data_parallel.picture import draw_phases
 from jaxdist.lab.data_parallel.program import DataParallel, Found
 from jaxdist.lab.data_parallel.wires import Wires
 from jaxdist.models.resnet import ResNet
+from jaxdist.plan.report.draw_rounds import data_of
 
 EXACT = 1e-12
 GPT = ModelConfig(name="gpt").replace(layers=1, width=8, heads=2, vocab=40)
@@ -208,7 +210,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
+def test_the_page_shows_what_lab_data_parallel_prints(tmp_path: Path) -> None:
     """But for times and memory, which differ from machine to machine and from compiler to compiler."""
     shown = (child.ROOT / "docs" / "data_parallel.md").read_text(encoding="utf-8")
     done = command("--json", str(tmp_path / "a.json"))
@@ -219,3 +221,11 @@ def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     assert len(kept) == 4 and all(line in shown for line in kept), kept
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures["data_parallel"]["agrees"] and figures["full"]["sizes"]["parameters"] == 4 * 124_439_808
+
+
+@pytest.mark.slow
+def test_the_picture_is_that_of_the_closed_forms() -> None:
+    """Its data, not its pixels: matplotlib may draw differently."""
+    kept = (child.ROOT / "docs" / "pictures" / "dataparallel.svg").read_text(encoding="utf-8")
+    assert data_of(draw_phases()) == data_of(kept), "run scripts/docs/draw_data_parallel.py"
+    assert data_of(kept)["balanced DataParallel"]["gather"] == [0, 12, 4, 0]

@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_jaxdist_cost_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     assert main(["--json", str(tmp_path / "a.json")]) == 0
     printed = capsys.readouterr().out
