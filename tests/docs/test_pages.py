@@ -63,6 +63,7 @@ WHOLE = {  # pages whose blocks one test runs
     "docs/tutorials/fine_tune.md": "test_a_tutorial_prints_what_it_shows",
     "docs/tutorials/first_run.md": "test_a_tutorial_prints_what_it_shows",
     "docs/tutorials/own_model.md": "test_a_tutorial_prints_what_it_shows",
+    "docs/tutorials/read_the_ledger.md": "test_a_tutorial_prints_what_it_shows",
 }
 # No test runs these: a cluster, and a fine-tuning of two minutes after a training of four.
 SHARE = 0.4  # of the letters of a message: the others are values
