@@ -116,7 +116,14 @@ def history(path: Path) -> list[tuple[int, dict[str, Any]]]:
         record = messages.Record()
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":
-            items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
+            items: dict[str, Any] = {}
+            for each in record.history.item:
+                name, *inner = each.nested_key or [each.key]
+                value = json.loads(each.value_json)
+                if inner:
+                    items.setdefault(name, {})[inner[0]] = value
+                else:
+                    items[name] = value
             found.append((record.history.step.num, items))
     return found
 
