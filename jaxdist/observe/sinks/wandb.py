@@ -62,12 +62,12 @@ class WandB:
     def pictures(self, step: int, images: Mapping[str, Image]) -> None:
         """As `Sink.pictures`. Offline no earlier ones are in the file of the session."""
         import wandb
-        from PIL.Image import open as open_image  # matplotlib, which draws them, needs it too
+        from matplotlib.image import imread
 
-        made = {
-            f"report/{name}": wandb.Image(open_image(io.BytesIO(image.png)), caption=image.text)
-            for name, image in images.items()
-        }
+        made = {}
+        for name, image in images.items():
+            pixels = (imread(io.BytesIO(image.png)) * 255).round().astype("uint8")  # of fractions it makes black ones
+            made[f"report/{name}"] = wandb.Image(pixels, caption=image.text)
         self._run.log(made, step=step)
 
     def close(self) -> None:
