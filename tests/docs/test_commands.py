@@ -18,7 +18,6 @@ SHORT = "train.steps=2 train.eval_every=0 train.sample_tokens=0"  # where the mo
 RUN: dict[str, list[tuple[str, str]]] = {
     "README.md": [
         ("jaxdist train quickstart mesh.data=1 mesh.fsdp=4 mesh.tensor=2", f"--run-dir runs/c {SMALL}"),
-        ("jaxdist train quickstart model.style=llama precision=bf16", SMALL),
         ("jaxdist train quickstart --run-dir runs/a", SMALL),
         ('jaxdist generate runs/a --prompt "def "', "--max-tokens 4"),
         ("jaxdist init my-project", ""),
@@ -146,7 +145,7 @@ def test_the_commands_of_a_page_run(page: str, folder: Path) -> None:
             line = line.replace(name, place)
         line = f"{shlex.join(shlex.split(line, comments=True))} {more}"
         run = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, cwd=folder, env=environment, timeout=120, check=False
+            ["bash", "-c", line], capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
         )
         assert run.returncode == 0, f"{line}\n{run.stdout}\n{run.stderr}"
         assert "Traceback" not in run.stderr, f"{line}\n{run.stderr}"
