@@ -31,6 +31,7 @@ FLOORS = (
     {"plan", "observe", "launcher"},
     {"trainer"},
     {"cli", "lab"},
+    {"__main__"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FOLDERS = {path.name for path in (ROOT / "jaxdist").iterdir() if (path / "__init__.py").exists()}
