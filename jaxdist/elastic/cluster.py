@@ -4,6 +4,7 @@ Ray itself waits for minutes where a cluster does not answer, and repeats an err
 is tried by a program of its own first (`jaxdist.elastic.probe`), which is ended after `PROBE_S`.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -98,7 +99,7 @@ def load_ray(*, secure: bool = False) -> Any:
     import ray
 
     if stale:  # Ray reads its variables when it is imported
-        ray._raylet.Config.initialize("")
+        importlib.import_module("ray._raylet").Config.initialize("")
     return ray
 
 
