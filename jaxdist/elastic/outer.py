@@ -26,7 +26,7 @@ class Outer(NamedTuple):
         return {name: np.zeros_like(flat) for name in RULES[self.name][1]}
 
     def apply(self, flat: np.ndarray, slots: Slots, moved: np.ndarray) -> tuple[np.ndarray, Slots]:
-        """The parameters and the memory after a version. Nothing is changed in place: others still read the old ones."""
+        """The parameters and the memory after a version. The old ones, which others still read, stay as they are."""
         return RULES[self.name][0](flat, slots, moved, flat.dtype.type(self.lr), flat.dtype.type(self.momentum))
 
 

@@ -1,11 +1,11 @@
 """Bounded staleness: which pushes of which workers are applied, together or one by one, and who waits for whom.
 
-This is all that decides the order of an elastic run. It holds no arrays, reads no clock and knows nothing of Ray, so that
-200 runs with workers that are killed, stopped and started are simulated in a second.
+This is all that decides the order of an elastic run. It holds no arrays, reads no clock and knows nothing of Ray, so
+that 200 runs with workers that are killed, stopped and started are simulated in a second.
 
-A worker pulls the parameters (version v, its base), works, and pushes what it moved them by. A commit applies pushes and
-makes one version. The staleness of a push is the number of versions made since its pull: version - base. It is never more
-than the bound, because a commit that would make the work of another one staler than that waits for it.
+A worker pulls the parameters (version v, its base), works, and pushes what it moved them by. A commit applies pushes
+and makes one version. The staleness of a push is the number of versions made since its pull: version - base. It is
+never more than the bound, because a commit that would make the work of another one staler than that waits for it.
 """
 
 from collections.abc import Callable

@@ -5,14 +5,15 @@ A plain class: a Ray actor is made of it in `jaxdist.elastic.run`, a replay uses
 
 import hashlib
 import io
+import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxdist.elastic.outer import Outer
 from jaxdist.files.regular import read_regular, replace_file
 
-KEPT = 3  # files of a server: another one may have written fewer versions when it was killed
 DIGEST = 32  # bytes of SHA-256 before the arrays of a file
 
 
@@ -23,10 +24,12 @@ class Server:
         index: From 0.
         outer: How it moves.
         folder: Where it saves itself after every version; None: nowhere.
+        kept: Files that stay: another server may have saved fewer versions when it was killed.
     """
 
-    def __init__(self, index: int, outer: Outer, folder: str | None) -> None:
+    def __init__(self, index: int, outer: Outer, folder: str | None, kept: int = 3) -> None:
         self.outer, self.folder = outer, Path(folder) / str(index) if folder is not None else None
+        self.kept = kept
         self.flat, self.version = np.zeros(0, np.float32), 0
         self.slots = self.outer.slots(self.flat)
         self.staged: dict[str, np.ndarray] = {}
@@ -67,10 +70,11 @@ class Server:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         file = io.BytesIO()
-        np.savez(file, flat=self.flat, **{f"slot_{name}": slot for name, slot in self.slots.items()})
+        arrays: dict[str, Any] = {"flat": self.flat} | {f"slot_{name}": slot for name, slot in self.slots.items()}
+        np.savez(file, **arrays)
         data = file.getvalue()
         replace_file(self.folder / f"{self.version}.part", hashlib.sha256(data).digest() + data)
-        for version in sorted(self.saved())[:-KEPT]:
+        for version in sorted(self.saved())[: -self.kept]:
             (self.folder / f"{version}.part").unlink()
 
     def saved(self) -> list[int]:
@@ -115,4 +119,4 @@ def mean(pushes: list[np.ndarray]) -> np.ndarray:
 def bounds(size: int, parts: int) -> list[tuple[int, int]]:
     """Where each of the parts begins and ends: their sizes differ by one at most."""
     cuts = [size * part // parts for part in range(parts + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))

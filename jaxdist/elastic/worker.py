@@ -1,7 +1,7 @@
-"""What a worker does: a jaxdist job of its own, with its own mesh and optimizer, that takes steps from given parameters.
+"""What a worker does: a jaxdist job with a mesh and an optimizer of its own, that takes steps from given parameters.
 
-Nothing in the job knows of servers. A plain class: a Ray actor is made of it in `jaxdist.elastic.run`, and a replay makes
-several in one process. jax is imported when one is made: its process gets the platform that the configuration names.
+Nothing in the job knows of servers. A plain class: a Ray actor is made of it in `jaxdist.elastic.run`, and a replay
+makes several in one process. jax is imported by `first`: the process gets the platform that the configuration names.
 """
 
 import tempfile
@@ -58,6 +58,13 @@ def make_job(text: str) -> Job:
     return Job(config, assemble(config, mesh), load_data(config), mesh)
 
 
+def config_text(path: Path) -> str:
+    """The configuration beside a log, as YAML. Raises `UserError`."""
+    from jaxdist.config.load import load_config, to_yaml
+
+    return to_yaml(load_config(path))
+
+
 def _first_state(job: Job) -> Any:
     from jaxdist.trainer.first_state import first_state
 
@@ -71,8 +78,8 @@ def _flat(params: Any) -> np.ndarray:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
     if len(kinds := sorted({str(leaf.dtype) for leaf in leaves})) > 1 or kinds[0] not in ("float32", "float64"):
         raise UserError(
-            f"precision: parameters are kept in {', '.join(kinds)}; allowed with jaxdist elastic: a precision that keeps"
-            " all of them in float32, as fp32 and bf16 do"
+            f"precision: parameters are kept in {', '.join(kinds)}; allowed with jaxdist elastic: a precision that"
+            " keeps all of them in float32, as fp32 and bf16 do"
         )
     return np.concatenate([leaf.ravel() for leaf in leaves])
 
@@ -87,21 +94,32 @@ class Worker:
     """
 
     def __init__(self, name: str, text: str, period: int) -> None:
+        self.name, self.text, self.period, self.clock = name, text, period, 0
+
+    def first(self) -> None:
+        """Start jax, and compile the step, so that no round waits. Raises `UserError`: the configuration is wrong."""
+        import jax
         from jax.sharding import NamedSharding
 
         from jaxdist.data import make_loader
         from jaxdist.specs import BATCH_SPEC
 
-        self.job, self.period, self.clock = make_job(text), period, 0
+        self.job = make_job(self.text)
         self.state = _first_state(self.job)
         data, seed = self.job.config.data, self.job.config.train.seed
         self._loader = make_loader(
             self.job.source,
             seq_len=data.seq_len,
             global_batch=data.global_batch,
-            seed=(seed + 1_000_003 * (1 + worker_index(name))) % _SEEDS,
+            seed=(seed + 1_000_003 * (1 + worker_index(self.name))) % _SEEDS,
             sharding=NamedSharding(self.job.mesh, BATCH_SPEC),
         )
+        copy = jax.tree.map(lambda leaf: leaf.copy(), self.state)  # the step takes the buffers of its state
+        jax.block_until_ready(self.job.parts.step(copy, self._loader.batch(0)))
+
+    def numbers(self) -> np.ndarray:
+        """The parameters that a run begins with, alike for all workers."""
+        return _flat(self.state.params)
 
     def work(self, flat: np.ndarray) -> Done:
         """A round: `period` steps from these parameters."""
@@ -120,23 +138,17 @@ class Worker:
         cuts = bounds(done.moved.size, len(parts))
         return (done.clock, done.loss), *(done.moved[begin:end] for begin, end in cuts)
 
-    def first(self) -> np.ndarray:
-        """The parameters that a run begins with, alike for all workers. Compiles the step, so that no round waits."""
-        import jax
-
-        copy = jax.tree.map(lambda leaf: leaf.copy(), self.state)  # the step takes the buffers of its state
-        jax.block_until_ready(self.job.parts.step(copy, self._loader.batch(0)))
-        return _flat(self.state.params)
-
-    def evaluate(self, *parts: np.ndarray) -> float:
-        """The loss of these parameters on the held-out data."""
+    def evaluate(self, *parts: np.ndarray) -> float | None:
+        """The loss of these parameters on the held-out data; None with `train.eval_every=0`."""
         from jaxdist.runtime.watch.watchdog import Watch
         from jaxdist.trainer.evaluation import Evaluator
         from jaxdist.trainer.run import RunPlan
 
+        if self.job.config.train.eval_every == 0:
+            return None
         self._load(np.concatenate(parts))
         plan = RunPlan(self.job.config, self.job.mesh, self.job.source, self.job.parts)
-        return Evaluator(plan, Watch())(self.state)["eval/loss"]
+        return float(Evaluator(plan, Watch())(self.state)["eval/loss"])
 
     def beat(self) -> None:
         """A sign of life, which another thread gives while `work` runs."""

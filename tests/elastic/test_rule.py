@@ -1,4 +1,4 @@
-"""Bounded staleness, patience, joins and replays: 200 simulated runs, with workers that are killed, stopped and started."""
+"""Bounded staleness, patience, joins and replays: 200 simulated runs with kills, stops and joins."""
 
 import hashlib
 import random
@@ -35,8 +35,8 @@ class Toy:
 
 @dataclass
 class Simulated:
-    """A run in simulated time. Each worker has a speed; at random times one is killed, stopped, woken, or begins, and the
-    servers are put back."""
+    """A run in simulated time. At random times a worker is killed, stopped, woken, or begins, and the servers are put
+    back."""
 
     seed: int
     bound: int
@@ -165,7 +165,7 @@ def replayed(run: Simulated, make: Any = Toy) -> Any:
 
 @pytest.mark.parametrize("part", range(4))
 def test_no_push_is_staler_than_the_bound_in_200_runs_with_kills_stops_and_joins(part: int) -> None:
-    """Beside it: no run stands still for longer than patience and one round, and each log gives the same bits in one process."""
+    """Beside it: none stands still for longer than patience and one round, and each log gives the same bits again."""
     seen: set[int] = set()
     kinds: set[str] = set()
     longest = 0.0
