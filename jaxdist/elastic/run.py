@@ -19,9 +19,9 @@ from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import digest
 from jaxdist.elastic.rule import Rule
 from jaxdist.elastic.server import Server, bounds
-from jaxdist.elastic.worker import Worker, config_text
+from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
-from jaxdist.files.regular import replace_file
+from jaxdist.files.regular import read_regular, replace_file
 from jaxdist.runtime.run_claim import RunClaim
 
 TURN_S = 0.05  # between two looks at who is silent
@@ -110,8 +110,7 @@ class Run:
     def start_server(self, index: int) -> Any:
         """An actor that holds a part."""
         actor = self.ray.remote(Server).options(**{"num_cpus": 1} | self._options.get("server", {}))
-        # A server that dies has saved all versions but those for which pushes were waiting: one a worker at most.
-        return actor.remote(index, self.settings.outer, str(self.folder / "servers"), self.settings.workers + 2)
+        return actor.remote(index, self.settings.outer, str(self.folder / "servers"))
 
     def start_worker(self) -> None:
         """An actor that trains. Two threads: one works, one gives signs of life."""
@@ -130,15 +129,19 @@ class Run:
 
     def run(self) -> Result:
         """Work until `rounds` pushes have been committed. Raises `UserError` where the configuration is wrong."""
-        for _ in range(self.settings.workers):
-            self.start_worker()
-        while True:
-            while self.rule.pushes < self.settings.rounds:
-                self.turn()
-            try:
-                return self._end()
-            except self.ray.exceptions.RayActorError as error:
-                self._lost_actor(error, None)
+        try:
+            for _ in range(self.settings.workers):
+                self.start_worker()
+            while True:
+                while self.rule.pushes < self.settings.rounds:
+                    self.turn()
+                try:
+                    return self._end()
+                except self.ray.exceptions.RayActorError as error:
+                    self._lost_actor(error, None)
+        finally:
+            for actor in [*self.workers.values(), *self.servers]:
+                self.ray.kill(actor)
 
     def turn(self) -> None:
         """Take in what has come, say who is lost, commit what may go, and give work to who has none."""
@@ -152,16 +155,17 @@ class Run:
         self._beat(now)
         for name in self.rule.lose_silent(now):
             self.say(f"{name} has been silent for {self.settings.patience:g} s, and holds up nobody any more")
-        while group := self.rule.commit():
+        # One at a time: servers save what they commit, so that one that dies has lost one version at most.
+        if not any(kind == "commit" for kind, _ in self.pending.values()) and (group := self.rule.commit()):
             names = [push.worker for push in group]
             for reference in self.call("commit", names):
                 self.pending[reference] = "commit", names
             self.idle += [name for name in names if name in self.workers]
         while self.idle and self.servers and self.rule.may_pull() and self.rule.pushes < self.settings.rounds:
-            self._give_work(self.idle.pop(0), now)
+            self._give_work(self.idle.pop(0))
 
-    def _give_work(self, name: str, now: float) -> None:
-        self.rule.pull(name, now)
+    def _give_work(self, name: str) -> None:
+        self.rule.pull(name, time.monotonic())  # not when this turn began: servers may have started in it
         method = self.workers[name].work_in_parts.options(num_returns=1 + len(self.servers))
         done, *moved = method.remote(*self.call("read"))
         self.pending[done] = "work", (name, moved)
@@ -231,7 +235,7 @@ class Run:
 
     # Losses
 
-    def lose(self, name: str, reason: str) -> None:
+    def lose(self, name: str, reason: str, said: str = "") -> None:
         """A worker is gone for good, and another one takes its place."""
         if self.workers.pop(name, None) is None:
             return
@@ -247,7 +251,8 @@ class Run:
         self._asked = bool(self.servers)
         self._failed += self.rule.pushes == 0
         if self._failed > RESTARTS:
-            raise RunStopped(f"elastic: {self._failed} workers have died before any has pushed; see {self.folder}")
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), reason).strip()
+            raise RunStopped(f"elastic: {self._failed} workers have died before any has pushed: {last[-300:]}")
         self.start_worker()
 
     def _lost_actor(self, error: Any, worker: str | None) -> None:
@@ -255,7 +260,7 @@ class Run:
         gone = error.actor_id
         name = next((n for n, actor in self.workers.items() if actor._actor_id.hex() == gone), None)
         if name is not None:
-            self.lose(name, "died")
+            self.lose(name, "died", str(error))
         elif any(server._actor_id.hex() == gone for server in self.servers):
             self._restore()
         if worker is not None and worker in self.workers and worker not in self.idle:
@@ -286,6 +291,8 @@ class Run:
         for reference in [r for r, (kind, _) in self.pending.items() if kind in ("stage", "commit")]:
             del self.pending[reference]
         self.rule.restore(version)
+        for name in self.rule.seen:  # nobody was asked meanwhile
+            self.rule.hear(name, time.monotonic())
         for name, (clock, loss, _) in self.staging.items():
             self.rule.push(name, clock, loss, time.monotonic(), fault="undone")
         self.staging = {}
@@ -370,7 +377,7 @@ def run_elastic(
         if not before:
             shutil.rmtree(folder / "servers", ignore_errors=True)  # of a run that was stopped before it began
             replace_file(folder / "config.yaml", text.encode())
-        elif config_text(folder / "config.yaml") != text:
+        elif read_regular(folder / "config.yaml") != text.encode():
             raise UserError(f"config: other settings than those of {folder}; use these, or give another --run-dir")
         with Log(path, time.monotonic) as log:
             run = Run(settings, text, folder.resolve(), log, before, say, worker, options)

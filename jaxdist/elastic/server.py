@@ -14,6 +14,7 @@ import numpy as np
 from jaxdist.elastic.outer import Outer
 from jaxdist.files.regular import read_regular, replace_file
 
+KEPT = 3  # files of a server: another one may have saved a version less when it was killed
 DIGEST = 32  # bytes of SHA-256 before the arrays of a file
 
 
@@ -24,12 +25,10 @@ class Server:
         index: From 0.
         outer: How it moves.
         folder: Where it saves itself after every version; None: nowhere.
-        kept: Files that stay: another server may have saved fewer versions when it was killed.
     """
 
-    def __init__(self, index: int, outer: Outer, folder: str | None, kept: int = 3) -> None:
+    def __init__(self, index: int, outer: Outer, folder: str | None) -> None:
         self.outer, self.folder = outer, Path(folder) / str(index) if folder is not None else None
-        self.kept = kept
         self.flat, self.version = np.zeros(0, np.float32), 0
         self.slots = self.outer.slots(self.flat)
         self.staged: dict[str, np.ndarray] = {}
@@ -74,7 +73,7 @@ class Server:
         np.savez(file, **arrays)
         data = file.getvalue()
         replace_file(self.folder / f"{self.version}.part", hashlib.sha256(data).digest() + data)
-        for version in sorted(self.saved())[: -self.kept]:
+        for version in sorted(self.saved())[:-KEPT]:
             (self.folder / f"{version}.part").unlink()
 
     def saved(self) -> list[int]:

@@ -1,36 +1,20 @@
 """Bounded staleness, patience, joins and replays: 200 simulated runs with kills, stops and joins."""
 
-import hashlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from elastic_toy import SIZE, Toy
 
 from jaxdist.elastic.outer import RULES, Outer
 from jaxdist.elastic.replay import Works, replay
 from jaxdist.elastic.rule import Rule
 from jaxdist.elastic.server import Server, bounds
+from jaxdist.elastic.worker import Done
 
-SIZE, PATIENCE, ROUND = 7, 3.0, 1.0
-
-
-@dataclass
-class Toy:
-    """A worker whose work depends on its name, its number of rounds and the parameters: all of its history."""
-
-    name: str
-    clock: int = 0
-    inner: np.ndarray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
-
-    def work(self, flat: np.ndarray) -> Any:
-        seed = int.from_bytes(hashlib.sha256(f"{self.name} {self.clock}".encode()).digest()[:4])
-        noise = np.random.default_rng(seed).normal(size=SIZE).astype(np.float32)
-        self.inner = np.float32(0.5) * self.inner + noise
-        moved = np.float32(0.1) * flat + self.inner
-        self.clock += 1
-        return type("Done", (), {"clock": self.clock - 1, "loss": float(moved.sum()), "moved": moved})
+PATIENCE, ROUND = 3.0, 1.0
 
 
 @dataclass
@@ -187,12 +171,10 @@ def test_no_push_is_staler_than_the_bound_in_200_runs_with_kills_stops_and_joins
 
 
 def test_a_replay_sees_work_that_differs() -> None:
-    @dataclass
     class Other(Toy):
-        def work(self, flat: np.ndarray) -> Any:
+        def work(self, flat: np.ndarray) -> Done:
             done = super().work(flat)
-            done.moved = np.nextafter(done.moved, np.float32(9)) if done.clock == 2 else done.moved
-            return done
+            return done._replace(moved=np.nextafter(done.moved, np.float32(9))) if done.clock == 2 else done
 
     run = Simulated(3, 2, parts=2)
     run.run(pushes=30)
