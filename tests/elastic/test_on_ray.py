@@ -17,7 +17,7 @@ from syntax import ROOT
 from jaxdist.elastic.cluster import cluster
 from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import sha256_of, replay
+from jaxdist.elastic.replay import replay, sha256_of
 from jaxdist.elastic.run import ElasticRun, Settings, run_elastic
 from jaxdist.errors import UserError
 
