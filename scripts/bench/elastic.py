@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import tempfile
+from datetime import date
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,32 +76,26 @@ def train(fresh: Worker, case: Case, *, workers: int, bound: int) -> tuple[np.nd
     return server.read(), max(stale)
 
 
-def measure(title: str, case: Case, seeds: int, overrides: list[str]) -> list[dict[str, Any]]:
-    """A row for each staleness: held-out losses of all seeds, asynchronous and synchronous."""
-    rows: list[dict[str, Any]] = [
-        {"case": title, "staleness": s, "asynchronous": [], "synchronous": []} for s in STALENESS
-    ]
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.yaml"
-            path.write_text(f"{MODEL}optimizer: {case.optimizer}\n", encoding="utf-8")
-            text = to_yaml(load_config(path, [f"train.seed={seed}", *overrides]))
-        fresh = Worker("w0", text, case.period)
-        fresh.first()
-        judge = fresh.twin("w0")
-        for row in rows:
-            flat, seen = train(fresh, case, workers=row["staleness"] + 1, bound=row["staleness"])
-            assert seen == row["staleness"], (seen, row)
-            row["asynchronous"].append(judge.evaluate(flat))
-            if row["staleness"]:  # or else both are the same worker alone
-                flat, seen = train(fresh, case, workers=row["staleness"] + 1, bound=0)
-                assert seen == 0, seen
-            row["synchronous"].append(judge.evaluate(flat))
-            print(
-                f"{title} seed {seed}: {row['staleness']} {row['asynchronous'][-1]} {row['synchronous'][-1]}",
-                flush=True,
-            )
-    return rows
+def measure(row: dict[str, Any], fresh: Worker, judge: Worker) -> None:
+    """Add the held-out losses of a seed to the row of a case and a staleness."""
+    case, staleness = CASES[row["case"]], row["staleness"]
+    for kind, bound in (("asynchronous", staleness), ("synchronous", 0)):
+        if kind == "asynchronous" or staleness:  # or else both are the same worker alone
+            flat, seen = train(fresh, case, workers=staleness + 1, bound=bound)
+            assert seen == bound, (seen, row)
+        row[kind].append(judge.evaluate(flat))
+    print(f"{row['case']}, staleness {staleness}: {row['asynchronous'][-1]} {row['synchronous'][-1]}", flush=True)
+
+
+def first_worker(case: Case, seed: int, overrides: list[str]) -> Worker:
+    """A worker of a case, at its beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(f"{MODEL}optimizer: {case.optimizer}\n", encoding="utf-8")
+        text = to_yaml(load_config(path, [f"train.seed={seed}", *overrides]))
+    worker = Worker("w0", text, case.period)
+    worker.first()
+    return worker
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -147,15 +142,25 @@ def main() -> int:
     machine = (
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}"
     )
-    rows = [row for title, case in CASES.items() for row in measure(title, case, arguments.seeds, arguments.overrides)]
+    rows: list[dict[str, Any]] = [
+        {"case": title, "staleness": s, "asynchronous": [], "synchronous": []} for title in CASES for s in STALENESS
+    ]
+    cases = {title: case._asdict() | {"outer": case.outer._asdict()} for title, case in CASES.items()}
+    for seed in range(arguments.seeds):
+        for title, case in CASES.items():
+            fresh = first_worker(case, seed, arguments.overrides)
+            judge = fresh.twin("w0")
+            for row in rows:
+                if row["case"] == title:
+                    measure(row, fresh, judge)
+        if arguments.json:
+            result = {"machine": machine, "seeds": seed + 1, "date": f"{date.today()}", "model": MODEL, "cases": cases}
+            result["command"] = "python scripts/bench/elastic.py"
+            arguments.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
     print("| case | staleness | asynchronous | synchronous |\n|---|---|---|---|")
     for row in rows:
         means = [f"{statistics.mean(row[kind]):.4f}" for kind in ("asynchronous", "synchronous")]
         print(f"| {row['case']} | {row['staleness']} | {means[0]} | {means[1]} |")
-    if arguments.json:
-        cases = {title: case._asdict() | {"outer": case.outer._asdict()} for title, case in CASES.items()}
-        result = {"machine": machine, "seeds": arguments.seeds, "model": MODEL, "cases": cases, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.svg:
         draw(rows, arguments.svg)
     return 0
