@@ -2,10 +2,10 @@
 
     python scripts/bench/elastic.py [--seeds 3] [--json OUT] [--svg OUT] [section.key=value ...]
 
-In one process, without Ray: workers take turns, so that every push of s + 1 workers has staleness s, and go through the
-rule, the servers and the jobs of `jaxdist elastic`. Once each push counts in full, and once with the outer learning rate
-divided by the number of workers. Synchronous is the same with bound 0: the s + 1 workers push together, and the mean of
-what they moved is a version. All rows do the same number of rounds in all, so the same work.
+In one process, without Ray: workers take turns, so that every push of s + 1 workers has staleness s, and go through
+the rule, the servers and the jobs of `jaxdist elastic`. Once each push counts in full, and once with the outer learning
+rate divided by the number of workers. Synchronous is the same with bound 0: the s + 1 workers push together, and the
+mean of what they moved is a version. All rows do the same number of rounds in all, so the same work.
 """
 
 import argparse
