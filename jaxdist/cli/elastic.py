@@ -1,5 +1,6 @@
 """The commands `elastic`, servers and workers on Ray, and `replay`, such a run again in one process."""
 
+import signal
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -96,7 +97,11 @@ def _run(config: Config, arguments: Namespace, folder: Path) -> int:
             parts = f"{settings.servers} servers, {settings.workers} workers, bound {settings.bound}"
             say(f"elastic    {parts}, rounds of {settings.period} steps; Ray {kind}")
             say(f"run        {folder}")
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's would end the program here
             result = run_elastic(settings, to_yaml(config), folder, say)
+    except KeyboardInterrupt:
+        say("stopped    the same command with --run-dir goes on")
+        return STOPPED
     except RunStopped as error:
         say(f"error: {error}")
         return STOPPED
