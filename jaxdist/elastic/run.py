@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.elastic.cluster import load_ray
 from jaxdist.elastic.log import LOG_NAME, Log, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import sha256_of
+from jaxdist.elastic.replay import sha256_of, versions
 from jaxdist.elastic.rule import BoundedStaleness
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
@@ -317,7 +317,7 @@ class ElasticRun:
             return
         cuts = bounds(flat.size, self.settings.servers)
         self.ray.get([server.begin.remote(flat[a:b]) for server, (a, b) in zip(self.servers, cuts, strict=True)])
-        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype)})
+        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype), **versions()})
 
     def _end(self) -> Result:
         """The parameters of the last version, and their loss, by a worker that has nothing to do."""
