@@ -30,6 +30,7 @@ FLOORS = (
     {"runtime"},
     {"plan", "observe", "launcher"},
     {"trainer"},
+    {"elastic"},
     {"cli", "lab"},
     {"__main__"},
 )
