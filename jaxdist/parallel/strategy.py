@@ -143,12 +143,12 @@ def gather_once(params: PyTree, specs: PyTree, options: StrategyOptions, stacked
     Stacked blocks are gathered one after the other: a gather of the stack would need a second copy of it in transit.
     """
 
-    gather = functools.partial(all_gather, axis="fsdp", **options.grad_sync.gathering)
-
     def unit(specs: PyTree, params: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array | tuple[()]:
             dim = dim_of(spec, "fsdp")
-            return () if dim is None else gather(leaf.astype(options.precision.received), dim=dim)
+            if dim is None:
+                return ()
+            return all_gather(leaf.astype(options.precision.received), "fsdp", dim=dim, **options.grad_sync.gathering)
 
         return map_named(one, specs, params)
 
