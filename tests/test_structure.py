@@ -30,6 +30,7 @@ FLOORS = (
     {"runtime"},
     {"plan", "observe", "launcher"},
     {"trainer"},
+    {"elastic"},
     {"cli", "lab"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
