@@ -36,9 +36,16 @@ def train(config):  # in the process of each worker, where JaxTrainer has called
             raise RuntimeError("this worker fails")
 
     jaxdist.fit(
-        loss, optax.sgd(0.1), batches, steps=config["steps"], params={"w": np.zeros((8, 4), np.float32)},
-        strategy="zero3", run_dir=config["run_dir"], callbacks=[fails_once], settings={"checkpoint.every": 10},
-    )  # fmt: skip
+        loss,
+        optax.sgd(0.1),
+        batches,
+        steps=config["steps"],
+        params={"w": np.zeros((8, 4), np.float32)},
+        strategy="zero3",
+        run_dir=config["run_dir"],
+        callbacks=[fails_once],
+        settings={"checkpoint.every": 10},
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from jaxdist.runtime.exit_status import SAME_S, STOPPED
 from jaxdist.runtime.network.addresses import format_address, free_port, port_problem
 from jaxdist.runtime.network.job_token import TOKEN, new_token, read_token
 
-RESERVE_S, READ_S, POLL_S = 20.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
+RESERVE_S, READ_S, LOOK_S = 20.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
 CHOSEN = ("--node-rank", "--coordinator", "--token-file")  # by Ray, for each host
 
 
@@ -170,13 +170,13 @@ def reserved(ray: Any, plan: RayPlan) -> Iterator[list[Any]]:
         remove_placement_group(group)
 
 
-def follow(ray: Any, hosts: Sequence[Any], signals: list[int], screen: Screen) -> int:
+def follow_hosts(ray: Any, hosts: Sequence[Any], signals: list[int], screen: Screen) -> int:
     """Show what the launchers print, pass signals on, and wait for their ends. Returns the exit status of host 0."""
     reading = {host.read.remote(): index for index, host in enumerate(hosts)}
     statuses: dict[int, int] = {}
     passed_on = 0
     while reading:
-        ready, _ = ray.wait(list(reading), timeout=POLL_S)
+        ready, _ = ray.wait(list(reading), timeout=LOOK_S)
         while len(signals) > passed_on:
             passed_on += 1
             for index in reading.values():
@@ -218,4 +218,4 @@ def run_on_ray(arguments: Sequence[str], prog: str = "jaxdist launch") -> int:
             ray.get(starts)
         except ray.exceptions.RayTaskError as error:
             raise UserError(str(error.cause)) from error
-        return follow(ray, hosts, signals, Screen())
+        return follow_hosts(ray, hosts, signals, Screen())

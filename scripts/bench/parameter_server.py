@@ -139,10 +139,8 @@ def measure(rate: str, hosts: int, size: int, rounds: int) -> list[dict[str, Any
     """The rows of one rate."""
     link = Link(latency_s=0.0, bytes_per_s=float(rate.removesuffix("mbit")) * 125e3)
     with tempfile.TemporaryDirectory(prefix="ps-", dir="/tmp") as folder, tempfile.TemporaryDirectory() as shared:
-        environ = {
-            **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), FOLDER: folder,
-            "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environ = {**os.environ, **token, FOLDER: folder, "RAY_USAGE_STATS_ENABLED": "0"}
         end = str(Path(shared) / END)
         command = [sys.executable, __file__, "--on-host", end]
         command += ["--hosts", str(hosts), "--mb", str(size * 4 / 1e6), "--rounds", str(rounds)]
@@ -156,8 +154,8 @@ def measure(rate: str, hosts: int, size: int, rounds: int) -> list[dict[str, Any
         # A worker that is early begins the next round early, and waits there: its rounds are long and short in turn.
         mean = max(statistics.mean(own) for own in row["seconds"])
         rows.append({"rate": rate, **row, "mean": mean, "formula": formula, "ratio": mean / formula})
-        print(f"{rate:>8} W={row['workers']} K={row['servers']} {mean:.3f} s, formula {formula:.3f} s,"
-              f" ratio {mean / formula:.3f}", flush=True)  # fmt: skip
+        split = f"W={row['workers']} K={row['servers']}"
+        print(f"{rate:>8} {split} {mean:.3f} s, formula {formula:.3f} s, ratio {mean / formula:.3f}", flush=True)
     print(f"{rate:>8} a ring of {hosts}, by its cost: {cost('all_reduce', size * 4, hosts).seconds(link):.3f} s")
     return rows
 

@@ -1,7 +1,13 @@
 """The cost of a synchronous parameter server, against its messages, written out one by one."""
 
+import contextlib
 import doctest
+import io
 import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -12,6 +18,8 @@ from jaxdist.collectives.parameter_server import server_cost, splits
 from jaxdist.errors import UserError
 
 LINK = Link(latency_s=0.0, bytes_per_s=5e6)
+ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "docs" / "measurements" / "parameter_server_4hosts.json").read_text(encoding="utf-8"))
 
 
 def by_messages(nbytes: int, workers: int, servers: int) -> tuple[int, int]:
@@ -70,6 +78,29 @@ def test_no_worker_or_no_server_is_refused() -> None:
             server_cost(8, workers=workers, servers=servers)
     with pytest.raises(UserError, match="hosts: 1; allowed: 2 or more"):
         splits(8, 1, 0.1, LINK)
+
+
+def test_the_page_of_parameter_servers_prints_what_it_shows() -> None:
+    text = (ROOT / "docs" / "parameter_server.md").read_text(encoding="utf-8")
+    pairs = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(pairs) == 2
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec("\n".join(program for program, _ in pairs), {})
+    assert printed.getvalue() == "".join(shown for _, shown in pairs)
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: f"{row['rate']}-{row['servers']}")
+def test_what_was_measured_is_on_the_page(row: dict[str, Any]) -> None:
+    """Within 5 % of the formula where there are no more servers than workers; each row of the table is that of the
+    data."""
+    rate, (workers, servers) = float(row["rate"].removesuffix("mbit")) * 125e3, (row["workers"], row["servers"])
+    formula = server_cost(MEASURED["nbytes"], workers=workers, servers=servers).seconds(Link(0.0, rate))
+    mean = max(sum(own) / len(own) for own in row["seconds"])
+    assert servers > workers or abs(mean / formula - 1) < 0.05
+    text = (ROOT / "docs" / "parameter_server.md").read_text(encoding="utf-8")
+    cells = (f"{rate / 125e3:g} Mbit/s", f"{workers}, {servers}", f"{mean:.2f}", f"{formula:.2f}")
+    shown = f"| {' | '.join(cells)} | {mean / formula:.3f} |"
+    assert shown in text, shown
 
 
 def test_the_examples_run() -> None:

@@ -20,11 +20,9 @@ from jaxdist.launcher.options import make_plan
 
 ROOT = Path(__file__).parents[2]
 JAXDIST = [sys.executable, "-m", "jaxdist.cli.main"]
-TINY = (
-    "model.layers=1", "model.width=16", "model.heads=2", "data.global_batch=8", "data.seq_len=16", "mesh.fsdp=1",
-    "mesh.tensor=1", "mesh.data=-1", "devices.simulated=1", "train.eval_every=0", "observe.report=false",
-    "train.sample_tokens=0", "train.steps=3", "checkpoint.every=0",
-)  # fmt: skip
+MODEL = ("model.layers=1", "model.width=16", "model.heads=2", "data.global_batch=8", "data.seq_len=16")
+MESH = ("mesh.data=-1", "mesh.fsdp=1", "mesh.tensor=1", "devices.simulated=1")
+FEW = ("train.steps=3", "train.eval_every=0", "train.sample_tokens=0", "checkpoint.every=0", "observe.report=false")
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra elastic is not installed")
 # Two nodes of one cluster on this machine, until its standard input is closed.
 CLUSTER = """
@@ -80,21 +78,21 @@ def environ(**more: str) -> dict[str, str]:
 def two_nodes() -> Iterator[dict[str, str]]:
     """An environment with a cluster of two nodes, which ends at the end."""
     own = environ(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    command = [sys.executable, "-c", CLUSTER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=own, text=True, **pipes)  # type: ignore[call-overload]
-    try:
-        lines = (line.strip() for line in process.stdout)
-        yield own | {"RAY_ADDRESS": next(line for line in lines if line.rpartition(":")[2].isdecimal())}
-    finally:
-        process.stdin.close()
-        process.wait(60)
+    command, null = [sys.executable, "-c", CLUSTER], subprocess.DEVNULL
+    with subprocess.Popen(command, env=own, text=True, stdin=-1, stdout=-1, stderr=null) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            lines = (line.strip() for line in process.stdout)
+            yield own | {"RAY_ADDRESS": next(line for line in lines if line.rpartition(":")[2].isdecimal())}
+        finally:
+            process.stdin.close()
+            process.wait(60)
 
 
 @needs_ray
 @pytest.mark.slow
 def test_a_job_on_two_nodes(tmp_path: Path) -> None:
-    job = ["--", *JAXDIST, "train", "quickstart", *TINY, "--run-dir", str(tmp_path / "run")]
+    job = ["--", *JAXDIST, "train", "quickstart", *MODEL, *MESH, *FEW, "--run-dir", str(tmp_path / "run")]
     with two_nodes() as cluster:
         command = [*JAXDIST, "launch", "--ray", "-n", "1", "--nnodes", "2", *job]
         done = subprocess.run(command, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=180)
@@ -120,11 +118,11 @@ def test_nothing_outlives_the_command(number: int, tmp_path: Path) -> None:
     mark = f"mark-{secrets.token_hex(8)}"
     sleeps = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)", mark]
     command = [*JAXDIST, "launch", "--ray", "-n", "1", "--log-dir", str(tmp_path), "--", *sleeps]
-    process = subprocess.Popen(command, env=environ(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and "up" in process.stdout.readline()
-    assert marked(mark)
-    process.send_signal(number)
-    assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
+    with subprocess.Popen(command, env=environ(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "up" in process.stdout.readline()
+        assert marked(mark)
+        process.send_signal(number)
+        assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
     end = time.monotonic() + 30
     while marked(mark) and time.monotonic() < end:
         time.sleep(0.2)
