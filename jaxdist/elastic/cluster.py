@@ -94,6 +94,7 @@ def load_ray(*, secure: bool = False) -> Any:
             f"elastic: Ray {version} is installed; allowed: {oldest} or newer; pip install 'jaxdist[elastic]'"
         )
     stale = secure and MODE not in os.environ and "ray" in sys.modules
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of tasks whose result nobody needs any more
     if secure:
         os.environ.setdefault(MODE, "token")  # Ray joins without it, and is refused, unless the variable says so
     import ray
