@@ -26,7 +26,7 @@ from jaxdist.runtime.exit_status import SAME_S, STOPPED
 from jaxdist.runtime.network.addresses import format_address, free_port, port_problem
 from jaxdist.runtime.network.job_token import TOKEN, new_token, read_token
 
-RESERVE_S, READ_S, LOOK_S = 20.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
+RESERVE_S, READ_S, EACH_S = 20.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
 CHOSEN = ("--node-rank", "--coordinator", "--token-file")  # by Ray, for each host
 
 
@@ -176,7 +176,7 @@ def follow_hosts(ray: Any, hosts: Sequence[Any], signals: list[int], screen: Scr
     statuses: dict[int, int] = {}
     passed_on = 0
     while reading:
-        ready, _ = ray.wait(list(reading), timeout=LOOK_S)
+        ready, _ = ray.wait(list(reading), timeout=EACH_S)
         while len(signals) > passed_on:
             passed_on += 1
             for index in reading.values():
@@ -206,8 +206,8 @@ def run_on_ray(arguments: Sequence[str], prog: str = "jaxdist launch") -> int:
     plan, signals = make_ray_plan(arguments, prog), list[int]()
     token = read_token(os.environ) or new_token()
     with (
-        noted_signals(signals, SAME_S),
         cluster(cpus=plan.hosts * plan.cpus, gpus=plan.hosts * plan.gpus),
+        noted_signals(signals, SAME_S),  # after Ray, which puts a handler of its own in their place
         reserved(load_ray(), plan) as hosts,
     ):
         ray = load_ray()
