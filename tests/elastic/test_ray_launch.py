@@ -100,11 +100,6 @@ def test_a_job_on_two_nodes(tmp_path: Path) -> None:
         assert "[1] rank 1 of 2 joined" in done.stdout and "2 processes" in done.stdout
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
-        # The reserved hosts are free again, the exit status is the job's, and a third host is not there.
-        command = [*JAXDIST, "launch", "--ray", "-n", "1", "--nnodes", "2", "--max-restarts", "0"]
-        fails = [*command, "--log-dir", str(tmp_path / "logs"), "--", sys.executable, "-c", "raise SystemExit(2)"]
-        done = subprocess.run(fails, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2, done.stdout + done.stderr
         many = [*JAXDIST, "launch", "--ray", "-n", "1", "--nnodes", "2", "--host-cpus", "0.5", "--host-gpus", "1", *job]
         done = subprocess.run(many, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and done.stderr.count("error:") == 1, done.stderr
