@@ -21,8 +21,12 @@ from typing import Any
 from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
+from jaxdist.models.options.bert import Options as BertOptions
+from jaxdist.models.options.vit import Options as VitOptions
 
-SIZES: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "vocab": 260}
+VOCAB, IMAGE, LABELS = 260, 16, 10
+SIZES: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "vocab": VOCAB}
+ENCODER: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "dropout": 0.0}
 GROUPED: dict[str, Any] = {**SIZES, "style": "llama", "kv_heads": 2, "mlp_width": 48}
 SCALED: dict[str, Any] = {"rope_type": "llama3", "rope_factor": 4.0, "rope_positions": 40}
 FAMILIES = {
@@ -33,7 +37,10 @@ FAMILIES = {
     "Mistral, heads of 16 (Nemo)": ModelConfig(**GROUPED, head_width=16),
     "Qwen2, tied": ModelConfig(**GROUPED, qkv_bias=True, tied=True),
     "Qwen3, heads of 16": ModelConfig(**GROUPED, qk_norm=True, head_width=16),
+    "BERT, masked tokens": BertOptions(**ENCODER, name="bert", head="mlm", vocab=VOCAB),
+    "ViT, 16 patches": VitOptions(**ENCODER, name="vit", image_size=IMAGE, patch_size=4, classes=LABELS),
 }
+TASKS = {"gpt": "ForCausalLM", "bert": "ForMaskedLM", "vit": "ForImageClassification"}  # {model.name: AutoModel...}
 LAYOUTS = {
     "zero3, data=2 fsdp=2 tensor=2": (
         MeshConfig(data=2, fsdp=2, tensor=2),
@@ -48,14 +55,20 @@ OPTIMIZERS = {
 ROWS, LENGTH = 16, 16
 
 
-def batches(steps: int) -> list[dict[str, Any]]:
-    """Two batches in turn, so that losses fall: random tokens, of which a tenth does not count."""
+def batches(model: ModelConfig, steps: int) -> list[dict[str, Any]]:
+    """Two batches in turn, so that losses fall: random tokens or images, of whose targets a tenth does not count."""
     import numpy as np
 
-    found = []
+    found: list[dict[str, Any]] = []
     for i in range(steps):
         rng = np.random.default_rng(i % 2)
-        ids = rng.integers(0, SIZES["vocab"], (ROWS, LENGTH + 1)).astype(np.int32)
+        if model.name == "vit":
+            image = rng.standard_normal((ROWS, IMAGE, IMAGE, 3)).astype(np.float32)
+            label, weights = rng.integers(0, LABELS, ROWS).astype(np.int32), (rng.random(ROWS) < 0.9).astype(np.float32)
+            found.append({"image": image, "label": label, "weights": weights})
+            continue
+        # Without token 0, which is padding for BERT: torch leaves it out of the embedding's gradient.
+        ids = rng.integers(1, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
         weights = (rng.random((ROWS, LENGTH)) < 0.9).astype(np.float32)
         found.append({"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights})
     return found
@@ -70,35 +83,48 @@ def made(model: ModelConfig) -> Any:
     transformers: Any = importlib.import_module("transformers")
     fields = config_json(model.resolved(), positions=LENGTH, dtype="float32")
     kind = fields.pop("model_type")
-    found = transformers.AutoModelForCausalLM.from_config(
+    found = getattr(transformers, f"AutoModel{TASKS[model.name]}").from_config(
         transformers.AutoConfig.for_model(kind, **fields), attn_implementation="eager"
     )
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in found.named_parameters():
-            parameter.normal_(std=0.1).add_(1.0 if "norm" in name or ".ln_" in name else 0.0)
+            scale = any(part in name.lower() for part in ("norm", ".ln_")) and name.endswith("weight")
+            parameter.normal_(std=0.1).add_(1.0 if scale else 0.0)
     return found.eval()  # no dropout
 
 
-def torch_losses(model: Any, optimizer: OptimizerConfig, steps: int) -> list[float]:
+def torch_loss(model: Any, batch: dict[str, Any]) -> Any:
+    """Of a batch, by torch: the mean of the targets that count."""
+    import torch
+
+    given = {name: torch.tensor(value) for name, value in batch.items()}
+    if "image" in given:
+        logits, targets = model(given["image"].permute(0, 3, 1, 2)).logits, given["label"]
+    else:
+        logits, targets = model(given["inputs"].long()).logits.flatten(0, 1), given["targets"].flatten()
+    each = torch.nn.functional.cross_entropy(logits, targets.long(), reduction="none")
+    return (each * given["weights"].flatten()).sum() / given["weights"].sum()
+
+
+def torch_losses(theirs: Any, model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> list[float]:
     """Of each step, by torch."""
     import torch
 
-    matrices = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
+    def decays(name: str, parameter: Any) -> bool:  # ours has no dim of size 1 before the class token
+        return parameter.ndim >= 2 and "cls_token" not in name
+
+    named = list(theirs.named_parameters())
+    matrices = [each for name, each in named if decays(name, each)]
+    others = [each for name, each in named if not decays(name, each)]
     groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optimizer.name == "sgd":
         tx: Any = torch.optim.SGD(groups, lr=optimizer.lr, momentum=optimizer.momentum)
     else:
         tx = torch.optim.AdamW(groups, lr=optimizer.lr, betas=(optimizer.b1, optimizer.b2), eps=optimizer.eps)
     losses = []
-    for batch in batches(steps):
-        given = {name: torch.tensor(value) for name, value in batch.items()}
-        logits = model(given["inputs"].long()).logits
-        each = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), given["targets"].long().flatten(), reduction="none"
-        )
-        loss = (each * given["weights"].flatten()).sum() / given["weights"].sum()
+    for batch in batches(model, steps):
+        loss = torch_loss(theirs, batch)
         tx.zero_grad()
         loss.backward()
         tx.step()
@@ -126,7 +152,7 @@ def own_losses(folder: Path, run_dir: Path, config: Config, steps: int) -> list[
     with Checkpoints(run_dir / "checkpoints", keep=1, order=parts.order) as checkpoints:
         state: Any = checkpoints.restore(0, parts.target)
     losses = []
-    for batch in batches(steps):
+    for batch in batches(config.model, steps):
         state, metrics = parts.step(state, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC)))
         losses.append(float(metrics["loss"]))
     return losses
@@ -139,7 +165,7 @@ def compared(model: ModelConfig, steps: int) -> dict[str, dict[str, Any]]:
         theirs = made(model)
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(Path(folder) / "theirs", safe_serialization=True)
-            want = torch_losses(theirs, optimizer, steps)
+            want = torch_losses(theirs, model, optimizer, steps)
             for layout, (mesh, parallel) in LAYOUTS.items():
                 data = DataConfig(path=__file__, seq_len=LENGTH, global_batch=ROWS)
                 config = Config(model=model, data=data, mesh=mesh, parallel=parallel, optimizer=optimizer)
@@ -170,7 +196,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     versions = f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"8 simulated devices on {machine}, {versions}; {arguments.steps} steps of {ROWS} x {LENGTH} tokens")
+    print(f"8 simulated devices on {machine}, {versions}; {arguments.steps} steps of {ROWS} texts or images")
     columns = [f"{layout}: {name}" for layout in LAYOUTS for name in OPTIMIZERS]
     print(f"| family | losses | {' | '.join(columns)} |\n|{'---|' * (2 + len(columns))}")
     found: dict[str, Any] = {"versions": versions, "machine": machine}
