@@ -116,34 +116,28 @@ def replay_main(argv: Sequence[str], prog: str = "jaxdist replay") -> int:
     parser = CommandParser(prog=prog, description=about, **with_examples(_REPLAYS))
     parser.add_argument("log", metavar="LOG", help="elastic.jsonl, or its folder, with config.yaml beside it")
     arguments = parser.parse_args(argv)
-    from jaxdist.elastic.log import NAME, read_log
+    from jaxdist.elastic.log import LOG_NAME, read_log
 
     path = Path(arguments.log)
-    path = path / NAME if path.is_dir() else path
+    path = path / LOG_NAME if path.is_dir() else path
     return _replay(read_log(path), path)
 
 
 def _replay(events: list[dict[str, Any]], path: Path) -> int:
-    from jaxdist.elastic.replay import digest, replay
+    from jaxdist.elastic.replay import sha256_of, replay
     from jaxdist.elastic.worker import Worker, config_text
 
-    text = config_text(path.with_name("config.yaml"))
-
-    def worker_of(name: str) -> Worker:
-        worker = Worker(name, text, events[0]["period"])
-        worker.first()
-        return worker
-
-    asked = worker_of("w0")
-    again = replay(events, asked.numbers(), worker_of)
+    fresh = Worker("w0", config_text(path.with_name("config.yaml")), events[0]["period"])
+    fresh.first()
+    again = replay(events, fresh.numbers(), fresh.twin)
     said = [event for event in events if event["event"] == "end"]
     stale = Counter(p["staleness"] for event in events if event["event"] == "commit" for p in event["pushes"])
     print(f"replayed   version {again.version}, staleness {_shares(stale)}, bound {events[0]['bound']}")
-    print(f"replayed   {digest(again.flat)}")
+    print(f"replayed   {sha256_of(again.flat)}")
     if not said or said[-1]["version"] != again.version:
         print("logged     no end: the run was stopped")
         return DONE
-    same = said[-1]["sha256"] == digest(again.flat)
+    same = said[-1]["sha256"] == sha256_of(again.flat)
     print(f"logged     {said[-1]['sha256']}")
     print("the same bits" if same else f"OTHER BITS; losses differ by up to {again.loss_off:.3g}")
     return DONE if same else FAILED

@@ -23,7 +23,7 @@ from jaxdist.errors import UserError
 from jaxdist.runtime.network.connection import reach
 
 REACH_S, PROBE_S, FREE_S = 5.0, 15.0, 8.0  # for a connection, an answer of Ray's, and resources to become free
-ADDRESS, MODE, TOKEN = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+ADDRESS, MODE, RAY_TOKEN = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 OLDEST = (2, 60)  # of Ray; pyproject.toml has the same range
 LOCAL = "start one on this machine by leaving RAY_ADDRESS unset"
 
@@ -63,7 +63,7 @@ def cluster(*, cpus: float = 1, gpus: float = 0, address: str | None = None) -> 
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if os.environ[MODE].lower() == "token" and not has_token():
-            os.environ[TOKEN] = secrets.token_hex(32)
+            os.environ[RAY_TOKEN] = secrets.token_hex(32)
         folder = tempfile.mkdtemp(prefix="jaxdist-ray-", dir="/tmp")  # short: paths of sockets have 107 characters
         options: dict[str, Any] = {"num_cpus": max(1, cpus), "include_dashboard": False, "_temp_dir": folder}
     else:
@@ -106,7 +106,7 @@ def load_ray(*, secure: bool = False) -> Any:
 
 def has_token() -> bool:
     """Whether there is a token where Ray looks for one."""
-    if os.environ.get(TOKEN) or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    if os.environ.get(RAY_TOKEN) or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return True
     return (Path.home() / ".ray" / "auth_token").is_file()
 

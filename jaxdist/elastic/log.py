@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from jaxdist.config.json_reader import parse_json
+from jaxdist.elastic.rule import Event
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, read_regular
 
-NAME = "elastic.jsonl"
+LOG_NAME = "elastic.jsonl"
 LOG_BYTES, WORKERS = 1 << 30, 100_000
 _COUNT = int
 # The keys of each kind of line, and their types. A line may have others, which nobody reads.
@@ -29,7 +30,6 @@ EVENTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "end": {"version": int, "sha256": str},
 }  # fmt: skip
 PUSH = {"worker": str, "clock": int, "base": int, "staleness": int}
-Event = dict[str, Any]
 
 
 class Log:
@@ -72,17 +72,17 @@ def read_log(path: Path) -> list[Event]:
             raise UserError(f"{path}: larger than {LOG_BYTES} bytes; a log of jaxdist elastic is not")
         *lines, _ = read_regular(path).split(b"\n")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the {NAME} of a run of jaxdist elastic") from error
+        raise UserError(f"{path}: {error.strerror}; give the {LOG_NAME} of a run of jaxdist elastic") from error
     events = []
     for number, line in enumerate(lines, start=1):
         try:
             events.append(_checked(parse_json(line)))
         except ValueError as error:
             raise UserError(
-                f"{path}:{number}: {error}; give the {NAME} of a run of jaxdist elastic, unchanged"
+                f"{path}:{number}: {error}; give the {LOG_NAME} of a run of jaxdist elastic, unchanged"
             ) from error
     if not events or events[0]["event"] != "start":
-        raise UserError(f"{path}: does not begin with an event start; give the {NAME} of a run of jaxdist elastic")
+        raise UserError(f"{path}: does not begin with an event start; give the {LOG_NAME} of a run of jaxdist elastic")
     return events
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.errors import UserError, nearest
 
-Slots = dict[str, np.ndarray]
+OuterSlots = dict[str, np.ndarray]
 
 
 class Outer(NamedTuple):
@@ -21,36 +21,36 @@ class Outer(NamedTuple):
     lr: float
     momentum: float
 
-    def slots(self, flat: np.ndarray) -> Slots:
+    def slots(self, flat: np.ndarray) -> OuterSlots:
         """What the rule remembers, at the start."""
         return {name: np.zeros_like(flat) for name in RULES[self.name][1]}
 
-    def apply(self, flat: np.ndarray, slots: Slots, moved: np.ndarray) -> tuple[np.ndarray, Slots]:
+    def apply(self, flat: np.ndarray, slots: OuterSlots, moved: np.ndarray) -> tuple[np.ndarray, OuterSlots]:
         """The parameters and the memory after a version. The old ones, which others still read, stay as they are."""
         return RULES[self.name][0](flat, slots, moved, flat.dtype.type(self.lr), flat.dtype.type(self.momentum))
 
 
 def _sgd(
-    flat: np.ndarray, slots: Slots, moved: np.ndarray, lr: np.floating, momentum: np.floating
-) -> tuple[np.ndarray, Slots]:
+    flat: np.ndarray, slots: OuterSlots, moved: np.ndarray, lr: np.floating, momentum: np.floating
+) -> tuple[np.ndarray, OuterSlots]:
     return flat - lr * moved, slots
 
 
 def _momentum(
-    flat: np.ndarray, slots: Slots, moved: np.ndarray, lr: np.floating, momentum: np.floating
-) -> tuple[np.ndarray, Slots]:
+    flat: np.ndarray, slots: OuterSlots, moved: np.ndarray, lr: np.floating, momentum: np.floating
+) -> tuple[np.ndarray, OuterSlots]:
     trace = moved + momentum * slots["trace"]
     return flat - lr * trace, {"trace": trace}
 
 
 def _nesterov(
-    flat: np.ndarray, slots: Slots, moved: np.ndarray, lr: np.floating, momentum: np.floating
-) -> tuple[np.ndarray, Slots]:
+    flat: np.ndarray, slots: OuterSlots, moved: np.ndarray, lr: np.floating, momentum: np.floating
+) -> tuple[np.ndarray, OuterSlots]:
     trace = moved + momentum * slots["trace"]
     return flat - lr * (moved + momentum * trace), {"trace": trace}
 
 
-_Apply = Callable[[np.ndarray, Slots, np.ndarray, np.floating, np.floating], tuple[np.ndarray, Slots]]
+_Apply = Callable[[np.ndarray, OuterSlots, np.ndarray, np.floating, np.floating], tuple[np.ndarray, OuterSlots]]
 RULES: dict[str, tuple[_Apply, tuple[str, ...]]] = {
     "sgd": (_sgd, ()), "momentum": (_momentum, ("trace",)), "nesterov": (_nesterov, ("trace",)),
 }  # fmt: skip

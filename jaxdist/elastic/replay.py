@@ -26,7 +26,7 @@ class Replayed(NamedTuple):
     loss_off: float
 
 
-def digest(flat: np.ndarray) -> str:
+def sha256_of(flat: np.ndarray) -> str:
     """The SHA-256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(flat)).hexdigest()
 

@@ -23,7 +23,7 @@ class Push(NamedTuple):
     loss: float
 
 
-class Rule:
+class BoundedStaleness:
     """The state of a run, and what happens to it. Every change is told to `log`, in order.
 
     - A commit may go if no worker that is still at work would be staler than `bound` after it. It takes the push that

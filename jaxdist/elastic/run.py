@@ -1,4 +1,4 @@
-"""An elastic run on Ray: servers and workers as actors, and one program that decides the order, by `rule.Rule`.
+"""An elastic run on Ray: servers and workers are actors, and one program decides the order (`jaxdist.elastic.rule`).
 
 Parameters and pushes go from actor to actor as Ray's objects; this program holds references to them only. All calls of
 a server come from here, so that all K servers see them in one order: what is read between two commits is one version.
@@ -14,26 +14,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.elastic.cluster import load_ray
-from jaxdist.elastic.log import NAME, Log, read_log
+from jaxdist.elastic.log import LOG_NAME, Log, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import digest
-from jaxdist.elastic.rule import Rule
+from jaxdist.elastic.replay import sha256_of
+from jaxdist.elastic.rule import BoundedStaleness
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.files.regular import read_regular, replace_file
 from jaxdist.runtime.run_claim import RunClaim
 
-TURN_S = 0.05  # between two looks at who is silent
+_TURN_S = 0.05  # between two looks at who is silent
 BEATS = 4  # signs of life within the patience
-RESTARTS = 5  # of servers, and of workers before any has pushed
+_RESTARTS = 5  # of servers, and of workers before any has pushed
 
 
 class Settings(NamedTuple):
     """What `jaxdist elastic` is told, beside the configuration.
 
     - workers, servers: how many.
-    - bound, patience: see `rule.Rule`.
+    - bound, patience: see `rule.BoundedStaleness`.
     - period: steps of a round.
     - rounds: rounds of all workers together, after which the run ends.
     - outer: the servers' rule.
@@ -60,7 +60,7 @@ class Result(NamedTuple):
     staleness: dict[int, int]
 
 
-class Run:
+class ElasticRun:
     """One run, from its actors' start to the last commit.
 
     Args:
@@ -87,7 +87,7 @@ class Run:
     ) -> None:
         self.ray, self.settings, self.text, self.folder = load_ray(), settings, text, folder
         self.log, self.say, self._worker, self._options = log, say, worker, options or {}
-        self.rule = Rule(bound=settings.bound, patience=settings.patience, log=self._told)
+        self.rule = BoundedStaleness(bound=settings.bound, patience=settings.patience, log=self._told)
         self.staleness: Counter[int] = Counter()
         self.rule.pushes = pushes_in(before)
         self._resumed = bool(before)
@@ -147,7 +147,7 @@ class Run:
         """Take in what has come, say who is lost, commit what may go, and give work to who has none."""
         ready, _ = self.ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
         if not ready:
-            ready, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=TURN_S)
+            ready, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=_TURN_S)
         now = time.monotonic()
         for reference in ready:
             if reference in self.pending:  # the loss of a server clears some
@@ -250,7 +250,7 @@ class Run:
                 self.call("drop", name)
         self._asked = bool(self.servers)
         self._failed += self.rule.pushes == 0
-        if self._failed > RESTARTS:
+        if self._failed > _RESTARTS:
             last = next((line for line in reversed(said.splitlines()) if line.strip()), reason).strip()
             raise RunStopped(f"elastic: {self._failed} workers have died before any has pushed: {last[-300:]}")
         self.start_worker()
@@ -277,7 +277,7 @@ class Run:
     def _restore(self) -> None:
         """Servers that have died come back, and all of them go to the newest version that all have saved."""
         self._restarts += 1
-        if self._restarts > RESTARTS:
+        if self._restarts > _RESTARTS:
             raise RunStopped(f"elastic: servers have died {self._restarts} times; see {self.folder}")
         self.servers = [s if self._alive(s) else self.start_server(k) for k, s in enumerate(self.servers)]
         try:
@@ -317,7 +317,7 @@ class Run:
             return
         cuts = bounds(flat.size, self.settings.servers)
         self.ray.get([server.begin.remote(flat[a:b]) for server, (a, b) in zip(self.servers, cuts, strict=True)])
-        self.log(described(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype)})
+        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype)})
 
     def _end(self) -> Result:
         """The parameters of the last version, and their loss, by a worker that has nothing to do."""
@@ -325,11 +325,11 @@ class Run:
         flat, loss = np.concatenate(self.ray.get(parts)), None
         if self.idle:
             loss = self.ray.get(self.workers[self.idle[0]].evaluate.remote(*parts))
-        self.log({"event": "end", "version": self.rule.version, "sha256": digest(flat), "loss": loss})
+        self.log({"event": "end", "version": self.rule.version, "sha256": sha256_of(flat), "loss": loss})
         return Result(flat, self.rule.version, loss, dict(self.staleness))
 
 
-def described(settings: Settings) -> dict[str, Any]:
+def first_line(settings: Settings) -> dict[str, Any]:
     """The first line of a log, without what only a worker knows: all on which the parameters depend, and more."""
     outer = settings.outer._asdict()
     return {"event": "start", **settings._asdict(), "outer": outer.pop("name"), **outer}
@@ -354,21 +354,21 @@ def run_elastic(
     *,
     worker: type = Worker,
     options: dict[str, dict[str, Any]] | None = None,
-    disturb: Callable[["Run", dict[str, Any]], None] | None = None,
+    disturb: Callable[["ElasticRun", dict[str, Any]], None] | None = None,
 ) -> Result:
     """Run in a cluster that this program has joined (`cluster.cluster`). The run directory gets config.yaml, the log,
     and what servers save; where it has them already, the run goes on.
 
     Args:
-        settings, text, folder, say, worker, options: As of `Run`.
+        settings, text, folder, say, worker, options: As of `ElasticRun`.
         disturb: Is given the run and every event, for tests that kill.
 
     Raises `UserError` where the run directory is that of another run, or of another program.
     """
     with RunClaim(folder) as claim:
-        path = claim.follow() / NAME
+        path = claim.follow() / LOG_NAME
         before = read_log(path) if path.exists() and path.stat().st_size else []
-        for key, value in described(settings).items():
+        for key, value in first_line(settings).items():
             if before and key not in ("workers", "gpus", "rounds", "patience") and before[0].get(key) != value:
                 what = (
                     f"--{key.replace('_', '-')}: {value}, but the run in {folder} was started with {before[0].get(key)}"
@@ -380,7 +380,7 @@ def run_elastic(
         elif read_regular(folder / "config.yaml") != text.encode():
             raise UserError(f"config: other settings than those of {folder}; use these, or give another --run-dir")
         with Log(path, time.monotonic) as log:
-            run = Run(settings, text, folder.resolve(), log, before, say, worker, options)
+            run = ElasticRun(settings, text, folder.resolve(), log, before, say, worker, options)
             if disturb is not None:
                 run.log = lambda event: (log(event), disturb(run, event))[0]
             return run.run()

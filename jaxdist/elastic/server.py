@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.elastic.outer import Outer
 from jaxdist.files.regular import read_regular, replace_file
 
-KEPT = 3  # files of a server: another one may have saved a version less when it was killed
+SERVER_FILES = 3  # files of a server: another one may have saved a version less when it was killed
 DIGEST = 32  # bytes of SHA-256 before the arrays of a file
 
 
@@ -73,7 +73,7 @@ class Server:
         np.savez(file, **arrays)
         data = file.getvalue()
         replace_file(self.folder / f"{self.version}.part", hashlib.sha256(data).digest() + data)
-        for version in sorted(self.saved())[:-KEPT]:
+        for version in sorted(self.saved())[:-SERVER_FILES]:
             (self.folder / f"{version}.part").unlink()
 
     def saved(self) -> list[int]:

@@ -18,7 +18,7 @@ from jaxdist.errors import UserError
 _SEEDS = 1 << 31
 
 
-class Job(NamedTuple):
+class WorkerJob(NamedTuple):
     """What the workers of a process share: the configuration, the parts that were built of it, the data, the mesh."""
 
     config: Any
@@ -36,7 +36,7 @@ class Done(NamedTuple):
 
 
 @cache  # once a process: the step is compiled for all workers in it
-def make_job(text: str) -> Job:
+def make_job(text: str) -> WorkerJob:
     """Start jax as a configuration (its YAML) says, and build its parts. Raises `UserError`."""
     from dataclasses import asdict
 
@@ -55,7 +55,7 @@ def make_job(text: str) -> Job:
     if jax.process_count() > 1:
         raise UserError("elastic: a worker is one process, which may have several devices; start no job around it")
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
-    return Job(config, assemble(config, mesh), load_data(config), mesh)
+    return WorkerJob(config, assemble(config, mesh), load_data(config), mesh)
 
 
 def config_text(path: Path) -> str:
@@ -65,7 +65,7 @@ def config_text(path: Path) -> str:
     return to_yaml(load_config(path))
 
 
-def _first_state(job: Job) -> Any:
+def _first_state(job: WorkerJob) -> Any:
     from jaxdist.trainer.first_state import first_state
 
     return first_state(job.config, job.parts, job.mesh, lambda line: None)[0]
@@ -99,23 +99,37 @@ class Worker:
     def first(self) -> None:
         """Start jax, and compile the step, so that no round waits. Raises `UserError`: the configuration is wrong."""
         import jax
+
+        self.job = make_job(self.text)
+        self.state = _first_state(self.job)
+        self._loader = self._make_loader()
+        copy = jax.tree.map(lambda leaf: leaf.copy(), self.state)  # the step takes the buffers of its state
+        jax.block_until_ready(self.job.parts.step(copy, self._loader.batch(0)))
+
+    def twin(self, name: str) -> "Worker":
+        """Another worker in this process, at its beginning. This one must be at its own."""
+        import jax
+
+        assert self.clock == 0
+        made = Worker(name, self.text, self.period)
+        made.job, made.state = self.job, jax.tree.map(lambda leaf: leaf.copy(), self.state)
+        made._loader = made._make_loader()
+        return made
+
+    def _make_loader(self) -> Any:
         from jax.sharding import NamedSharding
 
         from jaxdist.data import make_loader
         from jaxdist.specs import BATCH_SPEC
 
-        self.job = make_job(self.text)
-        self.state = _first_state(self.job)
         data, seed = self.job.config.data, self.job.config.train.seed
-        self._loader = make_loader(
+        return make_loader(
             self.job.source,
             seq_len=data.seq_len,
             global_batch=data.global_batch,
             seed=(seed + 1_000_003 * (1 + worker_index(self.name))) % _SEEDS,
             sharding=NamedSharding(self.job.mesh, BATCH_SPEC),
         )
-        copy = jax.tree.map(lambda leaf: leaf.copy(), self.state)  # the step takes the buffers of its state
-        jax.block_until_ready(self.job.parts.step(copy, self._loader.batch(0)))
 
     def numbers(self) -> np.ndarray:
         """The parameters that a run begins with, alike for all workers."""

@@ -3,10 +3,10 @@
     python scripts/bench/parameter_server.py [--hosts 4] [--rates 20mbit,40mbit] [--mb 4] [--rounds 7] [--json OUT]
 
 Each actor has a virtual host of its own, behind a link of the given rate, and each host is a node of one Ray cluster.
-In a round every worker pushes an equal part of N bytes to every server; a server sums that part of all workers, and
-sends the sum back to each. A round ends for a worker when it has all parts. All splits of the hosts are measured, one
-after the other in the same cluster: the mean of many rounds in a row. Needs root, network namespaces (see
-scripts/virtual_hosts.py) and Ray.
+In a round every worker pushes an equal part of N bytes to every server; a server moves its parameters by the mean of
+what all workers have pushed, and sends them to each. A round ends for a worker when it has all parts. All splits of the
+hosts are measured, one after the other in the same cluster: the mean of many rounds in a row. Needs root, network
+namespaces (see scripts/virtual_hosts.py) and Ray.
 """
 
 import json
@@ -27,6 +27,8 @@ import numpy as np
 from jaxdist.collectives import Link, cost
 from jaxdist.collectives.parameter_server import server_cost
 from jaxdist.elastic.cluster import load_ray
+from jaxdist.elastic.outer import make_outer
+from jaxdist.elastic.server import Server
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import SUBNET, unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
@@ -38,43 +40,43 @@ WARM_UP = 2  # rounds that are not counted: connections, and the burst of the sh
 FOLDER, END = "PARAMETER_SERVER_FOLDER", "end"  # of Ray on each host; a file by which host 0 ends the others
 
 
-class Server:
-    """One part of the parameters: sums what all workers push in a round, and gives the sum to each."""
+class Waiting:
+    """A server of `jaxdist.elastic` that holds back its answers until all workers have pushed."""
 
-    def __init__(self, workers: int) -> None:
-        self.workers, self.arrived, self.rounds = workers, threading.Condition(), dict[int, dict[str, Any]]()
+    def __init__(self, workers: int, size: int) -> None:
+        self.workers, self.arrived, self.results = workers, threading.Condition(), dict[int, Any]()
+        self.server = Server(0, make_outer("sgd", 1.0, 0.0), None)
+        self.server.begin(np.zeros(size, np.float32))
 
-    def push(self, number: int, part: np.ndarray) -> list[Any]:
-        """A reference to the sum of this round, when the last worker has pushed."""
+    def push(self, number: int, worker: str, part: np.ndarray) -> list[Any]:
+        """A reference to the new parameters, when the last worker has pushed."""
         with self.arrived:
-            own = self.rounds.setdefault(number, {"count": 0, "sum": np.zeros_like(part), "result": None})
-            own["sum"] += part
-            own["count"] += 1
-            if own["count"] == self.workers:
-                own["result"] = load_ray().put(own["sum"])
-                self.rounds.pop(number - 1, None)
+            assert not self.server.stage(worker, part)
+            if len(self.server.staged) == self.workers:
+                self.server.commit(sorted(self.server.staged))
+                self.results = {number: load_ray().put(self.server.read())}
                 self.arrived.notify_all()
-            self.arrived.wait_for(lambda: own["result"] is not None)
-            return [own["result"]]
+            self.arrived.wait_for(lambda: number in self.results)
+            return [self.results[number]]
 
 
 class Worker:
-    """A worker whose gradients are all the same number."""
+    """A worker whose gradients are all the same number, that of the worker."""
 
-    def __init__(self, servers: list[Any], size: int, value: float) -> None:
-        self.servers, self.parts = servers, [np.full(size // len(servers), value, np.float32) for _ in servers]
+    def __init__(self, servers: list[Any], size: int, number: int) -> None:
+        self.servers, self.name = servers, str(number)
+        self.parts = [np.full(size // len(servers), number, np.float32) for _ in servers]
 
-    def run(self, rounds: int, expected: float) -> list[float]:
-        """The seconds of each round."""
+    def run(self, rounds: int, mean: float) -> list[float]:
+        """The seconds of each round, in which the parameters move by the mean of all workers' gradients."""
         ray, seconds = load_ray(), []
         for number in range(rounds):
             start = time.perf_counter()
-            answers = [
-                server.push.remote(number, ray.put(part)) for server, part in zip(self.servers, self.parts, strict=True)
-            ]
-            sums = ray.get([answer[0] for answer in ray.get(answers)])
+            pushes = [(number, self.name, ray.put(part)) for part in self.parts]
+            answers = [server.push.remote(*push) for server, push in zip(self.servers, pushes, strict=True)]
+            pulled = ray.get([answer[0] for answer in ray.get(answers)])
             seconds.append(time.perf_counter() - start)
-            assert all((each == expected).all() for each in sums)
+            assert all((each == -mean * (number + 1)).all() for each in pulled)
         return seconds
 
 
@@ -112,10 +114,9 @@ def measure_here(hosts: int, size: int, rounds: int) -> None:
 
     for servers in range(1, hosts):
         workers = hosts - servers
-        parts = [make(Server, workers + k, workers) for k in range(servers)]
-        loops = [make(Worker, index, parts, size, index + 1.0) for index in range(workers)]
-        expected = workers * (workers + 1) / 2
-        seconds = ray.get([loop.run.remote(WARM_UP + rounds, expected) for loop in loops])
+        parts = [make(Waiting, workers + k, workers, size // servers) for k in range(servers)]
+        loops = [make(Worker, index, parts, size, index + 1) for index in range(workers)]
+        seconds = ray.get([loop.run.remote(WARM_UP + rounds, (workers + 1) / 2) for loop in loops])
         counted = [[round(each, 4) for each in own[WARM_UP:]] for own in seconds]
         print(json.dumps({"workers": workers, "servers": servers, "seconds": counted}), flush=True)
         for actor in (*loops, *parts):

@@ -15,10 +15,10 @@ from elastic_toy import Toy
 from syntax import ROOT
 
 from jaxdist.elastic.cluster import cluster
-from jaxdist.elastic.log import NAME, read_log
+from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import digest, replay
-from jaxdist.elastic.run import Run, Settings, run_elastic
+from jaxdist.elastic.replay import sha256_of, replay
+from jaxdist.elastic.run import ElasticRun, Settings, run_elastic
 from jaxdist.errors import UserError
 
 pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
@@ -44,9 +44,9 @@ def play(settings: Settings, folder: Path, disturb: Any = None) -> Any:
 
 def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]:
     """The log's staleness is in the bound, and it gives the same bits in this process."""
-    events = read_log(folder / NAME)
+    events = read_log(folder / LOG_NAME)
     again = replay(events, Toy("w0").numbers(), Toy)
-    assert digest(again.flat) == events[-1]["sha256"] == digest(result.flat) and again.version == result.version
+    assert sha256_of(again.flat) == events[-1]["sha256"] == sha256_of(result.flat) and again.version == result.version
     stale = [push["staleness"] for event in events if event["event"] == "commit" for push in event["pushes"]]
     assert max(stale) <= settings.bound
     return events
@@ -55,7 +55,7 @@ def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]
 def test_workers_are_killed_stopped_and_started(ray: Any, tmp_path: Path) -> None:
     done: list[int] = []
 
-    def disturb(run: Run, event: dict[str, Any]) -> None:
+    def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
         if event["event"] == "commit" and run.rule.pushes >= 8 * (1 + len(done)) and len(done) < 2:
             pid = ray.get(next(reversed(run.workers.values())).pid.remote())
             os.kill(pid, (signal.SIGKILL, signal.SIGSTOP)[len(done)])
@@ -73,19 +73,14 @@ def test_workers_are_killed_stopped_and_started(ray: Any, tmp_path: Path) -> Non
 
 
 def test_a_killed_server_comes_back_with_all_but_its_last_round(ray: Any, tmp_path: Path) -> None:
-    done: list[int] = []
+    pids: list[int] = []
 
-    def disturb(run: Run, event: dict[str, Any]) -> None:
-        if event["event"] == "commit" and run.rule.version == 12 and not done:
-            done.append(1)
-            pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if server_of(path, run.folder)]
-            os.kill(max(pids), signal.SIGKILL)
-
-    def server_of(process: Path, folder: Path) -> bool:
-        try:
-            return b"ray::Server" in (process / "cmdline").read_bytes()
-        except OSError:
-            return False
+    def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
+        if event["event"] == "commit" and run.rule.version == 3:
+            pids.append(ray.get(run.servers[1].__ray_call__.remote(lambda server: os.getpid())))
+        if event["event"] == "commit" and run.rule.version == 12 and len(pids) == 1:
+            os.kill(pids[0], signal.SIGKILL)
+            pids.append(0)
 
     result = play(SETTINGS, tmp_path / "run", disturb)
     events = check(tmp_path / "run", SETTINGS, result)

@@ -10,7 +10,7 @@ from elastic_toy import SIZE, Toy
 
 from jaxdist.elastic.outer import RULES, Outer
 from jaxdist.elastic.replay import Works, replay
-from jaxdist.elastic.rule import Rule
+from jaxdist.elastic.rule import BoundedStaleness
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Done
 
@@ -31,7 +31,7 @@ class Simulated:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
-        self.rule = Rule(bound=self.bound, patience=PATIENCE, log=self.events.append)
+        self.rule = BoundedStaleness(bound=self.bound, patience=PATIENCE, log=self.events.append)
         self.outer = Outer(self.dice.choice(list(RULES)), 0.7, 0.5)
         self.servers = [Server(k, self.outer, None) for k in range(self.parts)]
         self.first = np.arange(SIZE, dtype=np.float32)
@@ -182,9 +182,9 @@ def test_a_replay_sees_work_that_differs() -> None:
     assert replayed(run, Other).flat.tobytes() != run.flat().tobytes()
 
 
-def quiet(bound: int, workers: int) -> tuple[Rule, list[dict[str, Any]]]:
+def quiet(bound: int, workers: int) -> tuple[BoundedStaleness, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
-    rule = Rule(bound=bound, patience=10, log=events.append)
+    rule = BoundedStaleness(bound=bound, patience=10, log=events.append)
     for worker in range(workers):
         rule.pull(f"w{worker}", 0.0)
     return rule, events
