@@ -36,7 +36,7 @@ from jaxdist.observe import measured_on
 
 PORT = 6379
 HEAD = f"{SUBNET}.1:{PORT}"
-WARM_UP = 2  # rounds that are not counted: connections, and the burst of the shaper
+WARM_UP = 3  # rounds that are not counted: connections and their windows grow, and the burst of the shaper is used up
 FOLDER, END = "PARAMETER_SERVER_FOLDER", "end"  # of Ray on each host; a file by which host 0 ends the others
 
 
@@ -141,7 +141,9 @@ def measure(rate: str, hosts: int, size: int, rounds: int) -> list[dict[str, Any
     link = Link(latency_s=0.0, bytes_per_s=float(rate.removesuffix("mbit")) * 125e3)
     with tempfile.TemporaryDirectory(prefix="ps-", dir="/tmp") as folder, tempfile.TemporaryDirectory() as shared:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        environ = {**os.environ, **token, FOLDER: folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        # Ray makes its workers nice to other programs, by 15: they would wait for the processor, not for the link.
+        options = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        environ = {**os.environ, **token, **options, FOLDER: folder}
         end = str(Path(shared) / END)
         command = [sys.executable, __file__, "--on-host", end]
         command += ["--hosts", str(hosts), "--mb", str(size * 4 / 1e6), "--rounds", str(rounds)]
