@@ -45,11 +45,12 @@ class Case(NamedTuple):
     scan_blocks: int = 1
     collective_matmul: bool = False  # in a pipeline without conditions
     options: tuple[tuple[str, Any], ...] = ()  # of the model, besides
+    documents: bool = False  # several in a row, which do not see each other
 
     def __str__(self) -> str:
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
         last = ("collective_matmul",) if self.collective_matmul else ()
-        last += tuple(key for key, _ in self.options)
+        last += tuple(key for key, _ in self.options) + ("documents",) * self.documents
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
 
 
@@ -87,13 +88,17 @@ def batch_size(case: Case) -> int:
     return 32 if case.mesh[0] * case.mesh[1] in (1, 2, 4, 8) else 4 * case.mesh[0] * case.mesh[1]
 
 
-def make_batch(size: int, step: int) -> dict[str, np.ndarray]:
+def make_batch(size: int, step: int, *, documents: bool = False) -> dict[str, np.ndarray]:
     """Ragged masks: the share of counted tokens grows along the batch, and one row counts none."""
     rng = np.random.default_rng(step)
     ids = rng.integers(0, VOCAB, (size, SEQ + 1)).astype(np.int32)
     weights = (rng.random((size, SEQ)) < np.linspace(0.02, 1, size)[:, None]).astype(np.float32)
     weights[size // 2] = 0
-    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+    if documents:  # of any length, and in some rows only one
+        first = (rng.random((size, SEQ)) < np.linspace(0, 0.7, size)[:, None]) * np.arange(SEQ)
+        batch["documents"] = np.maximum.accumulate(first, axis=1).astype(np.int32)
+    return batch
 
 
 def optimizer(*, deterministic: bool = False) -> optax.GradientTransformation:
@@ -114,7 +119,7 @@ def initial(config: ModelConfig, policy: str) -> Any:
 
 
 @functools.cache
-def reference(config: ModelConfig, size: int, policy: str) -> Reference:
+def reference(config: ModelConfig, size: int, policy: str, *, documents: bool = False) -> Reference:
     """Three steps on one device, with the oracle's loss and plain optax."""
     params, tx = initial(config, policy), optimizer()
 
@@ -127,7 +132,7 @@ def reference(config: ModelConfig, size: int, policy: str) -> Reference:
 
     losses, all_grads, opt_state = [], [], jax.jit(tx.init)(params)
     for i in range(3):
-        loss, grads, params, opt_state = step(params, opt_state, make_batch(size, i))
+        loss, grads, params, opt_state = step(params, opt_state, make_batch(size, i, documents=documents))
         losses.append(float(loss))
         all_grads.append(jax.device_get(grads))
     return Reference(losses, all_grads, jax.device_get(params))
@@ -167,7 +172,8 @@ def run(case: Case, policy: str, steps: int) -> Reference:
     mesh, state = target.step.sharding.mesh, place_params(initial(model_config(case), policy), tx, target)
     losses, grads = [], []
     for i in range(steps):
-        batch = jax.device_put(make_batch(batch_size(case), i), NamedSharding(mesh, BATCH_SPEC))
+        batch = make_batch(batch_size(case), i, documents=case.documents)
+        batch = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         grads.append(jax.device_get(metrics["grads"]))
@@ -176,7 +182,7 @@ def run(case: Case, policy: str, steps: int) -> Reference:
 
 def check_wide(case: Case) -> None:
     with jax.enable_x64(True):
-        want = reference(model_config(case), batch_size(case), "fp64")
+        want = reference(model_config(case), batch_size(case), "fp64", documents=case.documents)
         got = run(case, "fp64", 3)
         assert max(abs(a - b) / b for a, b in zip(got.losses, want.losses, strict=True)) < 1e-10
         for step in range(3):
@@ -186,7 +192,7 @@ def check_wide(case: Case) -> None:
 
 def check_fp32(case: Case) -> None:
     with jax.enable_x64(True):
-        want = reference(model_config(case), batch_size(case), "fp64")
+        want = reference(model_config(case), batch_size(case), "fp64", documents=case.documents)
         got = run(case, "fp32", 1)
     assert got.losses[0] == pytest.approx(want.losses[0], rel=1e-5)
     assert jax.tree.leaves(got.grads[0])[0].dtype == jnp.float32

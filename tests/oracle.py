@@ -46,10 +46,9 @@ def turns(config: Any) -> list[float]:
     return found
 
 
-def rotate(x: jax.Array, frequencies: list[float]) -> jax.Array:
-    length, width = x.shape[1], x.shape[-1]
-    angle = np.arange(length)[:, None] * np.asarray(frequencies)
-    turn = jnp.asarray(np.exp(1j * angle))[None, :, None, :]
+def rotate(x: jax.Array, frequencies: list[float], at: jax.Array) -> jax.Array:
+    width = x.shape[-1]
+    turn = jnp.exp(1j * at[..., None] * np.asarray(frequencies))[:, :, None, :]
     pair = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * turn.astype(jnp.result_type(x.dtype, jnp.complex64))
     return jnp.concatenate([pair.real, pair.imag], -1).astype(x.dtype)
 
@@ -60,7 +59,7 @@ def linear(x: jax.Array, params: PyTree) -> jax.Array:
     return y + params["bias"].reshape(-1) if "bias" in params else y
 
 
-def attention(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
+def attention(x: jax.Array, params: PyTree, config: Any, starts: jax.Array) -> jax.Array:
     batch, length, _ = x.shape
     kv, group = config.kv_heads, config.heads // config.kv_heads
     qkv = linear(x, params["qkv"]["linear"]).reshape(batch, length, kv, group + 2, config.head_width)
@@ -69,10 +68,11 @@ def attention(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
     if config.qk_norm:
         q, k = (norm(y, params[f"{one}_norm"], eps=config.norm_eps, centre=False) for y, one in ((q, "q"), (k, "k")))
     if config.positions == "rope":
-        q, k = rotate(q, turns(config)), rotate(k, turns(config))
+        q, k = (rotate(y, turns(config), np.arange(length) - starts) for y in (q, k))
     scores = jnp.einsum("bqhk,bthk->bhqt", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
     ago = np.arange(length)[:, None] - np.arange(length)
-    scores = jnp.where((ago >= 0) & (ago < (config.window or length)), scores, -jnp.inf)
+    seen = (ago >= 0) & (ago < (config.window or length)) & (np.arange(length) >= starts[:, None, :, None])
+    scores = jnp.where(seen, scores, -jnp.inf)
     mixed = jnp.einsum("bhqt,bthk->bqhk", jax.nn.softmax(scores), v)
     return linear(mixed.reshape(batch, length, -1), params["out"])
 
@@ -90,13 +90,14 @@ def mlp(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
 def loss(params: PyTree, batch: PyTree, config: Any) -> jax.Array:
     """Mean cross-entropy over the weights of the whole batch. `config` is a resolved ModelConfig."""
     embed, head = params["embed"], params["head"]
+    starts = jnp.asarray(batch.get("documents", jnp.zeros_like(batch["inputs"])))  # where each token's document begins
     options = {"eps": config.norm_eps, "centre": config.norm == "layernorm"}
     h = embed["tokens"]["table"][batch["inputs"]]
     if config.positions == "learned":
-        h = h + embed["positions"]["table"][: h.shape[1]]
+        h = h + embed["positions"]["table"][np.arange(h.shape[1]) - starts]
 
     def through(h: jax.Array, block: PyTree) -> tuple[jax.Array, None]:
-        h = h + attention(norm(h, block["norm1"], **options), block["attention"], config)
+        h = h + attention(norm(h, block["norm1"], **options), block["attention"], config, starts)
         return h + mlp(norm(h, block["norm2"], **options), block["mlp"], config), None
 
     h, _ = jax.lax.scan(through, h, params["blocks"])

@@ -65,6 +65,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         )
     _check_profile(config)
     check_flags(config.devices.xla.flags)
+    _check_documents(config)
     if not planned:
         check_packages(config.observe)
     _check_precision(config)
@@ -83,6 +84,15 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
     check_layout(config)
     return config
+
+
+def _check_documents(config: Config) -> None:
+    if config.data.apart and not ModelFacts.of(config.model.name).documents:
+        raise UserError(
+            f"data.documents: 'mask' keeps packed documents apart, and model.name {config.model.name!r} does not say"
+            f" that it does; allowed: join; or one of {', '.join(ModelFacts.with_fact(documents=True))}; or, in the"
+            " module of a model of your own, FACTS = ModelFacts(documents=True)"
+        )
 
 
 def _check_profile(config: Config) -> None:

@@ -56,6 +56,7 @@ class ModelFacts(EntryFacts):
     - ids_only: it takes windows of token ids, and no other samples.
     - kernels: `model.attention` chooses among kernels by what the devices can do.
     - key_mask: its attention may get a key mask.
+    - documents: it reads the leaf documents of a batch, and keeps the documents of a row apart.
     - user_loss: it gives a loss, as of `nnx_loss`, and no `ModelDef`: one unit, split over data and fsdp only.
     """
 
@@ -63,6 +64,7 @@ class ModelFacts(EntryFacts):
     ids_only: bool = False
     kernels: bool = False
     key_mask: bool = False
+    documents: bool = False
     user_loss: bool = False
 
 

@@ -84,11 +84,21 @@ class DataConfig(Section):
     packing: str = setting(
         "none", "documents: the first token of a document is no target (not for text)", choices=("none", "documents")
     )
+    documents: str = setting(
+        "mask",
+        "with packing, what a token sees before its document. mask: nothing, and positions begin again; join: all",
+        choices=("mask", "join"),
+    )
     prefetch: int = setting(2, "batches that are made ahead while the devices compute", at_least=1, how=True)
 
     if TYPE_CHECKING:
 
         def __init__(self, source: str = "text", path: str = "stdlib", **keys: Any) -> None: ...
+
+    @property
+    def apart(self) -> bool:
+        """Whether the documents of a row are kept apart in attention."""
+        return self.packing != "none" and self.documents == "mask"
 
     @classmethod
     def named_entries(cls, given: Mapping[str, Any]) -> Entries:

@@ -121,6 +121,14 @@ def targets_across(starts: np.ndarray, first: np.ndarray, seq_len: int) -> tuple
     return rows, starts[low[rows] + within] - first[rows] - 1
 
 
+def starts_of(starts: np.ndarray, first: np.ndarray, seq_len: int) -> np.ndarray:
+    """For each input of windows, the position in its window at which its document starts; 0 for one that starts before.
+    int32 [windows, S]. starts, first: as for `targets_across`."""
+    positions = first[:, None] + np.arange(seq_len)
+    before = starts[np.searchsorted(starts, positions, side="right") - 1]
+    return np.maximum(before - first[:, None], 0).astype(np.int32)
+
+
 class GlobalBatches:
     """A loader of global batches of numbered samples: batch s has the samples s * B to s * B + B - 1.
 
@@ -182,6 +190,7 @@ class Loader(GlobalBatches):
       (`SpreadWindows`) of at most `batches` batches. None: the whole text.
     - documents: the positions (increasing) at which documents start. A target that is the first token of a document has
       weight 0, because its input is of another one.
+    - apart: whether batches say where documents start, so that models can keep them apart.
 
     Raises `UserError` if there are fewer tokens than a window has, or the devices do not divide the batch.
     """
@@ -194,6 +203,7 @@ class Loader(GlobalBatches):
         global_batch: int,
         sharding: NamedSharding,
         documents: np.ndarray | None = None,
+        apart: bool = False,
         seed: int = 0,
         shuffle: bool = True,
         batches: int | None = None,
@@ -205,14 +215,15 @@ class Loader(GlobalBatches):
             )
         if shuffle and batches is not None:
             raise UserError(f"batches={batches} is for shuffle=False: shuffled batches have no end")
-        self.seq_len, self.documents = seq_len, documents
+        assert not apart or documents is not None
+        self.seq_len, self.documents, self.apart = seq_len, documents, apart
         self.windows: ShuffledWindows | SpreadWindows
         if shuffle:
             self.windows = ShuffledWindows(tokens.size, seq_len=seq_len, seed=seed)
         else:
             self.windows = SpreadWindows(tokens.size, seq_len=seq_len, global_batch=global_batch, batches=batches)
             batches = self.windows.batches
-        leaves = batch_shapes(global_batch, seq_len)
+        leaves = batch_shapes(global_batch, seq_len, apart=apart)
         super().__init__(self._rows, leaves, global_batch=global_batch, sharding=sharding, batches=batches)
         self._windows: Callable[[np.ndarray], np.ndarray]  # starts [n] -> seq_len + 1 ids from each on
         if isinstance(tokens, FileArray):
@@ -221,19 +232,23 @@ class Loader(GlobalBatches):
             self._windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1).__getitem__
 
     def _rows(self, k: np.ndarray) -> dict[str, np.ndarray]:
-        """inputs and targets int32 [n, S]; weights float32 [n, S], 1 where a target counts."""
+        """inputs and targets int32 [n, S]; weights float32 [n, S], 1 where a target counts; documents: `starts_of`."""
         starts, counts = self.windows.starts(k)
         ids = self._windows(starts)
         weights = np.repeat(counts[:, None], self.seq_len, axis=1).astype(np.float32)
         if self.documents is not None:
             weights[targets_across(self.documents, starts, self.seq_len)] = 0
-        return {"inputs": ids[:, :-1].astype(np.int32), "targets": ids[:, 1:].astype(np.int32), "weights": weights}
+        rows = {"inputs": ids[:, :-1].astype(np.int32), "targets": ids[:, 1:].astype(np.int32), "weights": weights}
+        if self.apart and self.documents is not None:
+            rows["documents"] = starts_of(self.documents, starts, self.seq_len)
+        return rows
 
 
-def batch_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(global_batch: int, seq_len: int, *, apart: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the leaves of `Loader.batch`."""
     grid = (global_batch, seq_len)
     leaves: dict[str, type] = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+    leaves |= {"documents": np.int32} if apart else {}
     return {leaf: jax.ShapeDtypeStruct(grid, dtype) for leaf, dtype in leaves.items()}
 
 

@@ -135,7 +135,7 @@ def leaves_of(source: Source, *, seq_len: int, global_batch: int) -> Leaves:
     """Shapes and dtypes of the leaves of a global batch of `make_loader`."""
     first = source.first
     if isinstance(first, Ids):
-        return batch_shapes(global_batch, seq_len)
+        return batch_shapes(global_batch, seq_len, apart=source.apart)
     return batch_leaves(first.leaves, global_batch)
 
 
@@ -148,7 +148,8 @@ def make_loader(
         return MixedLoader(source.parts, seq_len=seq_len, **batches)
     if not isinstance(source.train, Ids):
         return shuffled(source.train, **batches)
-    return Loader(source.train, seq_len=seq_len, documents=source.documents and source.documents[0], **batches)
+    documents = source.documents and source.documents[0]
+    return Loader(source.train, seq_len=seq_len, documents=documents, apart=source.apart, **batches)
 
 
 def make_eval_loader(
@@ -164,4 +165,5 @@ def make_eval_loader(
     if isinstance(source.held_out, Samples):
         return spread(source.held_out, **fixed)
     documents = source.documents and source.documents[1]
-    return Loader(source.held_out, seq_len=seq_len, shuffle=False, documents=documents, **fixed)
+    marked: dict[str, Any] = {"documents": documents, "apart": source.apart}
+    return Loader(source.held_out, seq_len=seq_len, shuffle=False, **marked, **fixed)

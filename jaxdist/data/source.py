@@ -44,6 +44,7 @@ class Source(NamedTuple):
     parts: tuple["Part", ...] = ()  # of a mixture; its own train and held_out are empty
     yardstick: Yardstick | None = None
     labels: int | None = None  # labels of samples are below it; None: not known
+    apart: bool = False  # whether batches of windows say where documents start
 
     @property
     def first(self) -> Ids | Samples | Stream:

@@ -35,12 +35,17 @@ from jaxdist.nn import (
     whole_sequence,
     whole_vocab,
 )
-from jaxdist.nn.attention import RopeScaling
+from jaxdist.nn.attention import PackedDocuments, RopeScaling
 from jaxdist.nn.linear import MatmulOptions
 
-FACTS = ModelFacts(ids_only=True, kernels=True)
+FACTS = ModelFacts(ids_only=True, kernels=True, documents=True)
 
 Batch = dict[str, jax.Array]
+
+
+def _documents(batch: Batch) -> PackedDocuments | None:
+    starts_BS = batch.get("documents")
+    return None if starts_BS is None else PackedDocuments(starts_BS)
 
 
 class Embed(nnx.Module):
@@ -53,9 +58,11 @@ class Embed(nnx.Module):
         self.dropout, self.sequence = config.dropout, sequence
 
     def __call__(self, batch: Batch, keys_B: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """positions: of the tokens in their texts, [B, S]. None: 0, 1, ..."""
+        """positions: of the tokens in their texts, [B, S]. None: as the batch's documents say, or else 0, 1, ..."""
         h_BSD = self.tokens(batch["inputs"])
         if self.positions is not None:
+            documents = _documents(batch)
+            positions = documents.positions() if documents and positions is None else positions
             h_BSD = add_bias(h_BSD, self.positions(batch["inputs"].shape[1], positions))
         return dropout(h_BSD, keys_B, site=0, rate=self.dropout, sequence=self.sequence)
 
@@ -145,7 +152,8 @@ def gpt(
     collective_matmul: bool = False,
     lora: LoraConfig | None = None,
 ) -> ModelDef:
-    """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S].
+    """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S]. They may have one more leaf, documents [B, S]:
+    for each token the position at which its document starts (`PackedDocuments`). Without it a row is one document.
 
     config: its `attention` "auto" is "xla" here; `jaxdist.build` knows what the model runs on.
     max_length: positions of the learned table.
@@ -167,6 +175,7 @@ def gpt(
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
+        rows=_documents,
         lora=lora,
         columns=not full.dropout and not sequence_parallel,  # both go by the position in h
     )

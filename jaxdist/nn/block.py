@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxdist.nn.attention import Attention
+from jaxdist.nn.attention import Attention, PackedDocuments
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.dropout import dropout
 from jaxdist.nn.mlp import MLP
@@ -34,9 +34,13 @@ class Block(nnx.Module):
         self.dropout, self.post_norm, self.sequence = dropout, post_norm, sequence
 
     def __call__(
-        self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None, cache: BlockCache | None = None
+        self,
+        h_BSD: jax.Array,
+        keys_B: jax.Array,
+        seen_BS: jax.Array | PackedDocuments | None = None,
+        cache: BlockCache | None = None,
     ) -> jax.Array:
-        """seen_BS, cache: a key mask and a cache, as in `Attention`."""
+        """seen_BS, cache: as in `Attention`."""
         with jax.named_scope("attention"):
             branch = self.attention(h_BSD if self.post_norm else self.norm1(h_BSD), keys_B, seen_BS, cache)
         h_BSD = h_BSD + dropout(branch, keys_B, site=SITE_ATTENTION, rate=self.dropout, sequence=self.sequence)

@@ -66,10 +66,9 @@ class PositionEmbed(nnx.Module):
 
     def __call__(self, length: int, positions_BS: jax.Array | None = None) -> jax.Array:
         """The vectors of positions 0 to length - 1, or of these, [B, S, D]. length: that of the whole sequence."""
-        if positions_BS is not None:
-            return self.table[...][positions_BS]
-        rows = self.table[...][:length]
-        return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=0) if self.sequence else rows
+        rows = self.table[...]
+        rows, dim = (rows[:length], 0) if positions_BS is None else (rows[positions_BS], 1)
+        return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=dim) if self.sequence else rows
 
 
 class TypeEmbed(nnx.Module):

@@ -215,11 +215,15 @@ def _has_metrics(head: Any) -> bool:
 
 
 def _cached_of(skeleton: Any, block_of: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`ModelDef.cached`; None unless the embedding takes `positions`, blocks take `cache`, and no attention looks at
-    later tokens. block_of: (params, keys_B) -> a block."""
+    """`ModelDef.cached`; None unless the embedding takes `positions`, blocks take `cache` and need no rows, and no
+    attention looks at later tokens. block_of: (params, keys_B) -> a block."""
     takes = lambda module, name: name in inspect.signature(module).parameters  # noqa: E731
     both_ways = any(getattr(node, "causal", True) is False for _, node in nnx.iter_graph(skeleton))
     if both_ways or not takes(skeleton.embed, "positions") or not takes(skeleton.blocks[0], "cache"):
+        return None
+    try:
+        inspect.signature(skeleton.blocks[0]).bind("h", "keys", cache=None)
+    except TypeError:
         return None
     return lambda params, h, keys_B, past: run_cached(block_of(params, keys_B), h, keys_B, past)
 
@@ -236,12 +240,12 @@ def _facts(skeleton: Any) -> dict[str, Any]:
 
 
 def _optional(skeleton: Any, head_def: Any, embedding: Any, of_head: Any, block_of: Any) -> dict[str, Any]:
-    """The fields of a `ModelDef` that only some modules have. block_of: None: no cache."""
+    """The fields of a `ModelDef` that only some modules have."""
     return {
         **_facts(skeleton),
         **_parts_of_logits(skeleton.head, head_def, embedding),
         "metrics": _metrics_of(skeleton.head, of_head),
-        "cached": block_of and _cached_of(skeleton, block_of),
+        "cached": _cached_of(skeleton, block_of),
     }
 
 
@@ -350,5 +354,5 @@ def model_def(
         columns=columns,
         scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
-        **_optional(skeleton, head_def, embedding, of_head, None if rows else block_of),
+        **_optional(skeleton, head_def, embedding, of_head, block_of),
     )

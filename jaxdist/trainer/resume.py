@@ -31,7 +31,13 @@ def identity(config: Config, source: Source, teacher: str | None = None) -> dict
 
     teacher: the digest of its parameters.
     """
-    data = {**content_settings(config.data), "mixture": [[part.name, part.samples] for part in source.parts]}
+    # Documents that no packing knows are joined, whatever the key says.
+    documents = "mask" if config.data.apart else "join"
+    data = {
+        **content_settings(config.data),
+        "documents": documents,
+        "mixture": [[part.name, part.samples] for part in source.parts],
+    }
     precision = {key: value for key, value in asdict(config.precision).items() if key not in PRECISION_MAY_CHANGE}
     lora = {key: value for key, value in asdict(config.optimizer.lora).items() if key != "dropout"}
     lora = lora if lora["rank"] else {"rank": 0}
@@ -80,7 +86,10 @@ def check_identity(
     saved: the record. now: of `identity`. Raises `UserError` naming what differs, unless `force` is set.
     """
     # Older versions knew no other values of these keys.
-    older: dict[str, dict[str, Any]] = {"data": {"packing": "none", "mixture": []}, "train": {"ema": None}}
+    older: dict[str, dict[str, Any]] = {
+        "data": {"packing": "none", "documents": "join", "mixture": []},
+        "train": {"ema": None},
+    }
     older["model"] = {"window": None, "rope_type": "default"}  # of gpt
     older["distill"] = dict.fromkeys(("teacher", *LEARNS))
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:

@@ -69,7 +69,7 @@ def test_packed_examples_are_apart(tmp_path: Path) -> None:
     every = jsonl(path, packing="documents", seq_len=20, completion_only=False)
     assert rows_of(every)[0][1] == "+0=0\n.+1=2\n.+2=4\n"  # no first token
     assert f"make {source.info['train']} rows of {alone.info['train']}" in alone.info["lines"][1]
-    assert "attention joins the examples of a row" in source.info["lines"][1]
+    assert "which do not see each other" in source.info["lines"][1]
     train = source.train
     assert isinstance(train, Samples)
     again, one = train.read(np.array([3, 0, 3])), train.read(np.array([3]))

@@ -59,7 +59,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"masked": (8, 16)}, None),
         ({"masked": (8, 15)}, "even, not 8 and 15"),
         ({"window": 4}, None),
-        ({"window": 4, "masked": (8, 16)}, "a key mask or a window, not both"),
+        ({"window": 4, "masked": (8, 16)}, "a mask or a window, not both"),
     ],
 )
 def test_what_cudnn_can_compute(changes: dict[str, Any], why: str | None) -> None:

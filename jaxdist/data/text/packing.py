@@ -71,9 +71,11 @@ def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     return rows
 
 
-def in_rows(documents: Documents, *, seq_len: int, packed: bool) -> Samples:
+def in_rows(documents: Documents, *, seq_len: int, packed: bool, apart: bool = False) -> Samples:
     """Rows as samples: inputs and targets int32 [S], weights float32 [S], 1 where a target counts. Ids after the
     documents of a row are 0.
+
+    apart: adds the leaf documents, int32 [S]: for each input the position at which its document starts.
 
     The first token of a document is no target: what stands before it is another document. Documents have at most S + 1
     ids.
@@ -84,17 +86,22 @@ def in_rows(documents: Documents, *, seq_len: int, packed: bool) -> Samples:
     count = int(rows.max(initial=-1)) + 1
     first = np.searchsorted(rows[order], np.arange(count + 1))  # of a row, in that order
 
-    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
+    def rows_of(numbers: np.ndarray) -> dict[str, np.ndarray]:
         ids = np.zeros((numbers.size, seq_len + 1), np.int32)
         weights = np.zeros(ids.shape, np.float32)
+        starts_of = np.zeros(ids.shape, np.int32)
         for row, number in enumerate(numbers.tolist()):
             at = 0
             for each in order[first[number] : first[number + 1]].tolist():
                 start, stop = int(documents.starts[each]), int(documents.starts[each + 1])
                 ids[row, at : at + stop - start] = documents.ids[start:stop]
                 weights[row, at + 1 : at + stop - start] = documents.counts[start + 1 : stop]
+                starts_of[row, at:] = at
                 at += stop - start
-        return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights[:, 1:]}
+            starts_of[row, at:] = at
+        read = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights[:, 1:]}
+        return read | {"documents": starts_of[:, :-1]} if apart else read
 
-    like = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
-    return Samples(count, {name: jax.ShapeDtypeStruct((seq_len,), dtype) for name, dtype in like.items()}, read)
+    like: dict[str, type] = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+    like |= {"documents": np.int32} if apart else {}
+    return Samples(count, {name: jax.ShapeDtypeStruct((seq_len,), dtype) for name, dtype in like.items()}, rows_of)

@@ -123,7 +123,7 @@ def example_source(
         ]
     )
     packed = config.packing != "none"
-    rows = [in_rows(part, seq_len=config.seq_len, packed=packed) for part in both]
+    rows = [in_rows(part, seq_len=config.seq_len, packed=packed, apart=config.apart) for part in both]
     info = source_info(config, name, "rows", sizes=(rows[0].size, rows[1].size), files=files, sha256=digest)
     info |= _described(config, counted, documents, both[0], rows[0])
     starts = (both[0].starts[:-1], both[1].starts[:-1])
@@ -165,9 +165,8 @@ def _described(
     lines = ["; ".join(each for each in (f"{kinds}: {tokens}", cut, _left_out(counted)) if each)]
     share = f"{filled:.1%} of the places hold tokens, {counts:.1%} are learned"
     if packed:
-        lines.append(
-            f"packed: {lengths.size / rows.size:.2f} examples a row, {share}; attention joins the examples of a row"
-        )
+        joined = "do not see each other" if config.apart else "see those before them"
+        lines.append(f"packed: {lengths.size / rows.size:.2f} examples a row, which {joined}; {share}")
     else:
         needed = int(first_fit(lengths, length + 1).max()) + 1
         lines.append(f"one example a row: {share}; data.packing=documents would make {needed:,} rows of {rows.size:,}")

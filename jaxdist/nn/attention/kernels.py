@@ -5,7 +5,7 @@ key/value head, n key/value heads on this device.
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,24 @@ from jaxdist.precision.policy import accumulation_dtype
 SITE_PROBABILITIES, SITE_CROSS = 1, 1 << 16  # of dropout: a block may have one attention of each kind
 
 
+class PackedDocuments(NamedTuple):
+    """Several documents in a row of tokens, one after the other, which do not see each other.
+
+    starts_BS: for each token, the position in the row at which its document starts; integers. With a document of three
+        tokens and one of two: [0, 0, 0, 3, 3].
+    """
+
+    starts_BS: jax.Array
+
+    def positions(self) -> jax.Array:
+        """The position of each token in its document, [B, S]."""
+        return jnp.arange(self.starts_BS.shape[1], dtype=self.starts_BS.dtype) - self.starts_BS
+
+    def apart(self) -> jax.Array:
+        """Whether a query and a key are in different documents, [B, S, S]."""
+        return self.starts_BS[:, :, None] != self.starts_BS[:, None, :]
+
+
 def attention(
     q_BSnGK: jax.Array,
     k_BTnK: jax.Array,
@@ -28,6 +46,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     seen_BT: jax.Array | None = None,
+    documents: PackedDocuments | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
     site: int = SITE_PROBABILITIES,
 ) -> jax.Array:
@@ -39,6 +58,7 @@ def attention(
     window: of causal attention, how many of these a query sees, the last ones (Beltagy et al. 2020). None: all.
     seen_BT: a key mask: whether a key may be seen, True for what is no padding. None: all may be. A query that sees
         no key gets zeros.
+    documents: a query sees keys of its own document only. None: a row is one document.
     positions: of queries [B, S] and of keys [B, T], by which causal attention goes. None: both are
         0, 1, ...
     site: of dropout, see `jaxdist.nn.dropout`.
@@ -53,6 +73,9 @@ def attention(
     if seen_BT is not None:
         padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
         hidden = padding if hidden is None else jnp.minimum(hidden, padding)
+    if documents is not None:
+        apart = jnp.where(documents.apart(), lowest, jnp.zeros((), wide))[:, None, None]
+        hidden = apart if hidden is None else jnp.minimum(hidden, apart)
     weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
     by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
     weights = dropout_heads(by_head, keys_B, site=site, rate=dropout).reshape(weights.shape)
@@ -97,10 +120,11 @@ def cudnn_attention(
     causal: bool = True,
     window: int | None = None,
     seen_BT: jax.Array | None = None,
+    documents: PackedDocuments | None = None,
 ) -> jax.Array:
     """`attention` by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
 
-    A key mask becomes a bias [B, 1, S, T] in the dtype of the queries.
+    A key mask and documents become a bias [B, 1, S, T] in the dtype of the queries.
 
     Only for inputs to which `why_not_cudnn` returns None: there is no fallback.
     """
@@ -109,6 +133,9 @@ def cudnn_attention(
     if seen_BT is not None:
         seen_BT, (batch, length) = seen_BT.astype(bool), seen_BT.shape
         mask = jnp.broadcast_to(seen_BT[:, None, None, :], (batch, 1, q_BSnGK.shape[1], length))
+    if documents is not None:
+        together = ~documents.apart()[:, None]
+        mask = together if mask is None else mask & together
     local = None if window is None else (window - 1, 0)  # keys before a query's own, and after it
     context = jax.nn.dot_product_attention(
         by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
@@ -131,7 +158,8 @@ def why_not_cudnn(
     capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" if they have none.
     dtype: the dtype of queries, keys and values.
     per_op: whether precision.per_op casts operation by operation.
-    masked: the lengths of queries and keys, if there is a key mask. Without one the lengths do not matter.
+    masked: the lengths of queries and keys, if there is a key mask or documents are kept apart. () if neither is so:
+        lengths do not matter.
     window: see `attention`.
 
     Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0
@@ -152,7 +180,7 @@ def why_not_cudnn(
     if head_width % 8 or head_width > widest:
         return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"
     if any(length % 2 for length in masked):
-        return f"cuDNN takes a key mask where lengths are even, not {' and '.join(map(str, masked))}"
+        return f"cuDNN takes a mask where lengths are even, not {' and '.join(map(str, masked))}"
     if masked and window is not None:
-        return "cuDNN takes a key mask or a window, not both"
+        return "cuDNN takes a mask or a window, not both"
     return None

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.nn.attention.cache import BlockCache
-from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, attention, cudnn_attention
+from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
@@ -48,14 +48,19 @@ class QKVProjection(nnx.Module):
 
 
 def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
-    """The attention of a layer and its output projection -> [B, S, D]. given: dropout keys, key mask, positions."""
-    (keys_B, seen_BT, positions), own = given, isinstance(layer, Attention)
+    """The attention of a layer and its output projection -> [B, S, D].
+
+    given: dropout keys; what is seen, a key mask or `PackedDocuments`; positions.
+    """
+    (keys_B, seen, positions), own = given, isinstance(layer, Attention)
+    documents, seen_BT = (seen, None) if isinstance(seen, PackedDocuments) else (None, seen)
     causal, window = (layer.causal, layer.window) if isinstance(layer, Attention) else (False, None)
     if layer.kernel == "cudnn" and positions is None:
-        context = cudnn_attention(q, k, v, causal=causal, window=window, seen_BT=seen_BT)
+        context = cudnn_attention(q, k, v, causal=causal, window=window, seen_BT=seen_BT, documents=documents)
     else:
-        site, mask = SITE_PROBABILITIES if own else SITE_CROSS, {"seen_BT": seen_BT, "positions": positions}
-        context = attention(q, k, v, keys_B, dropout=layer.dropout, causal=causal, window=window, site=site, **mask)
+        site: Any = {"site": SITE_PROBABILITIES if own else SITE_CROSS, "dropout": layer.dropout}
+        mask: Any = {"causal": causal, "window": window, "seen_BT": seen_BT, "documents": documents}
+        context = attention(q, k, v, keys_B, positions=positions, **mask, **site)
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
     return checkpoint_name(layer.out(context), "attention.out")
 
@@ -107,9 +112,18 @@ class Attention(nnx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, h_BSD: jax.Array, keys_B: jax.Array, seen_BS: jax.Array | None = None, cache: BlockCache | None = None
+        self,
+        h_BSD: jax.Array,
+        keys_B: jax.Array,
+        seen_BS: jax.Array | PackedDocuments | None = None,
+        cache: BlockCache | None = None,
     ) -> jax.Array:
-        """seen_BS: a key mask, as in `attention`, of all positions. cache: of earlier positions; h is the new ones."""
+        """h_BSD -> the same shape.
+
+        - seen_BS: a key mask, as in `attention`, of all positions; or the documents of a row. Rotary positions need not
+          begin again with these: only distances count.
+        - cache: of earlier positions; h is the new ones.
+        """
         q, k, v = self.qkv(h_BSD)
         at = None if cache is None else cache.queries_BS
         if self.q_norm is not None and self.k_norm is not None:

@@ -79,7 +79,7 @@ def batch_of(config: Config, mesh: AnyMesh, source: Source | None = None) -> dic
         shapes = batch_leaves(sample, config.data.global_batch)
     else:
         check_windows(config)
-        shapes = batch_shapes(**sizes)
+        shapes = batch_shapes(**sizes, apart=config.data.apart)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 

@@ -82,7 +82,8 @@ def check_shapes(config: Config, source: Source) -> None:
 def packed(config: Config, source: Source) -> Source:
     """The source with document starts only where `data.packing` wants them. Raises `UserError` if it has none."""
     if source.parts:
-        return source._replace(parts=tuple(part._replace(source=packed(config, part.source)) for part in source.parts))
+        parts = tuple(part._replace(source=packed(config, part.source)) for part in source.parts)
+        return source._replace(parts=parts, apart=config.data.apart)
     if config.data.packing == "none":
         return source._replace(documents=None)
     if source.documents is None:
@@ -90,7 +91,7 @@ def packed(config: Config, source: Source) -> Source:
             f"data.packing: {config.data.packing!r} needs document starts, and source"
             f" {source.info['name']} gives none; allowed: none; or data.source=tokens"
         )
-    return source
+    return source._replace(apart=config.data.apart)
 
 
 def work_of_a_step(config: Config, source: Source) -> tuple[int, str]:
