@@ -124,7 +124,7 @@ def replay_main(argv: Sequence[str], prog: str = "jaxdist replay") -> int:
 
 
 def _replay(events: list[dict[str, Any]], path: Path) -> int:
-    from jaxdist.elastic.replay import sha256_of, replay
+    from jaxdist.elastic.replay import replay, sha256_of
     from jaxdist.elastic.worker import Worker, config_text
 
     fresh = Worker("w0", config_text(path.with_name("config.yaml")), events[0]["period"])

@@ -95,6 +95,7 @@ class Worker:
 
     def __init__(self, name: str, text: str, period: int) -> None:
         self.name, self.text, self.period, self.clock = name, text, period, 0
+        self._evaluator: Any = None
 
     def first(self) -> None:
         """Start jax, and compile the step, so that no round waits. Raises `UserError`: the configuration is wrong."""
@@ -161,8 +162,11 @@ class Worker:
         if self.job.config.train.eval_every == 0:
             return None
         self._load(np.concatenate(parts))
-        plan = RunPlan(self.job.config, self.job.mesh, self.job.source, self.job.parts)
-        return float(Evaluator(plan, Watch())(self.state)["eval/loss"])
+        if self._evaluator is None:
+            self._evaluator = Evaluator(
+                RunPlan(self.job.config, self.job.mesh, self.job.source, self.job.parts), Watch()
+            )
+        return float(self._evaluator(self.state)["eval/loss"])
 
     def beat(self) -> None:
         """A sign of life, which another thread gives while `work` runs."""

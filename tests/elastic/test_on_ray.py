@@ -6,6 +6,8 @@ Slow, for a cluster takes seconds to start; skipped where Ray is not installed, 
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,20 @@ from syntax import ROOT
 from jaxdist.elastic.cluster import cluster
 from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import sha256_of, replay
+from jaxdist.elastic.replay import replay, sha256_of
 from jaxdist.elastic.run import ElasticRun, Settings, run_elastic
 from jaxdist.errors import UserError
 
 pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 PATIENCE = 2.0
+TINY = """
+model: {name: gpt, style: gpt2, layers: 1, width: 16, heads: 2}
+data: {source: text, path: stdlib, seq_len: 16, global_batch: 4}
+optimizer: {name: adamw, lr: 3e-3}
+train: {steps: 6, eval_every: 6, eval_batches: 1}
+devices: {platform: cpu, simulated: 1}
+"""
 SETTINGS = Settings(3, 2, bound=2, patience=PATIENCE, period=1, rounds=40, outer=Outer("nesterov", 0.7, 0.5))
 
 
@@ -99,8 +108,18 @@ def test_a_run_goes_on_where_it_was_stopped(ray: Any, tmp_path: Path) -> None:
         play(SETTINGS._replace(bound=3, rounds=25), tmp_path / "run")
 
 
-def test_bound_0_is_synchronous(ray: Any, tmp_path: Path) -> None:
-    settings = SETTINGS._replace(bound=0, rounds=30)
-    result = play(settings, tmp_path / "run")
-    check(tmp_path / "run", settings, result)
-    assert set(result.staleness) == {0}
+def test_the_command_and_its_replay(tmp_path: Path) -> None:
+    """A cluster of the command's own, of which nothing is left, and jobs that train; then the log, in one process."""
+    (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
+    counts = ["--workers", "2", "--servers", "2", "--period", "2", "--rounds", "6", "--bound", "1"]
+    for command, said in (
+        (["elastic", "tiny.yaml", *counts, "--patience", "60", "--run-dir", "run"], "done       version"),
+        (["replay", "run"], "the same bits"),
+    ):
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        environ["PYTHONPATH"] = str(ROOT)
+        program = [sys.executable, "-m", "jaxdist.cli.main", *command]
+        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    events = read_log(tmp_path / "run" / LOG_NAME)
+    assert 2 < events[-1]["loss"] < 6
