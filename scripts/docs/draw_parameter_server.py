@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
         rows = [row for row in measured["rows"] if row["rate"] == rate]
         servers = [row["servers"] for row in rows]
         left.plot(servers, [row["formula"] for row in rows], color=color, label=f"{rate}, formula")
-        left.plot(servers, [row["mean"] for row in rows], "o", color=color, label=f"{rate}, measured")
+        left.plot(servers, [row["median"] for row in rows], "o", color=color, label=f"{rate}, measured")
     left.set(
         title=f"a synchronisation of {measured['hosts']} hosts, {measured['nbytes'] / 1e6:.0f} MB", ylabel="seconds"
     )
