@@ -6,7 +6,7 @@ Each actor has a virtual host of its own, behind a link of the given rate, and e
 In a round every worker pushes an equal part of N bytes to every server; a server moves its parameters by the mean of
 what all workers have pushed, and sends them to each. A round ends for a worker when it has all parts. All splits of the
 hosts are measured, one after the other in the same cluster: the median of many rounds in a row. Needs root, network
-namespaces (see scripts/virtual_hosts.py) and Ray. B is what a link of the rate carries of data.
+namespaces (see scripts/virtual_hosts.py) and Ray.
 """
 
 import json
@@ -36,8 +36,6 @@ from jaxdist.observe import measured_on
 
 PORT = 6379
 HEAD = f"{SUBNET}.1:{PORT}"
-BURST = "32kb"  # of the links; of the lab's 256 kB a tenth of each push would be sent for nothing
-PAYLOAD = 1448 / 1514  # of a full packet on the wire what is data: Ethernet, IP and TCP with time stamps need 66 bytes
 WARM_UP = 3  # rounds that are not counted: connections and their windows grow, and the burst of the shaper is used up
 FOLDER, END = "PARAMETER_SERVER_FOLDER", "end"  # of Ray on each host; a file by which host 0 ends the others
 
@@ -140,7 +138,7 @@ def on_host(hosts: int, size: int, rounds: int, end: Path) -> None:
 
 def measure(rate: str, hosts: int, size: int, rounds: int) -> list[dict[str, Any]]:
     """The rows of one rate."""
-    link = Link(latency_s=0.0, bytes_per_s=float(rate.removesuffix("mbit")) * 125e3 * PAYLOAD)
+    link = Link(latency_s=0.0, bytes_per_s=float(rate.removesuffix("mbit")) * 125e3)
     with tempfile.TemporaryDirectory(prefix="ps-", dir="/tmp") as folder, tempfile.TemporaryDirectory() as shared:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # Ray makes its workers nice to other programs, by 15: they would wait for the processor, not for the link.
@@ -149,7 +147,7 @@ def measure(rate: str, hosts: int, size: int, rounds: int) -> list[dict[str, Any
         end = str(Path(shared) / END)
         command = [sys.executable, __file__, "--on-host", end]
         command += ["--hosts", str(hosts), "--mb", str(size * 4 / 1e6), "--rounds", str(rounds)]
-        results = run_on_hosts(command, hosts=hosts, rate=rate, burst=BURST, environ=environ)
+        results = run_on_hosts(command, hosts=hosts, rate=rate, environ=environ)
     if exit_status(results):
         raise UserError(f"the hosts failed at {rate}: {next(r.stderr for r in results if r.status)[-2000:]}")
     rows = []
@@ -191,14 +189,7 @@ def main() -> int:
     rows = [row for rate in rates for row in measure(rate, arguments.hosts, size, arguments.rounds)]
     if arguments.json:
         ray = load_ray().__version__
-        found = {
-            **measured_on(),
-            "ray": ray,
-            "hosts": arguments.hosts,
-            "nbytes": size * 4,
-            "burst": BURST,
-            "rows": rows,
-        }
+        found = {**measured_on(), "ray": ray, "hosts": arguments.hosts, "nbytes": size * 4, "rows": rows}
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
