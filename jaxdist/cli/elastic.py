@@ -1,5 +1,6 @@
 """The commands `elastic`, servers and workers on Ray, and `replay`, such a run again in one process."""
 
+import signal
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ def main(argv: Sequence[str], prog: str = "jaxdist elastic") -> int:
     add("--patience", type=float, default=60.0, metavar="S", help="seconds of silence after which a worker is lost")
     add("--rounds", type=int, metavar="N", help="of all workers together (default: train.steps on each of them)")
     add("--outer", default="sgd", metavar="NAME", help="rule of the servers: sgd, momentum, nesterov (default: sgd)")
-    add("--outer-lr", type=float, default=1.0, metavar="X", help="its learning rate (default: 1)")
+    text = "its learning rate (default: 1 / workers; with bound 0, where the mean of pushes counts, 1)"
+    add("--outer-lr", type=float, metavar="X", help=text)
     add("--outer-momentum", type=float, default=0.0, metavar="X", help="its momentum (default: 0)")
     add("--least", type=int, metavar="N", help="workers that must find room at the start (default: all of them)")
     add("--gpus", type=int, default=0, metavar="N", help="of each worker (default: 0)")
@@ -78,6 +80,9 @@ def _run(config: Config, arguments: Namespace, folder: Path) -> int:
     from jaxdist.elastic.run import Settings, run_elastic
     from jaxdist.errors import RunStopped
 
+    lr = arguments.outer_lr
+    if lr is None:  # where each push counts in full, staleness does harm: docs/elastic.md
+        lr = 1.0 if arguments.bound == 0 else 1.0 / arguments.workers
     settings = Settings(
         workers=arguments.workers,
         servers=arguments.servers,
@@ -85,7 +90,7 @@ def _run(config: Config, arguments: Namespace, folder: Path) -> int:
         patience=arguments.patience,
         period=arguments.period,
         rounds=arguments.rounds or arguments.workers * -(-config.train.steps // arguments.period),
-        outer=make_outer(arguments.outer, arguments.outer_lr, arguments.outer_momentum),
+        outer=make_outer(arguments.outer, lr, arguments.outer_momentum),
         gpus=arguments.gpus,
     )
     workers = arguments.least or settings.workers
@@ -96,7 +101,11 @@ def _run(config: Config, arguments: Namespace, folder: Path) -> int:
             parts = f"{settings.servers} servers, {settings.workers} workers, bound {settings.bound}"
             say(f"elastic    {parts}, rounds of {settings.period} steps; Ray {kind}")
             say(f"run        {folder}")
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's would end the program here
             result = run_elastic(settings, to_yaml(config), folder, say)
+    except KeyboardInterrupt:
+        say("stopped    the same command with --run-dir goes on")
+        return STOPPED
     except RunStopped as error:
         say(f"error: {error}")
         return STOPPED
@@ -124,7 +133,7 @@ def replay_main(argv: Sequence[str], prog: str = "jaxdist replay") -> int:
 
 
 def _replay(events: list[dict[str, Any]], path: Path) -> int:
-    from jaxdist.elastic.replay import replay, sha256_of
+    from jaxdist.elastic.replay import replay, sha256_of, versions
     from jaxdist.elastic.worker import Worker, config_text
 
     fresh = Worker("w0", config_text(path.with_name("config.yaml")), events[0]["period"])
@@ -137,7 +146,10 @@ def _replay(events: list[dict[str, Any]], path: Path) -> int:
     if not said or said[-1]["version"] != again.version:
         print("logged     no end: the run was stopped")
         return DONE
+    made = [f"{name} {version}" for name, version in versions().items() if events[0].get(name) not in (None, version)]
     same = said[-1]["sha256"] == sha256_of(again.flat)
     print(f"logged     {said[-1]['sha256']}")
+    if made:
+        print(f"warning: the log was made with other versions than {', '.join(made)}, which give other bits")
     print("the same bits" if same else f"OTHER BITS; losses differ by up to {again.loss_off:.3g}")
     return DONE if same else FAILED

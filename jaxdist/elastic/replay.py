@@ -1,6 +1,8 @@
 """A run again, from its log, in one process: the same work in the logged order gives the same bits."""
 
 import hashlib
+import importlib.metadata
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +31,11 @@ class Replayed(NamedTuple):
 def sha256_of(flat: np.ndarray) -> str:
     """The SHA-256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(flat)).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a run depend on besides its configuration, and a log names."""
+    return {"python": platform.python_version(), "jax": importlib.metadata.version("jax")}
 
 
 def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Callable[[str], Works]) -> Replayed:

@@ -46,11 +46,17 @@ class BoundedStaleness:
 
     def __init__(self, *, bound: int, patience: float, log: Callable[[Event], None], version: int = 0) -> None:
         assert bound >= 0 and patience > 0
-        self.bound, self.patience, self.version, self.pushes = bound, patience, version, 0
+        self.bound, self.patience, self.version = bound, patience, version
+        self.made: dict[int, int] = {}  # version -> pushes in it
         self._log = log
         self.bases: dict[str, int] = {}  # of those at work, and of those whose push waits
         self.waiting: dict[str, Push] = {}  # in the order in which they came
         self.seen: dict[str, float] = {}
+
+    @property
+    def pushes(self) -> int:
+        """The pushes that the present version is made of."""
+        return sum(self.made.values())
 
     def hear(self, worker: str, now: float) -> None:
         """A sign of life. That of a lost worker does not take it back: a pull does."""
@@ -108,7 +114,7 @@ class BoundedStaleness:
         for push in group:
             del self.waiting[push.worker], self.bases[push.worker]
         told = [push._asdict() | {"staleness": self.version - push.base} for push in group]
-        self.version, self.pushes = after, self.pushes + len(group)
+        self.version, self.made[after] = after, len(group)
         self._log({"event": "commit", "version": after, "pushes": told})
         return group
 
@@ -116,7 +122,7 @@ class BoundedStaleness:
         """The servers are back at an earlier version. Pushes that wait are gone, and work that is based on a later
         version is refused when it comes."""
         assert version <= self.version
-        self.version = version
+        self.version, self.made = version, {v: count for v, count in self.made.items() if v <= version}
         for worker in [name for name, base in self.bases.items() if name in self.waiting or base > version]:
             del self.bases[worker]
         undone, self.waiting = self.waiting, {}

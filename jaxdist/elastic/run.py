@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.elastic.cluster import load_ray
 from jaxdist.elastic.log import LOG_NAME, Log, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import sha256_of
+from jaxdist.elastic.replay import sha256_of, versions
 from jaxdist.elastic.rule import BoundedStaleness
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
@@ -89,7 +89,7 @@ class ElasticRun:
         self.log, self.say, self._worker, self._options = log, say, worker, options or {}
         self.rule = BoundedStaleness(bound=settings.bound, patience=settings.patience, log=self._told)
         self.staleness: Counter[int] = Counter()
-        self.rule.pushes = pushes_in(before)
+        self.rule.made = pushes_in(before)
         self._resumed = bool(before)
         self._number = 1 + max((int(e["worker"][1:]) for e in before if "worker" in e), default=-1)  # names are new
         self.workers: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class ElasticRun:
             for _ in range(self.settings.workers):
                 self.start_worker()
             while True:
-                while self.rule.pushes < self.settings.rounds:
+                while self.rule.pushes < self.settings.rounds or not self.servers:
                     self.turn()
                 try:
                     return self._end()
@@ -317,7 +317,7 @@ class ElasticRun:
             return
         cuts = bounds(flat.size, self.settings.servers)
         self.ray.get([server.begin.remote(flat[a:b]) for server, (a, b) in zip(self.servers, cuts, strict=True)])
-        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype)})
+        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype), **versions()})
 
     def _end(self) -> Result:
         """The parameters of the last version, and their loss, by a worker that has nothing to do."""
@@ -335,15 +335,15 @@ def first_line(settings: Settings) -> dict[str, Any]:
     return {"event": "start", **settings._asdict(), "outer": outer.pop("name"), **outer}
 
 
-def pushes_in(events: Sequence[dict[str, Any]]) -> int:
-    """The pushes of a log that are in its last version."""
+def pushes_in(events: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """The number of pushes in each version of a log, without what was undone."""
     counts: dict[int, int] = {}
     for event in events:
         if event["event"] == "commit":
             counts[event["version"]] = len(event["pushes"])
         elif event["event"] == "restored":
             counts = {version: count for version, count in counts.items() if version <= event["version"]}
-    return sum(counts.values())
+    return counts
 
 
 def run_elastic(
@@ -370,9 +370,8 @@ def run_elastic(
         before = read_log(path) if path.exists() and path.stat().st_size else []
         for key, value in first_line(settings).items():
             if before and key not in ("workers", "gpus", "rounds", "patience") and before[0].get(key) != value:
-                what = (
-                    f"--{key.replace('_', '-')}: {value}, but the run in {folder} was started with {before[0].get(key)}"
-                )
+                option = f"--outer-{key}" if key in ("lr", "momentum") else f"--{key}"
+                what = f"{option}: {value}, but the run in {folder} was started with {before[0].get(key)}"
                 raise UserError(f"{what}; set it back, or give another --run-dir")
         if not before:
             shutil.rmtree(folder / "servers", ignore_errors=True)  # of a run that was stopped before it began
@@ -381,6 +380,11 @@ def run_elastic(
             raise UserError(f"config: other settings than those of {folder}; use these, or give another --run-dir")
         with Log(path, time.monotonic) as log:
             run = ElasticRun(settings, text, folder.resolve(), log, before, say, worker, options)
-            if disturb is not None:
-                run.log = lambda event: (log(event), disturb(run, event))[0]
+
+            def both(event: dict[str, Any]) -> None:
+                log(event)
+                if disturb is not None:
+                    disturb(run, event)
+
+            run.log = both
             return run.run()

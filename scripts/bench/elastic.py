@@ -2,9 +2,10 @@
 
     python scripts/bench/elastic.py [--seeds 3] [--json OUT] [--svg OUT] [section.key=value ...]
 
-In one process, without Ray: workers take turns, so that every push of s + 1 workers has staleness s, and go through the
-rule, the servers and the jobs of `jaxdist elastic`. Synchronous is the same with bound 0: the s + 1 workers push
-together, and the mean of what they moved is a version. All rows do the same number of rounds in all, so the same work.
+In one process, without Ray: workers take turns, so that every push of s + 1 workers has staleness s, and go through
+the rule, the servers and the jobs of `jaxdist elastic`. Once each push counts in full, and once with the outer learning
+rate divided by the number of workers. Synchronous is the same with bound 0: the s + 1 workers push together, and the
+mean of what they moved is a version. All rows do the same number of rounds in all, so the same work.
 """
 
 import argparse
@@ -34,6 +35,7 @@ devices: {platform: cpu, simulated: 1}
 train: {eval_every: 1, eval_batches: 16}
 """
 STALENESS = (0, 1, 2, 4, 8)
+FULL, DIVIDED, SYNCHRONOUS = KINDS = "asynchronous", "asynchronous, outer lr / (s + 1)", "synchronous"
 
 
 class Case(NamedTuple):
@@ -79,12 +81,13 @@ def train(fresh: Worker, case: Case, *, workers: int, bound: int) -> tuple[np.nd
 def measure(row: dict[str, Any], fresh: Worker, judge: Worker) -> None:
     """Add the held-out losses of a seed to the row of a case and a staleness."""
     case, staleness = CASES[row["case"]], row["staleness"]
-    for kind, bound in (("asynchronous", staleness), ("synchronous", 0)):
-        if kind == "asynchronous" or staleness:  # or else both are the same worker alone
-            flat, seen = train(fresh, case, workers=staleness + 1, bound=bound)
+    for kind, bound, divisor in ((FULL, staleness, 1), (DIVIDED, staleness, staleness + 1), (SYNCHRONOUS, 0, 1)):
+        if kind == FULL or staleness:  # or else all are the same worker alone
+            slower = case._replace(outer=case.outer._replace(lr=case.outer.lr / divisor))
+            flat, seen = train(fresh, slower, workers=staleness + 1, bound=bound)
             assert seen == bound, (seen, row)
         row[kind].append(judge.evaluate(flat))
-    print(f"{row['case']}, staleness {staleness}: {row['asynchronous'][-1]} {row['synchronous'][-1]}", flush=True)
+    print(f"{row['case']}, staleness {staleness}: {[round(row[kind][-1], 4) for kind in KINDS]}", flush=True)
 
 
 def first_worker(case: Case, seed: int, overrides: list[str]) -> Worker:
@@ -111,7 +114,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for panel, title in zip(axes[0], titles, strict=True):
         own = [row for row in rows if row["case"] == title]
         xs = [row["staleness"] for row in own]
-        for kind, mark in (("asynchronous", "o-"), ("synchronous", "s--")):
+        for kind, mark in zip(KINDS, ("o-", "^-", "s--"), strict=True):
             means = [statistics.mean(row[kind]) for row in own]
             spread = [[m - min(r[kind]) for m, r in zip(means, own, strict=True)]]
             spread.append([max(r[kind]) - m for m, r in zip(means, own, strict=True)])
@@ -143,7 +146,7 @@ def main() -> int:
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}"
     )
     rows: list[dict[str, Any]] = [
-        {"case": title, "staleness": s, "asynchronous": [], "synchronous": []} for title in CASES for s in STALENESS
+        {"case": title, "staleness": s, **{kind: [] for kind in KINDS}} for title in CASES for s in STALENESS
     ]
     cases = {title: case._asdict() | {"outer": case.outer._asdict()} for title, case in CASES.items()}
     for seed in range(arguments.seeds):
@@ -157,10 +160,10 @@ def main() -> int:
             result = {"machine": machine, "seeds": seed + 1, "date": f"{date.today()}", "model": MODEL, "cases": cases}
             result["command"] = "python scripts/bench/elastic.py"
             arguments.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print("| case | staleness | asynchronous | synchronous |\n|---|---|---|---|")
+    print(f"| case | staleness | {' | '.join(KINDS)} |\n|---|---|---|---|---|")
     for row in rows:
-        means = [f"{statistics.mean(row[kind]):.4f}" for kind in ("asynchronous", "synchronous")]
-        print(f"| {row['case']} | {row['staleness']} | {means[0]} | {means[1]} |")
+        means = " | ".join(f"{statistics.mean(row[kind]):.3f}" for kind in KINDS)
+        print(f"| {row['case']} | {row['staleness']} | {means} |")
     if arguments.svg:
         draw(rows, arguments.svg)
     return 0
