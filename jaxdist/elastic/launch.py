@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +104,17 @@ class RayPlan(NamedTuple):
     launcher: tuple[str, ...]
     command: tuple[str, ...]
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves on each host, by Ray's names."""
+        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
+
+    @property
+    def asked(self) -> str:
+        """The hosts and what each of them has, in words."""
+        needed = " and ".join(f"{amount:g} {name}s" for name, amount in self.bundle.items())
+        return f"{self.hosts} hosts with {needed or 'any resources'} each"
+
     def arguments(self, node: int, coordinator: str) -> list[str]:
         """The launcher's arguments on one host."""
         own = ["--node-rank", str(node), "--coordinator", coordinator] if self.hosts > 1 else []
@@ -137,27 +148,30 @@ def _hosts(arguments: Sequence[str]) -> int:
     return int(given) if given.isdecimal() else 1  # `make_plan` says what is wrong with it
 
 
+def check_hosts(plan: RayPlan, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UserError` where a cluster has too few hosts with what is asked for. nodes: as `ray.nodes` has them."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    fit = [found for found in alive if all(found.get(name, 0) >= least for name, least in plan.bundle.items())]
+    if len(fit) < plan.hosts:
+        raise UserError(
+            f"--nnodes: {plan.asked}, and the cluster has {len(fit)}; give fewer, less of --host-cpus or --host-gpus,"
+            " or join a larger cluster by RAY_ADDRESS"
+        )
+
+
 @contextlib.contextmanager
 def reserved(ray: Any, plan: RayPlan) -> Iterator[list[Any]]:
     """An actor on each of the hosts, which are given back at the end. Raises `UserError` where they are not free."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    bundle = {name: amount for name, amount in (("CPU", plan.cpus), ("GPU", plan.gpus)) if amount}
-    fit = [n for n in ray.nodes() if n["Alive"] and all(n["Resources"].get(k, 0) >= v for k, v in bundle.items())]
-    needed = " and ".join(f"{amount:g} {name}s" for name, amount in bundle.items()) or "any resources"
-    if len(fit) < plan.hosts:
-        raise UserError(
-            f"--nnodes: {plan.hosts} hosts with {needed} each, and the cluster has {len(fit)}; give fewer, less of"
-            " --host-cpus or --host-gpus, or join a larger cluster by RAY_ADDRESS"
-        )
-    group = placement_group([bundle or {"CPU": 0.001}] * plan.hosts, strategy="STRICT_SPREAD")
+    check_hosts(plan, ray.nodes())
+    group = placement_group([plan.bundle or {"CPU": 0.001}] * plan.hosts, strategy="STRICT_SPREAD")
     actors: list[Any] = []
     try:
         if not group.wait(RESERVE_S):
             raise UserError(
-                f"--nnodes: {plan.hosts} hosts with {needed} each were not free in {RESERVE_S:g} s; end another job of"
-                " the cluster, or give fewer"
+                f"--nnodes: {plan.asked} were not free in {RESERVE_S:g} s; end another job there, or give fewer"
             )
         for index in range(plan.hosts):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)

@@ -14,7 +14,7 @@ from pathlib import Path
 import child
 import pytest
 
-from jaxdist.elastic.launch import make_ray_plan
+from jaxdist.elastic.launch import check_hosts, make_ray_plan
 from jaxdist.errors import UserError
 from jaxdist.launcher.options import make_plan
 
@@ -63,6 +63,17 @@ def test_what_is_wrong_is_said_before_a_host_is_reserved(arguments: list[str], s
         make_ray_plan(["--ray", *arguments], "launch")
 
 
+def test_too_few_hosts_are_one_line() -> None:
+    asked = ["--ray", "-n", "1", "--nnodes", "3", "--host-gpus", "4", "--", "job", "--run-dir", "x"]
+    plan = make_ray_plan(asked, "launch")
+    assert plan.bundle == {"CPU": 1.0, "GPU": 4.0}
+    fits = {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}}
+    small, dead = {"Alive": True, "Resources": {"CPU": 8.0}}, fits | {"Alive": False}
+    check_hosts(plan, [fits, fits, small, fits])
+    with pytest.raises(UserError, match="--nnodes: 3 hosts with 1 CPUs and 4 GPUs each, and the cluster has 2; give"):
+        check_hosts(plan, [fits, dead, small, fits])
+
+
 def test_ray_options_need_ray() -> None:
     for option in ("--host-cpus", "--host-gpus"):
         with pytest.raises(UserError, match=f"{option}: only with --ray"):
@@ -100,10 +111,6 @@ def test_a_job_on_two_nodes(tmp_path: Path) -> None:
         assert "[1] rank 1 of 2 joined" in done.stdout and "2 processes" in done.stdout
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
-        many = [*JAXDIST, "launch", "--ray", "-n", "1", "--nnodes", "2", "--host-cpus", "0.5", "--host-gpus", "1", *job]
-        done = subprocess.run(many, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and done.stderr.count("error:") == 1, done.stderr
-        assert "GPUs" in done.stderr.splitlines()[-1]
 
 
 @needs_ray
