@@ -14,7 +14,7 @@ from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 
 _EXAMPLES = (
-    "jaxdist elastic quickstart --workers 2 --servers 1 mesh.data=1 devices.simulated=1 --run-dir runs/elastic",
+    "jaxdist elastic quickstart mesh.data=1 mesh.fsdp=1 mesh.tensor=1 devices.simulated=1 --run-dir runs/elastic",
     "jaxdist elastic --config my.yaml --workers 4 --servers 2 --bound 4 --patience 60 --period 50 --outer nesterov",
 )
 _REPLAYS = ("jaxdist replay runs/elastic/elastic.jsonl", "jaxdist replay runs/elastic")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist elastic") -> int:
     text = "its learning rate (default: 1 / workers; with bound 0, where the mean of pushes counts, 1)"
     add("--outer-lr", type=float, metavar="X", help=text)
     add("--outer-momentum", type=float, default=0.0, metavar="X", help="its momentum (default: 0)")
-    add("--least", type=int, metavar="N", help="workers that must find room at the start (default: all of them)")
+    add("--least", type=int, metavar="N", help="workers that are ready before anybody works (default: all)")
     add("--gpus", type=int, default=0, metavar="N", help="of each worker (default: 0)")
     add("--run-dir", metavar="DIR", help="where the run is kept; one that exists is resumed")
     arguments = parser.parse_intermixed_args(argv)
@@ -92,11 +92,11 @@ def _run(config: Config, arguments: Namespace, folder: Path) -> int:
         rounds=arguments.rounds or arguments.workers * -(-config.train.steps // arguments.period),
         outer=make_outer(arguments.outer, lr, arguments.outer_momentum),
         gpus=arguments.gpus,
+        least=arguments.least or arguments.workers,
     )
-    workers = arguments.least or settings.workers
     say = lambda line: print(line, flush=True)  # noqa: E731
     try:
-        with cluster(cpus=settings.servers + workers, gpus=workers * settings.gpus) as found:
+        with cluster(cpus=settings.servers + settings.least, gpus=settings.least * settings.gpus) as found:
             kind = "of its own" if found.own else f"at {found.address}"
             parts = f"{settings.servers} servers, {settings.workers} workers, bound {settings.bound}"
             say(f"elastic    {parts}, rounds of {settings.period} steps; Ray {kind}")
@@ -133,7 +133,7 @@ def replay_main(argv: Sequence[str], prog: str = "jaxdist replay") -> int:
 
 
 def _replay(events: list[dict[str, Any]], path: Path) -> int:
-    from jaxdist.elastic.replay import replay, sha256_of, versions
+    from jaxdist.elastic.replay import made_with, replay, sha256_of
     from jaxdist.elastic.worker import Worker, config_text
 
     fresh = Worker("w0", config_text(path.with_name("config.yaml")), events[0]["period"])
@@ -146,7 +146,7 @@ def _replay(events: list[dict[str, Any]], path: Path) -> int:
     if not said or said[-1]["version"] != again.version:
         print("logged     no end: the run was stopped")
         return DONE
-    made = [f"{name} {version}" for name, version in versions().items() if events[0].get(name) not in (None, version)]
+    made = [f"{name} {version}" for name, version in made_with().items() if events[0].get(name) not in (None, version)]
     same = said[-1]["sha256"] == sha256_of(again.flat)
     print(f"logged     {said[-1]['sha256']}")
     if made:

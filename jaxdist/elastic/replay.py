@@ -33,7 +33,7 @@ def sha256_of(flat: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(flat)).hexdigest()
 
 
-def versions() -> dict[str, str]:
+def made_with() -> dict[str, str]:
     """What the bits of a run depend on besides its configuration, and a log names."""
     return {"python": platform.python_version(), "jax": importlib.metadata.version("jax")}
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.elastic.cluster import load_ray
 from jaxdist.elastic.log import LOG_NAME, Log, read_log
 from jaxdist.elastic.outer import Outer
-from jaxdist.elastic.replay import sha256_of, versions
+from jaxdist.elastic.replay import made_with, sha256_of
 from jaxdist.elastic.rule import BoundedStaleness
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
@@ -38,6 +38,7 @@ class Settings(NamedTuple):
     - rounds: rounds of all workers together, after which the run ends.
     - outer: the servers' rule.
     - gpus: of a worker.
+    - least: workers that are ready before anybody works.
     """
 
     workers: int
@@ -48,6 +49,7 @@ class Settings(NamedTuple):
     rounds: int
     outer: Outer
     gpus: int = 0
+    least: int = 1
 
 
 class Result(NamedTuple):
@@ -98,6 +100,7 @@ class ElasticRun:
         self.staging: dict[str, tuple[int, float, list[str]]] = {}  # clock, loss, and what servers have answered
         self.idle: list[str] = []
         self._beaten: dict[str, float] = {}
+        self._open = False  # the first workers are ready
         self._asked = False  # a worker is asked for the first parameters
         self._restarts = self._failed = 0
 
@@ -161,7 +164,8 @@ class ElasticRun:
             for reference in self.call("commit", names):
                 self.pending[reference] = "commit", names
             self.idle += [name for name in names if name in self.workers]
-        while self.idle and self.servers and self.rule.may_pull() and self.rule.pushes < self.settings.rounds:
+        self._open = self._open or (bool(self.servers) and len(self.idle) >= self.settings.least)
+        while self._open and self.idle and self.rule.may_pull() and self.rule.pushes < self.settings.rounds:
             self._give_work(self.idle.pop(0))
 
     def _give_work(self, name: str) -> None:
@@ -317,7 +321,7 @@ class ElasticRun:
             return
         cuts = bounds(flat.size, self.settings.servers)
         self.ray.get([server.begin.remote(flat[a:b]) for server, (a, b) in zip(self.servers, cuts, strict=True)])
-        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype), **versions()})
+        self.log(first_line(self.settings) | {"numbers": flat.size, "dtype": str(flat.dtype), **made_with()})
 
     def _end(self) -> Result:
         """The parameters of the last version, and their loss, by a worker that has nothing to do."""
@@ -369,7 +373,7 @@ def run_elastic(
         path = claim.follow() / LOG_NAME
         before = read_log(path) if path.exists() and path.stat().st_size else []
         for key, value in first_line(settings).items():
-            if before and key not in ("workers", "gpus", "rounds", "patience") and before[0].get(key) != value:
+            if before and key not in ("workers", "gpus", "rounds", "patience", "least") and before[0].get(key) != value:
                 option = f"--outer-{key}" if key in ("lr", "momentum") else f"--{key}"
                 what = f"{option}: {value}, but the run in {folder} was started with {before[0].get(key)}"
                 raise UserError(f"{what}; set it back, or give another --run-dir")
