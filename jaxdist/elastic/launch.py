@@ -26,7 +26,7 @@ from jaxdist.runtime.exit_status import SAME_S, STOPPED
 from jaxdist.runtime.network.addresses import format_address, free_port, port_problem
 from jaxdist.runtime.network.job_token import TOKEN, new_token, read_token
 
-RESERVE_S, READ_S, EACH_S = 20.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
+RESERVE_S, READ_S, EACH_S = 5.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
 CHOSEN = ("--node-rank", "--coordinator", "--token-file")  # by Ray, for each host
 
 
