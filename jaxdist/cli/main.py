@@ -18,9 +18,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("jaxdist.cli.runs.train", "train a model as a YAML file says; the same run directory resumes"),
-    "launch": Command(
-        "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
-    ),
+    "launch": Command("jaxdist.cli.launch", "start the processes of a job, and again if it fails"),
     "generate": Command(
         "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
     ),

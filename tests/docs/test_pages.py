@@ -53,6 +53,9 @@ TESTED = {
     "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
     **dict.fromkeys(("$ jaxdist init my-job", "$ ls my-job", "$ cd my-job &&"), "test_a_tutorial_prints_what_it_shows"),
     **dict.fromkeys(('{"messages": [{"role"', "$ jaxdist data examples.jsonl"), "test_the_page_shows_these_examples"),
+    **dict.fromkeys(
+        ("W=3 K=1: ", "for compute in", "0.4 s of comp"), "test_the_page_of_parameter_servers_prints_what_it_shows"
+    ),
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs
