@@ -25,7 +25,7 @@ FLOORS = (
     {"models"},
     {"step", "train_step", "init", "checkpoint", "generation"},
     {"pretrained"},
-    {"distill"},
+    {"distill", "local_sgd"},
     {"build"},
     {"runtime"},
     {"plan", "observe", "launcher"},
