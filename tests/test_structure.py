@@ -30,7 +30,9 @@ FLOORS = (
     {"runtime"},
     {"plan", "observe", "launcher"},
     {"trainer"},
+    {"elastic"},
     {"cli", "lab"},
+    {"__main__"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FOLDERS = {path.name for path in (ROOT / "jaxdist").iterdir() if (path / "__init__.py").exists()}

@@ -18,18 +18,19 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("jaxdist.cli.runs.train", "train a model as a YAML file says; the same run directory resumes"),
-    "launch": Command(
-        "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
-    ),
+    "launch": Command("jaxdist.cli.launch", "start the processes of a job, and again if it fails"),
     "generate": Command(
         "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
     ),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
+    "cost": Command("jaxdist.cli.cost", "what communication costs on several hosts, by formulas; links and machines"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),
     "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),
     "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
     "distill": Command("jaxdist.cli.distill", "write a teacher's largest logits, for distill.cache"),
+    "elastic": Command("jaxdist.cli.elastic", "train with servers and workers that come and go, on Ray"),
+    "replay": Command("jaxdist.cli.elastic", "recompute an elastic run from its log, to the same bits", "replay_main"),
     "lab": Command("jaxdist.lab.command", "run a job on virtual hosts with slow links", "run_lab"),
     "bench": Command("jaxdist.cli.runs.bench", "time the step of a configuration, beside variants of it"),
     "profile": Command("jaxdist.cli.runs.profile", "where the time of a run's steps went"),

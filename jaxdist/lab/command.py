@@ -11,8 +11,10 @@ from jaxdist.launcher.options import split_command
 LAB_DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N processes of one job, each behind a link
 of the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs
 Linux and root; COMMAND runs as root too. It finds the job in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-JAX_PROCESS_ID, and HOST_INDEX, HOST_COUNT, VIRTUAL_HOSTS_INTERFACE and VIRTUAL_HOSTS_RATE."""
-LAB_USAGE = "{0} -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       {0} --clean"
+JAX_PROCESS_ID, and HOST_INDEX, HOST_COUNT, VIRTUAL_HOSTS_INTERFACE and VIRTUAL_HOSTS_RATE. data-parallel is another
+laboratory, and needs neither: it shows PyTorch's DataParallel beside ddp (data-parallel --help)."""
+LAB_USAGE = "{0} -n N --rate RATE[,RATE...] [options] -- COMMAND ...\n       {0} --clean\n       {0} data-parallel ..."
+_DATA_PARALLEL = "data-parallel"
 _EXAMPLES = (
     "sudo jaxdist lab -n 3 --rate 200mbit -- jaxdist train quickstart mesh.data=-1 devices.simulated=4",
     "sudo jaxdist lab --clean",
@@ -39,6 +41,10 @@ def make_lab_parser(prog: str = "jaxdist lab") -> CommandParser:
 @reports_mistakes
 def run_lab(arguments: list[str], prog: str = "jaxdist lab") -> int:
     """Exit status: 0 done, that of the host that failed first, 128 + n after signal n, 2 when it cannot run."""
+    if arguments[:1] == [_DATA_PARALLEL]:
+        from jaxdist.lab.data_parallel.command import run_data_parallel
+
+        return run_data_parallel(arguments[1:], f"{prog} {_DATA_PARALLEL}")
     before, command = split_command(arguments)
     parser, signals = make_lab_parser(prog), list[int]()
     options = parser.parse_args(before)

@@ -1,0 +1,117 @@
+"""The command `cost`: what communication costs a training run on several hosts, by formulas and a table of hardware."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.rules.grad_sync import link_rate
+from jaxdist.config.shipped import with_examples
+from jaxdist.errors import CommandParser, UserError, nearest, reports_mistakes
+
+_EXAMPLES = ("jaxdist cost", "jaxdist cost --model vit-huge --hosts 8 --link p4d.24xlarge --compute 0.9")
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_MOST = 1e15  # bytes, and hosts times GPUs: more is a slip of the pen
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is computed: a `jaxdist.plan.costs.Case`, and the words for its size and its link."""
+
+    case: Any
+    size: str
+    link: str
+
+
+def make_parser(prog: str) -> CommandParser:
+    """The options. Without any, they are the textbook's case."""
+    parser = CommandParser(
+        prog=prog,
+        description="The cost of data parallelism over a network: seconds of an all-reduce, of a step, and the speed-up"
+        " over one host, each with its formula; links and machines with the sources of their figures. Without options"
+        " it is the textbook's case: ViT-Base in float16, three hosts of 8 GPUs, 10 Gbit/s. Nothing is measured.",
+        **with_examples(_EXAMPLES),
+    )
+    add = parser.add_argument
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--model", metavar="NAME", help="gradients of vit-base, vit-huge, resnet101, bert-base or gpt2")
+    size.add_argument("--size", metavar="BYTES", help="of the gradients, as 172MB")
+    add("--bytes", type=int, default=2, metavar="B", help="of a gradient of --model; default: 2, as in float16")
+    add("--hosts", type=int, default=3, metavar="N", help="default: 3")
+    add("--gpus", type=int, default=8, metavar="G", help="of a host; default: 8")
+    add("--link", default="10gbit", help="of a host: a rate, as 10gbit, or a name of the tables; default: 10gbit")
+    add("--compute", type=float, metavar="S", help="seconds of a step of one host alone; default: 0.42")
+    add("--every", type=int, default=10, metavar="H", help="steps between two exchanges of local SGD; default: 10")
+    add("--json", type=Path, metavar="FILE", help="all figures, for programs")
+    return parser
+
+
+@reports_mistakes
+def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
+    """Exit status: 0, or 2 for wrong arguments.
+
+    >>> from jaxdist.cli.cost import main
+    >>> main(["--hosts", "1"])
+    2
+    """
+    options = make_parser(prog).parse_args(argv)
+    for name, least in (("hosts", 2), ("gpus", 1), ("bytes", 1), ("every", 1)):
+        if not least <= getattr(options, name) <= 1_000_000:
+            raise UserError(f"--{name}: {getattr(options, name)}; allowed: {least} to 1,000,000")
+    if options.compute is not None and not 0 < options.compute < _MOST:
+        raise UserError(f"--compute: {options.compute}; allowed: seconds above 0")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UserError(f"--json: {options.json}: its folder does not exist; make it first")
+    given = None if options.size is None else _size_of(options.size)
+
+    from jaxdist.cli.work.cost import cost_lines, figures_of
+
+    subject = _subject(options, given)
+    print("\n".join(cost_lines(subject.case, subject.size, subject.link)))
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _subject(options: Any, given: float | None) -> Subject:
+    from jaxdist.plan.costs import COUNTED_MODELS, TEXTBOOK, parameters
+
+    case = TEXTBOOK._replace(hosts=options.hosts, gpus=options.gpus, every=options.every, rate=_rate_of(options.link))
+    if options.compute is not None:
+        case = case._replace(one=options.compute, all=options.compute)
+    words = "86 M parameters (ViT-Base, rounded as in the textbook) x 2 bytes"
+    if given is not None:
+        case, words = case._replace(size=given), "as given"
+    elif options.model is not None:
+        if options.model not in COUNTED_MODELS:
+            near = nearest(options.model, COUNTED_MODELS)
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"--model: {options.model!r} is not known; allowed: {', '.join(COUNTED_MODELS)}{hint}")
+        count = parameters(options.model)
+        case = case._replace(size=float(count * options.bytes))
+        words = f"{count:,} parameters of {options.model}, counted from the model, x {options.bytes} bytes"
+    return Subject(case, words, options.link)
+
+
+def _size_of(text: str) -> float:
+    """Bytes of "172MB", "1.5GB" or "4096"."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?)B?", text)
+    size = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 1 <= size <= _MOST:
+        raise UserError(f"--size: {text!r}; allowed: bytes, as 172MB, 1.5GB or 4096")
+    return size
+
+
+def _rate_of(text: str) -> float:
+    """Bytes a second of a rate, or of a name of the tables."""
+    from jaxdist.plan.machines import LINK_RATES
+
+    if text in LINK_RATES:
+        return LINK_RATES[text]
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
+    rate = link_rate(text) if found and float(found[1]) else None
+    if rate is None:
+        raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}")
+    return rate
