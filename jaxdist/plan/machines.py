@@ -69,7 +69,7 @@ def _compiled(name: str, bus: int) -> Device:
     return Device(gpu.memory, gpu.bf16, gpu.tf32, gpu.bandwidth, gpu.nvlink, bus, gpu.source)
 
 
-DEVICES: dict[str, Device] = {
+MACHINE_GPUS: dict[str, Device] = {
     "t4": Device(16e9, 65e12, 8.1e12, 320e9, 0.0, 3, "NVIDIA T4 datasheet; it has no NVLink"),
     "v100": Device(32e9, 125e12, 15.7e12, 900e9, 6 * 25e9, 3, "NVIDIA V100 datasheet: SXM2; NVLink 300 GB/s both ways"),
     "a100-40": _compiled("a100-40", 4),
@@ -94,8 +94,8 @@ HOSTS: dict[str, Host] = {
     "dgx-b200": Host("b200", 8, 8, 400 * GBIT, 5, f"{_DGX} B200: ConnectX-7, for the cluster"),
 }
 # Bytes a second of one direction, by the names that `jaxdist cost --link` takes.
-LINKS: dict[str, float] = {
+RATES: dict[str, float] = {
     **{f"pcie{generation}": pcie(generation) for generation in (3, 4, 5)},
-    **{f"nvlink-{name}": device.nvlink for name, device in DEVICES.items() if device.nvlink},
+    **{f"nvlink-{name}": device.nvlink for name, device in MACHINE_GPUS.items() if device.nvlink},
     **{name: host.network for name, host in HOSTS.items()},
 }

@@ -8,8 +8,8 @@ from child import ROOT
 
 from jaxdist.cli.cost import main
 from jaxdist.plan.compiled.hardware import GPUS
-from jaxdist.plan.costs import ALGORITHMS, MODELS, TEXTBOOK, found_of, parameters, seconds
-from jaxdist.plan.machines import DEVICES, HOSTS, LINKS, pcie
+from jaxdist.plan.costs import COMPARED, COUNTED, TEXTBOOK, found_of, parameters, seconds
+from jaxdist.plan.machines import HOSTS, MACHINE_GPUS, RATES, pcie
 
 
 def test_the_numbers_of_the_textbook() -> None:
@@ -40,20 +40,26 @@ def test_one_host_more_is_worth_less_and_less() -> None:
     ],
 )
 def test_parameters_are_counted_from_the_models(model: str, count: int) -> None:
-    assert parameters(model) == count and model in MODELS
+    assert parameters(model) == count and model in COUNTED
 
 
 def test_the_tables() -> None:
     """The rates that the textbook gives, all of one direction; every figure has a source."""
     assert {f"{pcie(3) / 1e9:.2f}", f"{pcie(4) / 1e9:.2f}"} == {"15.75", "31.51"}
-    assert DEVICES["v100"].nvlink == 6 * 25e9 and DEVICES["a100-40"].nvlink == 12 * 25e9 and not DEVICES["t4"].nvlink
+    assert (
+        MACHINE_GPUS["v100"].nvlink == 6 * 25e9
+        and MACHINE_GPUS["a100-40"].nvlink == 12 * 25e9
+        and not MACHINE_GPUS["t4"].nvlink
+    )
     gbits = {name: round(host.network * 8 / 1e9) for name, host in HOSTS.items()}
     assert (gbits["p3dn.24xlarge"], gbits["p4d.24xlarge"], gbits["dgx-a100"]) == (100, 400, 1600)
     assert HOSTS["p4d.24xlarge"].pcie == 3 and HOSTS["dgx-a100"].pcie == 4
-    assert all(host.device in DEVICES for host in HOSTS.values())
-    assert all(each.source for each in [*DEVICES.values(), *HOSTS.values()])
-    assert {"h100", "h200", "b200"} <= DEVICES.keys() & GPUS.keys() and DEVICES["h200"].half == GPUS["h200"].bf16
-    assert all(rate > 1e9 for rate in LINKS.values()) and "nvlink-t4" not in LINKS
+    assert all(host.device in MACHINE_GPUS for host in HOSTS.values())
+    assert all(each.source for each in [*MACHINE_GPUS.values(), *HOSTS.values()])
+    assert {"h100", "h200", "b200"} <= MACHINE_GPUS.keys() & GPUS.keys() and MACHINE_GPUS["h200"].half == GPUS[
+        "h200"
+    ].bf16
+    assert all(rate > 1e9 for rate in RATES.values()) and "nvlink-t4" not in RATES
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def test_the_page_shows_what_jaxdist_cost_prints(tmp_path: Path, capsys: pytest.
     missing = [line for line in printed.splitlines() if line not in shown]
     assert not missing, missing
     figures = json.loads((tmp_path / "a.json").read_text())
-    assert figures["found"]["limit"] == pytest.approx(0.2752) and set(figures["algorithms"]) == set(ALGORITHMS)
+    assert figures["found"]["limit"] == pytest.approx(0.2752) and set(figures["algorithms"]) == set(COMPARED)
     assert main(["--size", "1GB", "--hosts", "2", "--link", "p4d.24xlarge", "--compute", "0.1"]) == 0
     assert "a ring of 2 hosts" in capsys.readouterr().out
     assert main(["--model", "bert-base", "--bytes", "4"]) == 0
