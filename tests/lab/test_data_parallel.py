@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.lab.data_parallel.cases import Example, make_case, make_gpt, make_resnet
+from jaxdist.lab.data_parallel.cases import ParallelCase, make_case, make_gpt, make_resnet
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, ddp_bytes, loads, total
 from jaxdist.lab.data_parallel.measure import MeasuredStep, measure, measure_ddp
 from jaxdist.lab.data_parallel.picture import draw_phases
@@ -38,7 +38,7 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-def gradients(case: Example, params: Any, batch: Any, *, balanced: bool) -> Gradients:
+def gradients(case: ParallelCase, params: Any, batch: Any, *, balanced: bool) -> Gradients:
     """Those of one step, and the new running statistics, from these parameters."""
     devices = jax.devices()[:DEVICES]
     program = DataParallel(case, optax.sgd(0.1), devices, balanced=balanced)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxdist.init import init_state
-from jaxdist.lab.data_parallel.cases import Example
+from jaxdist.lab.data_parallel.cases import ParallelCase
 from jaxdist.lab.data_parallel.closed_forms import STEP_PHASES, Load, loads
 from jaxdist.lab.data_parallel.program import DataParallel
 from jaxdist.lab.data_parallel.wires import Wires
@@ -71,7 +71,7 @@ def adamw() -> optax.GradientTransformation:
     return optax.adamw(1e-3)
 
 
-def measure(case: Example, devices: list[jax.Device], *, balanced: bool) -> MeasuredStep:
+def measure(case: ParallelCase, devices: list[jax.Device], *, balanced: bool) -> MeasuredStep:
     """Run some steps, and account for the last ones."""
     program = DataParallel(case, adamw(), devices, balanced=balanced)
     wires = Wires()
@@ -96,7 +96,7 @@ def measure(case: Example, devices: list[jax.Device], *, balanced: bool) -> Meas
     return MeasuredStep(counted, expected, memory, seconds, step_s, [float(loss) for loss in losses])
 
 
-def _drawn(case: Example, devices: int) -> tuple[PyTree, PyTree]:
+def _drawn(case: ParallelCase, devices: int) -> tuple[PyTree, PyTree]:
     return case.draw(np.random.default_rng(0), case.rows * devices)
 
 
@@ -120,7 +120,7 @@ def _by_phase(
     return found
 
 
-def measure_ddp(case: Example, devices: list[jax.Device]) -> Beside:
+def measure_ddp(case: ParallelCase, devices: list[jax.Device]) -> Beside:
     """The same steps by `ddp`, on the same batch from the same parameters."""
     mesh = make_mesh(data=len(devices), devices=devices)
     params, model_state = jax.jit(case.init)(jax.random.key(0))

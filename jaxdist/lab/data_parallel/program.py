@@ -14,7 +14,7 @@ import optax
 
 from jaxdist.errors import UserError
 from jaxdist.lab.data_parallel import closed_forms as phases
-from jaxdist.lab.data_parallel.cases import Example
+from jaxdist.lab.data_parallel.cases import ParallelCase
 from jaxdist.lab.data_parallel.wires import Wires
 from jaxdist.specs import PyTree
 
@@ -47,7 +47,7 @@ class DataParallel:
     """
 
     def __init__(
-        self, case: Example, optimizer: optax.GradientTransformation, devices: list[jax.Device], *, balanced: bool
+        self, case: ParallelCase, optimizer: optax.GradientTransformation, devices: list[jax.Device], *, balanced: bool
     ) -> None:
         self._devices, self._balanced, self._optimizer = devices, balanced, optimizer
         forward, loss_of = case.forward, case.loss
