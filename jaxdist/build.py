@@ -52,6 +52,7 @@ class Parts(NamedTuple):
     target: the state as ShapeDtypeStructs with shardings.
     order: the block that each row of stacked blocks holds (`order_of_blocks`); empty for the loss of a module.
     teaching: where a teacher's logits come from (`jaxdist.distill.teaching`); None without section distill.
+    replicas: those that train by themselves (`jaxdist.local_sgd.replicas`); None without section parallel.local.
     """
 
     model: ModelDef | ModuleLoss
@@ -62,6 +63,7 @@ class Parts(NamedTuple):
     order: np.ndarray
     step: TrainStep
     teaching: Any = None
+    replicas: Any = None
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
@@ -201,7 +203,13 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
 
         teaching = teaching_of(config, mesh, forward_only)
         step = teaching.step(model, optimizer, mesh, options)
-    return Parts(model, optimizer, options, attention, target, order, step, teaching)
+    parts = Parts(model, optimizer, options, attention, target, order, step, teaching)
+    if config.parallel.local.on:
+        from jaxdist.local_sgd.replicas import replicas_of
+
+        replicas = replicas_of(config, model, optimizer, mesh, options, target)
+        return parts._replace(target=replicas.target, step=replicas.step, replicas=replicas)
+    return parts
 
 
 def with_teacher(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.launcher.supervisor import run_launcher
+from jaxdist.cli.launch import main
 
 if __name__ == "__main__":
-    sys.exit(run_launcher(sys.argv[1:], "launch.py"))
+    sys.exit(main(sys.argv[1:], "launch.py"))

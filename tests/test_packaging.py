@@ -52,14 +52,14 @@ def extra(name: str) -> set[str]:
 
 
 def test_dependencies_are_what_the_package_imports() -> None:
-    extras = set().union(*map(extra, ("hf", "bench", "arrayrecord", "parquet", "examples")))
+    extras = set().union(*map(extra, ("hf", "bench", "arrayrecord", "parquet", "examples", "elastic")))
     imports = {name.lower() for name in third_party("jaxdist")}
     assert imports - extras == required(PROJECT["project"]["dependencies"])
     assert {name.lower() for name in third_party("scripts")} <= imports | extra("hf") | extra("bench") | extra("docs")
 
 
 def test_the_test_extra_covers_the_tests() -> None:
-    assert third_party("tests") <= extra("test") | required(PROJECT["project"]["dependencies"])
+    assert third_party("tests") <= extra("test") | extra("elastic") | required(PROJECT["project"]["dependencies"])
 
 
 def test_every_requirement_has_a_lower_bound_that_holds_here() -> None:

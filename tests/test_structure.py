@@ -25,12 +25,14 @@ FLOORS = (
     {"models"},
     {"step", "train_step", "init", "checkpoint", "generation"},
     {"pretrained"},
-    {"distill"},
+    {"distill", "local_sgd"},
     {"build"},
     {"runtime"},
     {"plan", "observe", "launcher"},
     {"trainer"},
+    {"elastic"},
     {"cli", "lab"},
+    {"__main__"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FOLDERS = {path.name for path in (ROOT / "jaxdist").iterdir() if (path / "__init__.py").exists()}

@@ -18,7 +18,7 @@ _MOST = 1e15  # bytes, and hosts times GPUs: more is a slip of the pen
 
 @dataclass(frozen=True)
 class Subject:
-    """What is computed: a `jaxdist.plan.costs.HostsCase`, and the words for its size and its link."""
+    """What is computed: a `jaxdist.plan.costs.Case`, and the words for its size and its link."""
 
     case: Any
     size: str
@@ -76,7 +76,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
 
 
 def _subject(options: Any, given: float | None) -> Subject:
-    from jaxdist.plan.costs import COUNTED, TEXTBOOK, parameters
+    from jaxdist.plan.costs import COUNTED_MODELS, TEXTBOOK, parameters
 
     case = TEXTBOOK._replace(hosts=options.hosts, gpus=options.gpus, every=options.every, rate=_rate_of(options.link))
     if options.compute is not None:
@@ -85,10 +85,10 @@ def _subject(options: Any, given: float | None) -> Subject:
     if given is not None:
         case, words = case._replace(size=given), "as given"
     elif options.model is not None:
-        if options.model not in COUNTED:
-            near = nearest(options.model, COUNTED)
+        if options.model not in COUNTED_MODELS:
+            near = nearest(options.model, COUNTED_MODELS)
             hint = f"; did you mean {near}?" if near else ""
-            raise UserError(f"--model: {options.model!r} is not known; allowed: {', '.join(COUNTED)}{hint}")
+            raise UserError(f"--model: {options.model!r} is not known; allowed: {', '.join(COUNTED_MODELS)}{hint}")
         count = parameters(options.model)
         case = case._replace(size=float(count * options.bytes))
         words = f"{count:,} parameters of {options.model}, counted from the model, x {options.bytes} bytes"
@@ -106,12 +106,12 @@ def _size_of(text: str) -> float:
 
 def _rate_of(text: str) -> float:
     """Bytes a second of a rate, or of a name of the tables."""
-    from jaxdist.plan.machines import RATES
+    from jaxdist.plan.machines import LINK_RATES
 
-    if text in RATES:
-        return RATES[text]
+    if text in LINK_RATES:
+        return LINK_RATES[text]
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
     rate = link_rate(text) if found and float(found[1]) else None
     if rate is None:
-        raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(RATES)}")
+        raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}")
     return rate

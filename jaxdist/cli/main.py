@@ -18,9 +18,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("jaxdist.cli.runs.train", "train a model as a YAML file says; the same run directory resumes"),
-    "launch": Command(
-        "jaxdist.launcher.supervisor", "start the processes of a job, and again if it fails", "run_launcher"
-    ),
+    "launch": Command("jaxdist.cli.launch", "start the processes of a job, and again if it fails"),
     "generate": Command(
         "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
     ),
@@ -31,6 +29,8 @@ COMMANDS = {
     "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),
     "data": Command("jaxdist.cli.data", "turn text into files of token ids"),
     "distill": Command("jaxdist.cli.distill", "write a teacher's largest logits, for distill.cache"),
+    "elastic": Command("jaxdist.cli.elastic", "train with servers and workers that come and go, on Ray"),
+    "replay": Command("jaxdist.cli.elastic", "recompute an elastic run from its log, to the same bits", "replay_main"),
     "lab": Command("jaxdist.lab.command", "run a job on virtual hosts with slow links", "run_lab"),
     "bench": Command("jaxdist.cli.runs.bench", "time the step of a configuration, beside variants of it"),
     "profile": Command("jaxdist.cli.runs.profile", "where the time of a run's steps went"),

@@ -30,6 +30,7 @@ from jaxdist.config.rules.remat import (
 )
 from jaxdist.config.rules.user_loss import LOSS_AXES, check_one_unit
 from jaxdist.config.rules.xla_flags import check_flags
+from jaxdist.config.sections.local import check_local
 from jaxdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def _check_precision(config: Config) -> None:
     if parallel.collective_matmul and config.mesh.pipe > 1:
         check_conditions(pipeline_cond=parallel.pipeline_cond)
     parallel.grad_sync.check(reduce_dtype=types.reduce)
+    check_local(config)
 
 
 def check_layout(config: Config) -> None:

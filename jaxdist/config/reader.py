@@ -202,7 +202,9 @@ def _near_keys(top: _Section, section: _Section, name: str) -> list[str]:
         beside = nearest(name, section.keys)
         other = nearest(name, leaves, cutoff=0.7) if not beside and not section.name else None
     if other:
-        return [each for each in everywhere if each.endswith("." + other)]
+        found = [each for each in everywhere if each.endswith("." + other)]
+        # Of optimizer.lr and parallel.local.outer.lr the first is meant.
+        return [each for each in found if each.count(".") < 3] or found
     return [section.dotted(beside)] if beside else []
 
 

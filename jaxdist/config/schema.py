@@ -15,6 +15,7 @@ from jaxdist.config.rules.remat import MODES, NAMES
 from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.init import InitConfig
+from jaxdist.config.sections.local import LocalConfig
 from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.config.sections.precision import PrecisionConfig
@@ -162,6 +163,7 @@ class ParallelConfig:
     )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSync = section(GradSync, "how gradients are reduced")
+    local: LocalConfig = section(LocalConfig, "replicas that train by themselves", shorthand="every")
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ def make_parser(prog: str = "jaxdist launch") -> CommandParser:
     add("--token-file", metavar="FILE", help=text)
     text = "give up after so many restarts without a newer checkpoint (default: 3)"
     add("--max-restarts", type=int, default=3, metavar="N", help=text)
+    add("--ray", action="store_true", help="start on hosts of a Ray cluster: that of RAY_ADDRESS, or this machine")
+    add("--host-cpus", type=float, metavar="C", help="with --ray: CPUs that Ray reserves on each host (default: 1)")
+    add("--host-gpus", type=float, metavar="G", help="with --ray: GPUs that it reserves on each host (default: none)")
     text = "instead of giving up, go on with one process fewer on this host, down to this number"
     add("--min-procs", type=int, metavar="N", help=text)
     text = "restart with the hosts that come, if they are so many at least (host 0 among them)"
@@ -102,6 +105,9 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = 
         raise UserError("--run-dir: not given in the command; with --nnodes give one, the same on every host")
     run_dir = run_directory_of(command, environ)
     token = read_token({**environ, TOKEN_FILE: options.token_file} if options.token_file else environ)
+    for name in ("--ray", "--host-cpus", "--host-gpus"):  # a plan is of one host; jaxdist.elastic.launch reads these
+        if vars(options).pop(name[2:].replace("-", "_")):
+            raise UserError(f"{name}: only with --ray, by the command jaxdist launch")
     del options.token_file
     made = {
         "command": command,

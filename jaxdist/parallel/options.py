@@ -71,11 +71,6 @@ class StepOptions:
             self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=self.grad_sync.deterministic
         )
 
-    @property
-    def sync(self) -> GradSync:
-        """`grad_sync`, under the name that `StrategyOptions` had for it."""
-        return self.grad_sync
-
     def on(self, mesh: AnyMesh) -> "StepOptions":
         """The options with the schedule and microbatches that a step runs on this mesh (`order_of_work`)."""
         schedule, microbatches = order_of_work(self.grad_sync, mesh, self.schedule, self.microbatches)

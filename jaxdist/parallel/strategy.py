@@ -18,7 +18,6 @@ from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_vary
 from jaxdist.config.rules.grad_sync import refuse_in_conditions
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.precision.policy import Precision
 from jaxdist.specs import PyTree, dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
 
 
@@ -138,7 +137,7 @@ def cast_leaf(leaf: jax.Array | Frozen, options: StrategyOptions) -> jax.Array:
     return connect(value_of(leaf).astype(options.precision.received), leaf, None, options)
 
 
-def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: str | None) -> PyTree:
+def gather_once(params: PyTree, specs: PyTree, options: StrategyOptions, stacked: str | None) -> PyTree:
     """Whole copies of shards over `fsdp`, in the dtype that layers receive; () for other parameters.
 
     Stacked blocks are gathered one after the other: a gather of the stack would need a second copy of it in transit.
@@ -147,7 +146,9 @@ def gather_once(params: PyTree, specs: PyTree, precision: Precision, stacked: st
     def unit(specs: PyTree, params: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array | tuple[()]:
             dim = dim_of(spec, "fsdp")
-            return () if dim is None else all_gather(leaf.astype(precision.received), "fsdp", dim=dim)
+            if dim is None:
+                return ()
+            return all_gather(leaf.astype(options.precision.received), "fsdp", dim=dim, **options.grad_sync.gathering)
 
         return map_named(one, specs, params)
 

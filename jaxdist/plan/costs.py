@@ -17,7 +17,7 @@ from jaxdist.models.vit import vit
 COMPARED = ("ring", "master_worker", "tree", "double_tree", "halving_doubling", "balanced_fusion")
 
 
-class HostsCase(NamedTuple):
+class Case(NamedTuple):
     """Training on several hosts.
 
     size: bytes of the gradients, N. hosts: n. rate: bytes a second that a host sends, B.
@@ -35,10 +35,10 @@ class HostsCase(NamedTuple):
 
 
 # An iteration of 0.4 s on one GPU, of 0.42 s on the eight of a host; three hosts; gradients of ViT-Base in float16.
-TEXTBOOK = HostsCase(size=86e6 * 2, hosts=3, rate=10e9 / 8, one=0.4, all=0.42, every=10, gpus=8)
+TEXTBOOK = Case(size=86e6 * 2, hosts=3, rate=10e9 / 8, one=0.4, all=0.42, every=10, gpus=8)
 
 
-class CaseNumbers(NamedTuple):
+class Found(NamedTuple):
     """The numbers of a case, in seconds and as factors.
 
     limit: an all-reduce among very many hosts, 2 N/B. ring: among these hosts, 2 (n-1)/n N/B. flat: by a ring of all
@@ -59,7 +59,7 @@ class CaseNumbers(NamedTuple):
     local_speedup: float
 
 
-def found_of(case: HostsCase) -> CaseNumbers:
+def found_of(case: Case) -> Found:
     """The numbers of a case.
 
     >>> from jaxdist.plan.costs import TEXTBOOK, found_of
@@ -70,14 +70,14 @@ def found_of(case: HostsCase) -> CaseNumbers:
     limit, ring, flat = 2 * case.size / case.rate, seconds(case, "ring"), _ring(case, case.hosts * case.gpus)
     mixed, step, local = case.one + limit, case.all + ring, case.all + ring / case.every
     mixed_speedup, speedup, local_speedup = (case.hosts * case.all / each for each in (mixed, step, local))
-    return CaseNumbers(limit, ring, flat, mixed, mixed_speedup, step, speedup, local, local_speedup)
+    return Found(limit, ring, flat, mixed, mixed_speedup, step, speedup, local, local_speedup)
 
 
-def _ring(case: HostsCase, members: int) -> float:
+def _ring(case: Case, members: int) -> float:
     return cost("all_reduce", round(case.size), members, algorithm="ring").seconds(Link(0.0, case.rate))
 
 
-def seconds(case: HostsCase, algorithm: str) -> float:
+def seconds(case: Case, algorithm: str) -> float:
     """Seconds of an all-reduce of the gradients among the hosts by this algorithm."""
     found = cost("all_reduce", round(case.size), case.hosts, algorithm=algorithm)
     return found.seconds(Link(0.0, case.rate))
@@ -88,7 +88,7 @@ def _options(name: str, **keys: Any) -> ModelConfig:
 
 
 # {name: a function that makes the model, without allocating any of it}.
-COUNTED: dict[str, Callable[[], Any]] = {
+COUNTED_MODELS: dict[str, Callable[[], Any]] = {
     "vit-base": lambda: vit(_options("vit"), max_length=0),
     "vit-huge": lambda: vit(_options("vit", layers=32, width=1280, heads=16, patch_size=14), max_length=0),
     "resnet101": lambda: resnet(_options("resnet", depth=101)),
@@ -98,5 +98,5 @@ COUNTED: dict[str, Callable[[], Any]] = {
 
 
 def parameters(model: str) -> int:
-    """The number of parameters of a model of `COUNTED`, counted from its shapes."""
-    return int(COUNTED[model]().parameters)
+    """The number of parameters of a model of `COUNTED_MODELS`, counted from its shapes."""
+    return int(COUNTED_MODELS[model]().parameters)

@@ -45,6 +45,8 @@ class Explanation(NamedTuple):
     added: collectives that the compiler adds; None if nothing was compiled
     compiled: {op: the ledger beside the compiled program}; None if nothing was compiled
     attention: the kernel of the traced program, and why it is not cuDNN's (see `jaxdist.build.Parts`)
+    outer: of each fragment's outer step, once in `every` steps, where replicas train by themselves; `ledger` is then
+        of an inner step
     """
 
     mesh: dict[str, int]
@@ -56,6 +58,8 @@ class Explanation(NamedTuple):
     added: list[Compiled] | None
     compiled: dict[str, Comparison] | None
     attention: tuple[str, str | None]
+    outer: tuple[Ledger, ...] = ()
+    every: int = 0
 
 
 def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8) -> Explanation:
@@ -104,7 +108,13 @@ def explain_parts(
         everything = compiled_collectives(program.as_text())
         added = [each for each in everything if each.added and each.group_size > 1]
         compared = compare(found, everything)
-    return Explanation(found.mesh, found, rows, memory, kept, parts.model.empty_rows, added, compared, parts.attention)
+    told = (found.mesh, found, rows, memory, kept, parts.model.empty_rows, added, compared, parts.attention)
+    if parts.replicas is None:
+        return Explanation(*told)
+    from jaxdist.plan.traced.outer_steps import outer_ledgers
+
+    outer = outer_ledgers(parts.step, parts.target, batch, devices_per_host=devices_per_host)
+    return Explanation(*told, tuple(outer), config.parallel.local.every)
 
 
 def memory_at_rest(target: TrainState) -> dict[str, int]:
@@ -181,4 +191,19 @@ def explanation_to_json(explanation: Explanation, table: Table | None = None) ->
         "activations": dicts(explanation.activations),
         "added": None if explanation.added is None else dicts(explanation.added),
         "compiled": compared,
+        **_outer_to_json(explanation),
     } | ({} if table is None else {"remedies": remedies_to_json(table)})
+
+
+def _outer_to_json(explanation: Explanation) -> dict[str, Any]:
+    """{"outer": the outer steps}, where replicas train by themselves."""
+    if not explanation.every:
+        return {}
+    steps = [
+        {
+            "wire_bytes": each.wire_bytes,
+            "collectives": [one._asdict() | {"axes": list(one.axes)} for one in each.collectives],
+        }
+        for each in explanation.outer
+    ]
+    return {"outer": {"every": explanation.every, "steps": steps}}

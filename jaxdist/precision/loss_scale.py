@@ -75,7 +75,8 @@ def is_halted(guard: Guard, max_skips: int) -> jax.Array:
 
 def released(guard: Any) -> Any:
     """The guard of a state that goes on after a halt: without skipped steps in a row. (), no guard, stays ()."""
-    return guard and guard._replace(in_a_row=jax.device_put(np.int32(0), guard.in_a_row.sharding))
+    row = guard and guard.in_a_row
+    return guard and guard._replace(in_a_row=jax.device_put(np.zeros(row.shape, np.int32), row.sharding))
 
 
 def next_guard(guard: Guard, finite: jax.Array, rule: LossScale | None) -> Guard:

@@ -31,6 +31,9 @@ def first_state(config: Config, parts: Parts, mesh: Mesh, say: Callable[[str], N
 
     say: gets a line about what is read, and one about what is not. Raises `UserError` where it does not fit the model.
     """
+    if (replicas := parts.replicas) is not None:
+        one, origin = first_state(config, parts._replace(target=replicas.one, replicas=None), mesh, say)
+        return replicas.start(one), origin
     if config.init.from_ is None:
         return init_state(parts.model, parts.optimizer, mesh, parts.options), {}
     params, origin = _params_from(config, parts, say)

@@ -46,9 +46,9 @@ class Spikes:
 
 def look_into(run: TrainingRun, error: NonFinite, work: Work) -> Finding | None:
     """Run the failing step again and say on the console where it went wrong. Consumes the run's state. Not of a user's
-    own loss, which has no blocks to look into."""
+    own loss, which has no blocks to look into, and not of replicas that train by themselves."""
     progress, parts, console = run.progress, run.plan.parts, run.outputs.console
-    if not error.guarded or not isinstance(parts.model, ModelDef):
+    if not error.guarded or not isinstance(parts.model, ModelDef) or parts.replicas is not None:
         return None
     console.line(f"looking into step {error.step} ...")
     state = progress.state._replace(opt_state=())

@@ -85,6 +85,7 @@ class Recorder:
         with self._clock.spending("device"):
             values = {name: float(value) for name, value in jax.device_get(waiting).items()}
         self._crumbs.at_step("record")
+        shared = "skipped_in_a_row" in values  # else the values are of this process, and the others' are not judged
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         metrics = {"loss": loss, **values}
@@ -101,6 +102,8 @@ class Recorder:
         whole = metrics | evaluation | self._clock.line()
         self._write(step, whole)
         self._recorded(step, whole)
+        if not shared:
+            return evaluation
         if in_a_row or not (math.isfinite(loss) and math.isfinite(norm)):
             self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
         else:

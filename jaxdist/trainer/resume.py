@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.schema import Config
+from jaxdist.config.sections.local import LOCAL
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
 from jaxdist.trainer.failures.same_program import settings_by_key
@@ -62,6 +63,20 @@ def record(
         | {"config": _as_saved(settings_by_key(config)), "batches_passed": passed}
         | more
     )
+
+
+def check_replicas(saved: dict[str, Any], config: Config, folder: Path) -> None:
+    """Raise `UserError` where either the checkpoint or the run has replicas that train by themselves, and not both.
+
+    saved: the record of the checkpoint.
+    """
+    before, now = saved.get("config", {}).get(f"{LOCAL}.every", 0), config.parallel.local.every
+    if bool(before) != bool(now):
+        kept = "what each replica keeps" if before else "nothing that replicas keep"
+        raise UserError(
+            f"{LOCAL}.every: {now}, but the run in {folder} had {before}, and its checkpoint holds {kept}; set it back,"
+            " or start another run with --run-dir and init.from"
+        )
 
 
 def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[Any]]:

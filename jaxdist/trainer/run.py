@@ -39,7 +39,7 @@ from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.failures.same_program import facts_of_program
 from jaxdist.trainer.first_state import Origin, first_state
-from jaxdist.trainer.resume import changed_settings, check_identity, identity, record, show_changes
+from jaxdist.trainer.resume import changed_settings, check_identity, check_replicas, identity, record, show_changes
 
 Sampler = Callable[[PyTree], str]  # parameters -> text
 
@@ -232,7 +232,7 @@ def build(
     if parts.teaching is not None:
         teacher = parts.teaching.begin(own, outputs.console.line)
         own = identity(config, plan.source, teacher)
-    progress = restore_or_init(config, parts.target, outputs, fresh, own)
+    progress = restore_or_init(config, parts.target, outputs, fresh, own, parts.replicas)
     origin = origin or progress.meta.get("init", {})
     lead, baselines = jax.process_index() == 0, dict[str, float]()
     if lead:
@@ -277,12 +277,17 @@ def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch, *
 
 
 def restore_or_init(
-    config: Config, target: TrainState, outputs: Outputs, fresh: Callable[[], TrainState], identity: dict[str, Any]
+    config: Config,
+    target: TrainState,
+    outputs: Outputs,
+    fresh: Callable[[], TrainState],
+    identity: dict[str, Any],
+    replicas: Any = None,
 ) -> Progress:
     """The progress of the newest intact checkpoint if the run directory has one, otherwise a new state.
 
     - target: the state as ShapeDtypeStructs with shardings. fresh: makes one at step 0.
-    - identity: as of `jaxdist.trainer.resume.identity`.
+    - identity: as of `jaxdist.trainer.resume.identity`. replicas: as of `Parts`.
 
     Raises `UserError` where `checkpoint.resume` or the run's identity does not allow it.
     """
@@ -302,7 +307,11 @@ def restore_or_init(
         )
     meta = checkpoints.meta(latest)
     let_pass = check_identity(meta, identity, folder, force=resume == "force")
-    state = checkpoints.restore(latest, target)
+    check_replicas(meta, config, folder)
+    if replicas is None:
+        state = checkpoints.restore(latest, target)
+    else:
+        state = replicas.restore(checkpoints, latest, outputs.console.line)
     step, forced = int(jax.device_get(state.step)), meta.get("forced", [])
     if let_pass:
         forced = [*forced, {"step": step, "changed": let_pass}]

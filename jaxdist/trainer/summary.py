@@ -12,8 +12,9 @@ from jaxdist.files.regular import replace_file
 from jaxdist.mesh import AnyMesh
 from jaxdist.observe import read_metrics, redact_settings, work_unit
 from jaxdist.observe.console import error_text
-from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, Sent, read_run, write_report
+from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, RunRecord, Sent, read_run, write_report
 from jaxdist.observe.report.read import defaults_of
+from jaxdist.observe.sinks import Image
 from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
 from jaxdist.plan.explain import (
@@ -125,8 +126,8 @@ def compiled_memory(config: Config, parts: Parts, batch: PyTree, table: Table) -
     return {"temporary": max(0, peak - resident_bytes((parts.target, batch))), "peak": peak}
 
 
-def write_run_report(run: TrainingRun, samples: str) -> None:
-    """Write report.html."""
+def write_run_report(run: TrainingRun, samples: str) -> RunRecord:
+    """Write report.html. Returns what it shows."""
     plan = run.plan
     try:
         batch = batch_of(plan.config, plan.mesh, plan.source)
@@ -141,6 +142,16 @@ def write_run_report(run: TrainingRun, samples: str) -> None:
         remedies=remedy_rows(plan.config),
     )
     write_report(run.outputs.folder / "report.html", record)
+    return record
+
+
+def give_pictures(run: TrainingRun, record: RunRecord) -> None:
+    """Give the charts of the report to TensorBoard and W&B, where the run uses one."""
+    if run.outputs.sinks:
+        from jaxdist.observe.report.pictures import figures_of, png_of  # loads matplotlib
+
+        images = {each.name: Image(png_of(each), each.label) for each in figures_of(record)}
+        run.outputs.sinks.pictures(record.last_step, images)
 
 
 def data_wait(records: Sequence[Mapping[str, Any]]) -> float:
@@ -177,7 +188,9 @@ def write_summary(run: TrainingRun, samples: str) -> None:
     records = read_metrics(metrics) if metrics.exists() else []  # a directory that was removed was made again
     if run.plan.config.observe.report and records:
         with _told(run, "report.html"):
-            write_run_report(run, samples)
+            record = write_run_report(run, samples)
+            with _told(run, "pictures of the report"):
+                give_pictures(run, record)
     evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
         bits = evaluations[-1]["eval/bits_per_byte"]

@@ -33,8 +33,9 @@ STEPS = (2, 4, 10)
 
 
 def command(*words: Any, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    environ = child.environment() | child.QUICK
     return subprocess.run(
-        [sys.executable, script, *map(str, words)], env=child.environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, script, *map(str, words)], env=environ, capture_output=True, text=True, timeout=300
     )
 
 

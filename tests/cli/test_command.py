@@ -49,6 +49,19 @@ def test_help_is_quick_and_starts_no_jax(arguments: list[str]) -> None:
     assert spent < (0.3 if arguments == ["--help"] else 1.0)
 
 
+def test_the_package_runs_as_the_command() -> None:
+    """`python -m jaxdist` prints and returns what the command does."""
+    for arguments, status in ((["--help"], 0), (["trian"], 2)):
+        ways = ["-m", "jaxdist"], ["-c", "import sys; from jaxdist.cli.main import main; sys.exit(main())"]
+        ended = [
+            subprocess.run([sys.executable, *way, *arguments], env=child.environment(), capture_output=True, text=True)
+            for way in ways
+        ]
+        assert [each.returncode for each in ended] == [status, status]
+        assert ended[0].stdout == ended[1].stdout and ended[0].stderr == ended[1].stderr
+        assert bool(ended[0].stdout) == (status == 0)
+
+
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = said(["trian"], capsys)
     assert (status, out, err.count("\n")) == (2, "", 1)

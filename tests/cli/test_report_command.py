@@ -1,11 +1,11 @@
 """`jaxdist report`: report.html of a run directory again, whatever state it is in, and of several."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 
+import child
 import pytest
 from reports import ENVIRONMENT, records
 
@@ -71,7 +71,7 @@ def test_wrong_arguments_are_one_line(tmp_path, run_dir, capsys):
 @pytest.mark.slow
 def test_remedies_are_compiled(run_dir):
     code = "import sys; from jaxdist.cli.runs.report import main; sys.exit(main(sys.argv[1:]))"
-    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # devices are the command's
-    subprocess.run([sys.executable, "-c", code, str(run_dir), "--remedies"], check=True, env=environ, timeout=300)
+    command = [sys.executable, "-c", code, str(run_dir), "--remedies"]
+    subprocess.run(command, check=True, env=child.environment() | child.QUICK, timeout=300)
     text = (run_dir / "report.html").read_text()
     assert "would free" in text and "compiled" in text and "FLOPs" in text

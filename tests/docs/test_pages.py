@@ -5,7 +5,6 @@ import ast
 import importlib
 import io
 import re
-import shlex
 from contextlib import nullcontext, redirect_stdout, suppress
 from functools import cache
 from itertools import takewhile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pages import PAGES, blocks, command_of, lines_of
 from syntax import EXAMPLES, PACKAGE, ROOT, TESTS
 
 from jaxdist.cli.main import COMMANDS, main
@@ -22,8 +22,6 @@ from jaxdist.config.schema import Config
 from jaxdist.config.shipped import find_config
 from jaxdist.errors import UserError
 
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-PAGES += ["README.md", "README.ko.md", "CONTRIBUTING.md"]
 SCRIPTS = {"prepare_data": "data", "virtual_hosts": "lab"}  # scripts/NAME.py is `jaxdist NAME`, but for these
 # What a block begins with, and the test that runs it or compares it.
 TESTED = {
@@ -55,6 +53,9 @@ TESTED = {
     "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
     **dict.fromkeys(("$ jaxdist init my-job", "$ ls my-job", "$ cd my-job &&"), "test_a_tutorial_prints_what_it_shows"),
     **dict.fromkeys(('{"messages": [{"role"', "$ jaxdist data examples.jsonl"), "test_the_page_shows_these_examples"),
+    **dict.fromkeys(
+        ("W=3 K=1: ", "for compute in", "0.4 s of comp"), "test_the_page_of_parameter_servers_prints_what_it_shows"
+    ),
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs
@@ -65,15 +66,11 @@ WHOLE = {  # pages whose blocks one test runs
     "docs/tutorials/fine_tune.md": "test_a_tutorial_prints_what_it_shows",
     "docs/tutorials/first_run.md": "test_a_tutorial_prints_what_it_shows",
     "docs/tutorials/own_model.md": "test_a_tutorial_prints_what_it_shows",
+    "docs/tutorials/read_the_ledger.md": "test_a_tutorial_prints_what_it_shows",
 }
 # No test runs these: a cluster, and a fine-tuning of two minutes after a training of four.
 SHARE = 0.4  # of the letters of a message: the others are values
 UNTRIED = ("kubectl create secret", "$ python docs/examples/bert_lines.py")
-
-
-def blocks(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", "")
-    return re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
 
 
 @cache
@@ -134,15 +131,6 @@ def check_command(words: list[str]) -> None:
         check_command(other)
 
 
-def command_of(line: str) -> list[str]:
-    """The words of a line that is a command of ours, without variables before it; [] for any other line."""
-    with suppress(ValueError):
-        words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
-        if words and (words[0] in ("python", "jaxdist") or words[:2] in (["sudo", "python"], ["srun", "python"])):
-            return [*takewhile(lambda word: word not in ("&", "...", "|"), words)]
-    return []
-
-
 def is_code(text: str) -> bool:
     try:
         tree = ast.parse(text)
@@ -172,7 +160,7 @@ def kind_of(page: str, text: str) -> str:
         return "tested"
     if text.startswith(UNTRIED):
         return "untried"
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = lines_of(text)
     if all(map(command_of, lines)):
         for line in lines:
             check_command(command_of(line))

@@ -18,11 +18,11 @@ from flax import nnx
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.lab.data_parallel.cases import ParallelCase, make_case, make_gpt, make_resnet
+from jaxdist.lab.data_parallel.cases import ModelCase, make_case, make_gpt, make_resnet
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, ddp_bytes, loads, total
 from jaxdist.lab.data_parallel.measure import MeasuredStep, measure, measure_ddp
 from jaxdist.lab.data_parallel.picture import draw_phases
-from jaxdist.lab.data_parallel.program import DataParallel, Gradients
+from jaxdist.lab.data_parallel.program import Computed, DataParallel
 from jaxdist.lab.data_parallel.wires import Wires
 from jaxdist.models.resnet import ResNet
 from jaxdist.plan.report.draw_rounds import data_of
@@ -38,7 +38,7 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-def gradients(case: ParallelCase, params: Any, batch: Any, *, balanced: bool) -> Gradients:
+def gradients(case: ModelCase, params: Any, batch: Any, *, balanced: bool) -> Computed:
     """Those of one step, and the new running statistics, from these parameters."""
     devices = jax.devices()[:DEVICES]
     program = DataParallel(case, optax.sgd(0.1), devices, balanced=balanced)
@@ -55,11 +55,7 @@ def test_gradients_of_a_gpt_are_those_of_one_device(balanced: bool) -> None:
         labels["weights"] = np.random.default_rng(2).random(labels["weights"].shape).astype(np.float32)
         params = oracle.drawn(jax.eval_shape(case.init, jax.random.key(0))[0])
         found = gradients(case, params, (inputs, labels), balanced=balanced)
-        batch = {
-            name: jnp.asarray(leaf, jnp.int64 if leaf.dtype == np.int32 else None)
-            for name, leaf in (inputs | labels).items()
-        }
-        want = functools.partial(oracle.loss, batch=batch, config=GPT.resolved())
+        want = functools.partial(oracle.loss, batch=inputs | labels, config=GPT.resolved())
         loss, grads = jax.jit(jax.value_and_grad(want))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(found.grads)} == {np.dtype("float64")}
         assert abs(float(found.loss) - float(loss)) < EXACT

@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases: read back by TensorBoard's own reader and W&B's own messages, after kill -9 too."""
 
 import importlib.util
+import io
 import itertools
 import json
 import struct
@@ -10,14 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from child import QUICK, environment
+from matplotlib.image import imread
 
 from jaxdist.config.checks import check_packages
 from jaxdist.config.sections.observe import ObserveConfig, WandbConfig
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
-from jaxdist.observe.sinks import Sinks
+from jaxdist.observe.report import Prediction, RunRecord, Sent
+from jaxdist.observe.report.pictures import figures_of, png_of
+from jaxdist.observe.sinks import Image, Sinks
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 
 CONFIG = """
@@ -26,7 +31,7 @@ data: {{path: {path}, seq_len: 16, global_batch: 8}}
 train: {{steps: 9, eval_every: 3, eval_batches: 1, sample_tokens: 0}}
 checkpoint: {{every: 2}}
 devices: {{platform: cpu, simulated: 1}}
-observe: {{console: plain, report: false, {keys}}}
+observe: {{console: plain, {keys}}}
 """
 KILLED = """
 import os, signal
@@ -39,6 +44,7 @@ def killing(self, step, metrics):
         os.kill(os.getpid(), signal.SIGKILL)
 Sinks.record = killing
 """
+CHARTS = ["loss", "grad_norm", "lr", "throughput", "time", "time_over_the_run", "history", "memory"]  # on one device
 COMMAND = "import sys; from jaxdist.cli.main import main; sys.exit(main())"
 
 
@@ -57,6 +63,9 @@ class Failing:
             raise OSError(28, "No space left on device")
         self.steps.append(record["step"])
 
+    def pictures(self, step: int, images: Mapping[str, Image]) -> None:
+        self.record({"step": step})
+
     def close(self) -> None:
         pass
 
@@ -67,6 +76,23 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     found = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
     found.Reload()
     return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def is_picture(png: bytes) -> bool:
+    """Whether these are the bytes of a PNG image that is not of one colour."""
+    image = imread(io.BytesIO(png))
+    return png.startswith(b"\x89PNG") and image.shape[1] > 500 and len(np.unique(image[..., :3])) > 5
+
+
+def pictures(folder: Path) -> dict[str, list[int]]:
+    """{name: [step]} of the images of a folder of events, each of which is one."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = event_accumulator.EventAccumulator(str(folder), size_guidance={"images": 0})
+    found.Reload()
+    for tag in found.Tags()["images"]:
+        for each in found.Images(tag):
+            assert is_picture(each.encoded_image_string) and each.width > 500 and each.height > 200
+    return {tag: [each.step for each in found.Images(tag)] for tag in found.Tags()["images"]}
 
 
 def logged(path: Path) -> Iterator[bytes]:
@@ -83,15 +109,22 @@ def logged(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def history(path: Path) -> list[tuple[int, float]]:
-    """[(step, loss)] of a .wandb file."""
+def history(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """[(step, {name: value})] of a .wandb file."""
     messages, found = pytest.importorskip("wandb.proto.wandb_internal_pb2"), []
     for content in logged(path):
         record = messages.Record()
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":
-            items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
-            found.append((record.history.step.num, items["loss"]))
+            items: dict[str, Any] = {}
+            for each in record.history.item:
+                name, *inner = each.nested_key or [each.key]
+                value = json.loads(each.value_json)
+                if inner:
+                    items.setdefault(name, {})[inner[0]] = value
+                else:
+                    items[name] = value
+            found.append((record.history.step.num, items))
     return found
 
 
@@ -133,13 +166,45 @@ def test_events_after_a_rollback(tmp_path: Path) -> None:
     assert points(tmp_path / "tensorboard") == {"loss": [(1, 1.0), (2, 2.0), (3, 6.0), (4, 8.0), (5, 10.0)]}
 
 
-def killed_and_resumed(tmp_path: Path, keys: str) -> list[dict[str, Any]]:
-    """The metrics of a run that kill -9 ended after step 7, and that went on."""
+def test_pictures_of_an_earlier_end_are_replaced(tmp_path: Path) -> None:
+    """Also those of the same step, where a run that is complete is started again."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'jaxdist[tensorboard]'")
+    record = RunRecord("a", metrics=[{"step": step, "loss": 1.0 / step} for step in range(1, 6)])
+    images = {each.name: Image(png_of(each), each.label) for each in figures_of(record)}
+    assert list(images) == ["loss"]
+    for steps, last in (((1, 2), 2), ((3, 4), 4), ((), 4)):
+        first = steps[0] - 1 if steps else last
+        with Sinks({"tensorboard": TensorBoard()}, print).open(tmp_path, "", first) as sinks:
+            for step in steps:
+                sinks.record(step, {"loss": 1.0})
+            sinks.pictures(last, images)
+        assert pictures(tmp_path / "tensorboard") == {"report/loss": [last]}
+    assert points(tmp_path / "tensorboard") == {"loss": [(step, 1.0) for step in range(1, 5)]}
+
+
+def test_each_chart_of_the_report_is_a_picture() -> None:
+    lines = [
+        {"step": i, "loss": 3.0 / i, "eval/loss": 1.0, "time": 1e9 + i, "time/device": 0.9, "time/host": 0.1, "lr": 0.1}
+        for i in range(1, 40)
+    ]
+    sent = Sent(("data", "fsdp"), "gradients", "psum", ("backward",), 1, 100.0, "inside a host")
+    told = {"baselines": {"a model with $ in its name": 2.0}}
+    record = RunRecord(
+        "a", metrics=lines, environment=told, prediction=Prediction((), {"parameters": 3, "temporary": 5}, {}, (sent,))
+    )
+    found = figures_of(record)
+    assert [each.name for each in found] == ["loss", "lr", "time", "time_over_the_run", "history", "memory", "sent"]
+    assert all(is_picture(png_of(each)) for each in found)
+    assert figures_of(RunRecord("b", metrics=[{"step": 1, "loss": float("nan")}])) == []
+
+
+def killed_and_resumed(tmp_path: Path, keys: str, again: bool = False) -> list[dict[str, Any]]:
+    """The metrics of a run that kill -9 ended after step 7, and that went on. again: it is started once more then."""
     (tmp_path / "text.py").write_text("def f(x): return x + 1\n" * 200)
     (tmp_path / "run.yaml").write_text(CONFIG.format(path=tmp_path / "text.py", keys=keys))
     command = ["train", str(tmp_path / "run.yaml"), "--run-dir", str(tmp_path / "run")]
     extra = {"PYTHONPATH": ":".join([environment()["PYTHONPATH"], *(path for path in sys.path if path)])}
-    for script, status in ((KILLED + COMMAND, -9), (COMMAND, 0)):
+    for script, status in ((KILLED + COMMAND, -9), *[(COMMAND, 0)] * (1 + again)):
         done = subprocess.run(
             [sys.executable, "-c", script, *command], env=environment() | QUICK | extra, capture_output=True, text=True
         )
@@ -155,7 +220,8 @@ def test_tensorboard_of_a_killed_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'jaxdist[tensorboard]'")
     records = killed_and_resumed(tmp_path, "tensorboard: true")
     found = points(tmp_path / "run" / "tensorboard")
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 3  # one for each session, and the pictures
+    assert pictures(tmp_path / "run" / "tensorboard") == {f"report/{name}": [9] for name in CHARTS}
     assert set(found) == set(itertools.chain(*records)) - {"step", "time"}
     for name, values in found.items():
         assert values == [(each["step"], pytest.approx(each[name])) for each in records if name in each], name
@@ -165,10 +231,14 @@ def test_tensorboard_of_a_killed_run(tmp_path: Path) -> None:
 def test_wandb_of_a_killed_run(tmp_path: Path) -> None:
     """What is to be sent is one file with each step once; the run keeps its id."""
     pytest.importorskip("wandb", reason="wandb is not installed: pip install 'jaxdist[wandb]'")
-    records = killed_and_resumed(tmp_path, "wandb: {project: mine, mode: offline}")
+    records = killed_and_resumed(tmp_path, "wandb: {project: mine, mode: offline}", again=True)
     folders = sorted(path.name for path in (tmp_path / "run" / "wandb").glob("*-run-*"))
     name = (tmp_path / "run" / "wandb_run_id").read_text()
-    assert [folder.split("-")[0] for folder in folders] == ["earlier", "offline"]
+    assert [folder.split("-")[0] for folder in folders] == ["earlier", "earlier", "offline"]
     assert all(folder.endswith(f"-{name}") for folder in folders)
     [file] = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb")
-    assert history(file) == [(each["step"], each["loss"]) for each in records]
+    found = history(file)
+    assert [(step, items["loss"]) for step, items in found] == [(each["step"], each["loss"]) for each in records]
+    images = [{name: value for name, value in items.items() if name.startswith("report/")} for _, items in found]
+    assert images[:-1] == [{}] * 8 and sorted(images[-1]) == sorted(f"report/{name}" for name in CHARTS)
+    assert all(is_picture((file.parent / "files" / each["path"]).read_bytes()) for each in images[-1].values())

@@ -8,8 +8,8 @@ from child import ROOT
 
 from jaxdist.cli.cost import main
 from jaxdist.plan.compiled.hardware import GPUS
-from jaxdist.plan.costs import COMPARED, COUNTED, TEXTBOOK, found_of, parameters, seconds
-from jaxdist.plan.machines import HOSTS, MACHINE_GPUS, RATES, pcie
+from jaxdist.plan.costs import COMPARED, COUNTED_MODELS, TEXTBOOK, found_of, parameters, seconds
+from jaxdist.plan.machines import DEVICES, HOSTS, LINK_RATES, pcie
 
 
 def test_the_numbers_of_the_textbook() -> None:
@@ -40,26 +40,20 @@ def test_one_host_more_is_worth_less_and_less() -> None:
     ],
 )
 def test_parameters_are_counted_from_the_models(model: str, count: int) -> None:
-    assert parameters(model) == count and model in COUNTED
+    assert parameters(model) == count and model in COUNTED_MODELS
 
 
 def test_the_tables() -> None:
     """The rates that the textbook gives, all of one direction; every figure has a source."""
     assert {f"{pcie(3) / 1e9:.2f}", f"{pcie(4) / 1e9:.2f}"} == {"15.75", "31.51"}
-    assert (
-        MACHINE_GPUS["v100"].nvlink == 6 * 25e9
-        and MACHINE_GPUS["a100-40"].nvlink == 12 * 25e9
-        and not MACHINE_GPUS["t4"].nvlink
-    )
+    assert DEVICES["v100"].nvlink == 6 * 25e9 and DEVICES["a100-40"].nvlink == 12 * 25e9 and not DEVICES["t4"].nvlink
     gbits = {name: round(host.network * 8 / 1e9) for name, host in HOSTS.items()}
     assert (gbits["p3dn.24xlarge"], gbits["p4d.24xlarge"], gbits["dgx-a100"]) == (100, 400, 1600)
     assert HOSTS["p4d.24xlarge"].pcie == 3 and HOSTS["dgx-a100"].pcie == 4
-    assert all(host.device in MACHINE_GPUS for host in HOSTS.values())
-    assert all(each.source for each in [*MACHINE_GPUS.values(), *HOSTS.values()])
-    assert {"h100", "h200", "b200"} <= MACHINE_GPUS.keys() & GPUS.keys() and MACHINE_GPUS["h200"].half == GPUS[
-        "h200"
-    ].bf16
-    assert all(rate > 1e9 for rate in RATES.values()) and "nvlink-t4" not in RATES
+    assert all(host.device in DEVICES for host in HOSTS.values())
+    assert all(each.source for each in [*DEVICES.values(), *HOSTS.values()])
+    assert {"h100", "h200", "b200"} <= DEVICES.keys() & GPUS.keys() and DEVICES["h200"].half == GPUS["h200"].bf16
+    assert all(rate > 1e9 for rate in LINK_RATES.values()) and "nvlink-t4" not in LINK_RATES
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -208,14 +209,15 @@ def test_uneven_stages_run_and_resume(configure: Configure, tmp_path: Path, monk
     uneven = configure(*layout, "parallel.stages=[1,2]")
     assert train(uneven, tmp_path / "whole") == 0
     assert (tmp_path / "whole" / "samples.txt").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "requested", lambda self, step: step == 3)
+        assert train(uneven, tmp_path / "stopped") == 75
     for name, other in (
         ("same", uneven),
         ("other", configure(*layout, "parallel.stages=[2,1]")),
         ("one", configure(*ONE, *BARE, "model.layers=3")),
     ):
-        with monkeypatch.context() as patch:
-            patch.setattr(StopSignal, "requested", lambda self, step: step == 3)
-            assert train(uneven, tmp_path / name) == 75
+        shutil.copytree(tmp_path / "stopped", tmp_path / name)
         assert train(other, tmp_path / name) == 0
         np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "whole"), rtol=1e-5)
     assert losses(tmp_path / "same") == losses(tmp_path / "whole")

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from jaxdist.plan.costs import COMPARED, COUNTED, HostsCase, found_of, parameters, seconds
-from jaxdist.plan.machines import HOSTS, MACHINE_GPUS, RATES, pcie
+from jaxdist.plan.costs import COMPARED, COUNTED_MODELS, Case, found_of, parameters, seconds
+from jaxdist.plan.machines import DEVICES, HOSTS, LINK_RATES, pcie
 from jaxdist.plan.traced.sharding import aligned
 
 _BUSES = (3, 4, 5)
 
 
-def cost_lines(case: HostsCase, size: str, link: str) -> list[str]:
+def cost_lines(case: Case, size: str, link: str) -> list[str]:
     """All that the command prints. size, link: what the size is, and the name of the link, in words."""
     return [
         *_model_lines(),
@@ -26,28 +26,28 @@ def cost_lines(case: HostsCase, size: str, link: str) -> list[str]:
     ]
 
 
-def figures_of(case: HostsCase) -> dict[str, Any]:
+def figures_of(case: Case) -> dict[str, Any]:
     """The same as JSON: {"parameters", "case", "found", "algorithms", "devices", "hosts", "links"}."""
     return {
-        "parameters": {name: parameters(name) for name in COUNTED},
+        "parameters": {name: parameters(name) for name in COUNTED_MODELS},
         "case": case._asdict(),
         "found": found_of(case)._asdict(),
         "algorithms": {name: seconds(case, name) for name in COMPARED},
-        "devices": {name: device._asdict() for name, device in MACHINE_GPUS.items()},
+        "devices": {name: device._asdict() for name, device in DEVICES.items()},
         "hosts": {name: host._asdict() for name, host in HOSTS.items()},
-        "links": RATES,
+        "links": LINK_RATES,
     }
 
 
 def _model_lines() -> list[str]:
     rows = [("model", "parameters", "MB in float16", "MB in float32")]
-    for name in COUNTED:
+    for name in COUNTED_MODELS:
         count = parameters(name)
         rows.append((name, f"{count:,}", f"{2 * count / 1e6:,.1f}", f"{4 * count / 1e6:,.1f}"))
     return ["Parameters, counted from the shapes of the models", *aligned(rows, right=(1, 2, 3))]
 
 
-def _case_lines(case: HostsCase, size: str, link: str) -> list[str]:
+def _case_lines(case: Case, size: str, link: str) -> list[str]:
     """The case, formula by formula."""
     found, n, gpus = found_of(case), case.hosts, case.hosts * case.gpus
     data, rate = f"{case.size / 1e6:,.4g} MB", f"{case.rate / 1e9:.4g} GB/s"
@@ -74,17 +74,17 @@ def _case_lines(case: HostsCase, size: str, link: str) -> list[str]:
     return [head, f"N = {size} = {data}; B = {link} = {rate} one way", *aligned(rows, right=(3,))]
 
 
-def _algorithm_lines(case: HostsCase) -> list[str]:
+def _algorithm_lines(case: Case) -> list[str]:
     rows = [("algorithm", "seconds", "beside the ring")]
     ring = seconds(case, "ring")
     rows += [(name, f"{each:.3f}", f"{each / ring:.2f} x") for name in COMPARED for each in [seconds(case, name)]]
     return [f"That all-reduce among {case.hosts} hosts, without latency", *aligned(rows, right=(1, 2))]
 
 
-def _link_lines(case: HostsCase) -> list[str]:
+def _link_lines(case: Case) -> list[str]:
     """The ring on every link there is, the slowest first."""
     rows = [("link", "GB/s one way", "ms")]
-    for name, rate in sorted({"10gbit": 1.25e9, **RATES}.items(), key=lambda pair: pair[1]):
+    for name, rate in sorted({"10gbit": 1.25e9, **LINK_RATES}.items(), key=lambda pair: pair[1]):
         rows.append((name, f"{rate / 1e9:,.2f}", f"{found_of(case._replace(rate=rate)).ring * 1e3:,.2f}"))
     return [
         f"That ring of {case.hosts} on other links; a host sends by all its network cards",
@@ -95,7 +95,7 @@ def _link_lines(case: HostsCase) -> list[str]:
 def _device_lines() -> list[str]:
     head = ("GPU", "GB", "TFLOP/s, 16 bits", "32 bits", "memory GB/s", "NVLink GB/s", "PCIe x16 GB/s", "source")
     rows = [head]
-    for name, each in MACHINE_GPUS.items():
+    for name, each in DEVICES.items():
         nvlink = f"{each.nvlink / 1e9:,.0f}" if each.nvlink else "-"
         bus = f"gen {each.pcie}: {pcie(each.pcie) / 1e9:.2f}"
         figures = (f"{each.memory / 1e9:.0f}", f"{each.half / 1e12:,.0f}", f"{each.single / 1e12:,.1f}")

@@ -28,22 +28,23 @@ def link_rate(link: str, *, auto: bool = False) -> float | None:
     return None if rate is None else float(rate[1]) * RATE_UNITS[rate[2]]
 
 
-def check_wire(wire_dtype: str | None, algorithm: Any) -> None:
-    """Raise `UserError` for a wire format that the algorithm, a name or an `Algorithm`, cannot send."""
+def check_wire(wire_dtype: str | None, algorithm: Any, *, section: str = GRAD_SYNC) -> None:
+    """Raise `UserError` for a wire format that the algorithm, a name or an `Algorithm`, cannot send. section: of both
+    keys."""
     if wire_dtype is None:
         return
-    key = f"{GRAD_SYNC}.wire_dtype"
+    key = f"{section}.wire_dtype"
     if wire_dtype not in WIRE_DTYPES:
         raise UserError(f"{key}: {wire_dtype!r} is not known; allowed: {', '.join(WIRE_DTYPES)}, or null")
     if algorithm == "native":
         raise UserError(
-            f"{key}: {wire_dtype!r} needs a hand-written {GRAD_SYNC}.algorithm; native sums in"
+            f"{key}: {wire_dtype!r} needs a hand-written {section}.algorithm; native sums in"
             " the type that it sends; allowed: null, or an algorithm such as ring"
         )
     lossy = AlgorithmFacts.of(algorithm).int8 if isinstance(algorithm, str) else algorithm.int8
     if wire_dtype == "int8" and not lossy:
         raise UserError(
-            f"{key}: 'int8' is not for {GRAD_SYNC}.algorithm {algorithm}; allowed algorithms:"
+            f"{key}: 'int8' is not for {section}.algorithm {algorithm}; allowed algorithms:"
             f" {', '.join(AlgorithmFacts.with_fact(int8=True))}"
         )
 

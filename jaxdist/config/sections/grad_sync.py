@@ -13,7 +13,7 @@ from jaxdist.config.rules.grad_sync import WIRE_DTYPES, check_ordered, check_wir
 class GradSync:
     """How gradients are reduced.
 
-    algorithm: of `jaxdist.collectives`.
+    algorithm: of `jaxdist.collectives`. It also gathers the parameters that zero1 and zero2 gather once a step.
     bucket_mb: gradients are fused into flat buffers of at most this many MB; a larger leaf goes alone.
     wire_dtype: None, "bfloat16", or "int8" with error feedback (the state carries the residual). It is for all-reduces:
         reduce-scatters over fsdp, of zero1 to zero3, then send what they sum.
@@ -27,7 +27,7 @@ class GradSync:
     'ring'
     """
 
-    algorithm: str = setting("native", "collective algorithm of the reduction", folder="jaxdist.collectives.algorithms")
+    algorithm: str = setting("native", "of sums, and of what is gathered once", folder="jaxdist.collectives.algorithms")
     bucket_mb: float = setting(25.0, "gradients are reduced in buckets of this many MB", above=0)
     wire_dtype: str | None = setting(
         None,
@@ -51,6 +51,11 @@ class GradSync:
             return {"algorithm": "ordered"}
         wire = self.wire_dtype if self.wire_dtype != "int8" else None
         return {"algorithm": self.chosen, "wire_dtype": wire, "link": None if self.link == "auto" else self.link}
+
+    @property
+    def gathering(self) -> dict[str, Any]:
+        """Arguments of `all_gather`, for parameters: they are not rounded, and in any order they are the same bits."""
+        return {} if self.deterministic else {key: self.reduction[key] for key in ("algorithm", "link")}
 
     def check(self, *, reduce_dtype: str) -> None:
         """Raise `UserError` for what does not go together. reduce_dtype: the type in which gradients are summed."""

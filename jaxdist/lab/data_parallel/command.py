@@ -9,7 +9,7 @@ from jaxdist.config.schema import DevicesConfig
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-CASE_NAMES = ("gpt", "resnet101")
+MODEL_NAMES = ("gpt", "resnet101")
 MOST_DEVICES = 64
 _EXAMPLES = ("jaxdist lab data-parallel --devices 4", "jaxdist lab data-parallel --balanced --model resnet101")
 
@@ -26,7 +26,7 @@ def data_parallel_parser(prog: str) -> CommandParser:
     add = parser.add_argument
     add("--balanced", action="store_true", help="scatter the labels, too: every device computes loss and gradients")
     add("--devices", type=int, default=4, metavar="P", help="2 to 64; default: 4, simulated where there are no GPUs")
-    add("--model", default="gpt", choices=CASE_NAMES, help="default: gpt, with a large vocabulary")
+    add("--model", default="gpt", choices=MODEL_NAMES, help="default: gpt, with a large vocabulary")
     add("--full", action="store_true", help="run the model of full size; it needs GPUs, or hours")
     add("--json", type=Path, metavar="FILE", help="all figures")
     return parser

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxdist.init import init_state
-from jaxdist.lab.data_parallel.cases import ParallelCase
+from jaxdist.lab.data_parallel.cases import ModelCase
 from jaxdist.lab.data_parallel.closed_forms import STEP_PHASES, Load, loads
 from jaxdist.lab.data_parallel.program import DataParallel
 from jaxdist.lab.data_parallel.wires import Wires
@@ -66,14 +66,14 @@ class Beside(NamedTuple):
     losses: list[float]
 
 
-def adamw() -> optax.GradientTransformation:
+def lab_optimizer() -> optax.GradientTransformation:
     """AdamW, whose state is two numbers a parameter."""
     return optax.adamw(1e-3)
 
 
-def measure(case: ParallelCase, devices: list[jax.Device], *, balanced: bool) -> MeasuredStep:
+def measure(case: ModelCase, devices: list[jax.Device], *, balanced: bool) -> MeasuredStep:
     """Run some steps, and account for the last ones."""
-    program = DataParallel(case, adamw(), devices, balanced=balanced)
+    program = DataParallel(case, lab_optimizer(), devices, balanced=balanced)
     wires = Wires()
     held = program.place(*jax.jit(case.init)(jax.random.key(0)))
     batch = jax.device_put(_drawn(case, len(devices)), devices[0])
@@ -96,7 +96,7 @@ def measure(case: ParallelCase, devices: list[jax.Device], *, balanced: bool) ->
     return MeasuredStep(counted, expected, memory, seconds, step_s, [float(loss) for loss in losses])
 
 
-def _drawn(case: ParallelCase, devices: int) -> tuple[PyTree, PyTree]:
+def _drawn(case: ModelCase, devices: int) -> tuple[PyTree, PyTree]:
     return case.draw(np.random.default_rng(0), case.rows * devices)
 
 
@@ -120,11 +120,11 @@ def _by_phase(
     return found
 
 
-def measure_ddp(case: ParallelCase, devices: list[jax.Device]) -> Beside:
+def measure_ddp(case: ModelCase, devices: list[jax.Device]) -> Beside:
     """The same steps by `ddp`, on the same batch from the same parameters."""
     mesh = make_mesh(data=len(devices), devices=devices)
     params, model_state = jax.jit(case.init)(jax.random.key(0))
-    optimizer = adamw()
+    optimizer = lab_optimizer()
     state = init_state(case.model, optimizer, mesh)
     state = state._replace(params=jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, state.params)))
     del params, model_state

@@ -2,7 +2,7 @@
 
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, ddp_bytes, loads, total
 from jaxdist.lab.data_parallel.measure import Beside, MeasuredStep
-from jaxdist.plan.machines import MACHINE_GPUS, pcie
+from jaxdist.plan.machines import DEVICES, pcie
 from jaxdist.plan.traced.sharding import aligned
 
 _MIB = 2**20
@@ -70,7 +70,7 @@ def _phases(found: MeasuredStep) -> list[str]:
 
 def closed_form_lines(sizes: Sizes, devices: int) -> list[str]:
     """Both forms and ddp by the closed forms, with the time on two links."""
-    bus, nvlink = pcie(3), MACHINE_GPUS["v100"].nvlink
+    bus, nvlink = pcie(3), DEVICES["v100"].nvlink
     rows: list[tuple[str, ...]] = [
         ("MiB", "0 sends", "receives", "other sends", "receives", "device 0 : others", "ms, PCIe 3", "ms, V100 NVLink")
     ]

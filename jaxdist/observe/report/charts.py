@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxdist.observe.report.elements import Markup, text
+from jaxdist.observe.report.elements import Markup, bar, figure, legend, text
 
 _BUCKETS = 500  # a longer line keeps the lowest and the highest value of each
 _WIDTH, _HEIGHT = 1000.0, 400.0  # of the coordinates inside a chart, whatever its size on the page
@@ -66,24 +67,58 @@ class Axis(NamedTuple):
         return f"{value:.4g}"
 
 
-def chart(
-    lines: Sequence[Line], x: Axis, y: Axis, *, levels: Sequence[tuple[str, float]] = (), small: bool = False
-) -> str:
+class Picture(Protocol):
+    """What a figure shows."""
+
+    def html(self) -> str:
+        """The picture for a page."""
+
+
+class Figure(NamedTuple):
+    """A picture and its words.
+
+    - name: where figures are told apart by names.
+    - label: the text alternative. caption: what stands below it.
+    - key: the legend, {kind: name}.
+    """
+
+    name: str
+    picture: Picture
+    label: str
+    caption: object = ""
+    key: Mapping[str, str] = MappingProxyType({})
+
+    def html(self) -> Markup:
+        """The figure for a page."""
+        key = legend(self.key) if self.key else None
+        return figure(self.picture.html(), label=self.label, caption=self.caption, key=key)
+
+
+class Chart(NamedTuple):
     """Lines over two axes. levels: dashed lines across, (name, value); each has its name on it."""
-    inside: list[str] = []
-    for value in y.ticks(3 if small else 5):
-        inside.append(_path([(0.0, value), (1.0, value)], y, "grid"))
-    for _, value in levels:
-        if y.low <= value <= y.high:
+
+    lines: Sequence[Line]
+    x: Axis
+    y: Axis
+    levels: Sequence[tuple[str, float]] = ()
+    small: bool = False
+
+    def html(self) -> str:
+        """The picture for a page."""
+        x, y, small = self.x, self.y, self.small
+        inside: list[str] = []
+        for value in y.ticks(3 if small else 5):
+            inside.append(_path([(0.0, value), (1.0, value)], y, "grid"))
+        levels = [(name, value) for name, value in self.levels if y.low <= value <= y.high]
+        for _, value in levels:
             inside.append(_path([(0.0, value), (1.0, value)], y, "level"))
-    for line in lines:
-        inside.append(_line(line, x, y))
-    named = "".join(
-        f'<span class="level" style="top:{100 - 100 * float(y.place(value)):.2f}%">{text(name)}</span>'
-        for name, value in levels
-        if y.low <= value <= y.high
-    )
-    return _framed("".join(inside), x, y, named, small=small)
+        for line in self.lines:
+            inside.append(_line(line, x, y))
+        named = "".join(
+            f'<span class="level" style="top:{100 - 100 * float(y.place(value)):.2f}%">{text(name)}</span>'
+            for name, value in levels
+        )
+        return _framed("".join(inside), x, y, named, small=small)
 
 
 def _framed(inside: str, x: Axis, y: Axis | None, over: str = "", *, small: bool = False, kind: str = "") -> str:
@@ -159,31 +194,52 @@ def range_of(values: np.ndarray, *others: float, spikes: float = 0.995) -> tuple
     return low - room, high + room
 
 
-def stacked(shares: Sequence[Mapping[str, float]], kinds: Sequence[str], x: Axis) -> str:
+class Bar(NamedTuple):
+    """Parts of a whole beside each other: {kind: size}."""
+
+    parts: Mapping[str, float]
+
+    def html(self) -> str:
+        """The picture for a page."""
+        return bar(self.parts)
+
+
+class Shares(NamedTuple):
     """Columns of stacked shares of 1 over an axis, in the order of `kinds`."""
-    width, inside = _WIDTH / max(1, len(shares)), []
-    for column, parts in enumerate(shares):
-        top = _HEIGHT
-        for kind in kinds:
-            if (height := _HEIGHT * parts.get(kind, 0.0)) > 0.05:
-                top -= height
-                where = (
-                    f'x="{column * width:.2f}" y="{max(0.0, top):.1f}" width="{width + 0.3:.2f}" height="{height:.1f}"'
-                )
-                inside.append(f'<rect class="fill-{kind}" {where}/>')
-    return _framed("".join(inside), x, None, kind="shares")
+
+    columns: Sequence[Mapping[str, float]]
+    kinds: Sequence[str]
+    x: Axis
+
+    def html(self) -> str:
+        """The picture for a page."""
+        width, inside = _WIDTH / max(1, len(self.columns)), []
+        for column, parts in enumerate(self.columns):
+            top, left = _HEIGHT, column * width
+            for kind in self.kinds:
+                if (height := _HEIGHT * parts.get(kind, 0.0)) > 0.05:
+                    top -= height
+                    where = f'x="{left:.2f}" y="{max(0.0, top):.1f}" width="{width + 0.3:.2f}" height="{height:.1f}"'
+                    inside.append(f'<rect class="fill-{kind}" {where}/>')
+        return _framed("".join(inside), self.x, None, kind="shares")
 
 
-def time_line(rows: Sequence[tuple[str, Sequence[tuple[float, float]], str]], x: Axis) -> str:
+class TimeLine(NamedTuple):
     """Rows of bars and marks over time: (name, [(begin, end)], kind). What has no length is a mark."""
-    made = []
-    for name, pieces, kind in rows:
-        bars = []
-        for begin, end in pieces[:2000]:
-            left, right = float(x.place(begin)), float(x.place(end))
-            wide = f"width:{100 * max(0.0, right - left):.3f}%" if end > begin else ""
-            style = f"left:{100 * min(1.0, max(0.0, left)):.3f}%;{wide}"
-            bars.append(f'<i class="fill-{kind}{"" if wide else " mark"}" style="{style}"></i>')
-        made.append(f'<span class="lane-name">{text(name)}</span><div class="lane">{"".join(bars)}</div>')
-    below = "".join(f'<span style="left:{100 * float(x.place(v)):.2f}%">{x.words(v)}</span>' for v in x.ticks(6))
-    return Markup(f'<div class="lanes">{"".join(made)}<span></span><div class="xs">{below}</div></div>')
+
+    rows: Sequence[tuple[str, Sequence[tuple[float, float]], str]]
+    x: Axis
+
+    def html(self) -> str:
+        """The picture for a page."""
+        x, made = self.x, []
+        for name, pieces, kind in self.rows:
+            bars = []
+            for begin, end in pieces[:2000]:
+                left, right = float(x.place(begin)), float(x.place(end))
+                wide = f"width:{100 * max(0.0, right - left):.3f}%" if end > begin else ""
+                style = f"left:{100 * min(1.0, max(0.0, left)):.3f}%;{wide}"
+                bars.append(f'<i class="fill-{kind}{"" if wide else " mark"}" style="{style}"></i>')
+            made.append(f'<span class="lane-name">{text(name)}</span><div class="lane">{"".join(bars)}</div>')
+        below = "".join(f'<span style="left:{100 * float(x.place(v)):.2f}%">{x.words(v)}</span>' for v in x.ticks(6))
+        return Markup(f'<div class="lanes">{"".join(made)}<span></span><div class="xs">{below}</div></div>')

@@ -9,11 +9,9 @@ import numpy as np
 from jaxdist.files.regular import replace_file
 from jaxdist.observe.metrics import Curve, curve, smooth
 from jaxdist.observe.report.account import Account, account_of
-from jaxdist.observe.report.charts import Axis, Line, chart, range_of
+from jaxdist.observe.report.charts import Axis, Chart, Figure, Line, range_of
 from jaxdist.observe.report.elements import (
     Markup,
-    figure,
-    legend,
     page_section,
     rows_table,
     seconds_text,
@@ -92,10 +90,11 @@ def _curves(
         return sentence("No loss was recorded.")
     every = np.concatenate([line.x for line in lines])
     axis = Axis(float(every.min()), float(every.max()), x_name, times=x_name.startswith("time"))
-    key = legend({f"run{i % _COLOURS}": name for i, name in enumerate(names)})
+    key = {f"run{i % _COLOURS}": name for i, name in enumerate(names)}
     label = f"Training loss in {unit} over {x_name}, of {len(lines)} runs: {', '.join(names)}."
     caption = f"Training loss, smoothed, in {unit}, over {x_name}."
-    return figure(chart(lines, axis, Axis(min(lows), max(highs), unit)), label=label, caption=caption, key=key)
+    picture = Chart(lines, axis, Axis(min(lows), max(highs), unit))
+    return Figure("loss", picture, label, caption, key).html()
 
 
 def _times(record: RunRecord, found: Curve) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Where records of metrics go besides metrics.jsonl: TensorBoard, Weights & Biases. One sink a file."""
 
+from jaxdist.observe.sinks.image import Image
 from jaxdist.observe.sinks.sinks import Sink, Sinks, make_sinks
 
-__all__ = ["Sink", "Sinks", "make_sinks"]
+__all__ = ["Image", "Sink", "Sinks", "make_sinks"]

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.observe.console import error_text
+from jaxdist.observe.sinks.image import Image
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 from jaxdist.observe.sinks.wandb import WandB
 
@@ -25,6 +26,12 @@ class Sink(Protocol):
 
     def record(self, record: Mapping[str, float]) -> None:
         """Take a line of metrics.jsonl, with its "step"."""
+
+    def pictures(self, step: int, images: Mapping[str, Image]) -> None:
+        """Take the charts of the report, by name, in place of those of an earlier end of the run.
+
+        step: the last one, which is recorded
+        """
 
     def close(self) -> None:
         """End, so that all of it can be read."""
@@ -52,6 +59,15 @@ class Sinks:
         """Give a line to each that is open."""
         for name in self._open:
             self._do(name, step, lambda sink: sink.record({"step": step, **metrics}))
+
+    def __bool__(self) -> bool:
+        """Whether any is open."""
+        return bool(self._open)
+
+    def pictures(self, step: int, images: Mapping[str, Image]) -> None:
+        """Give the charts of the report to each that is open."""
+        for name in self._open:
+            self._do(name, None, lambda sink: sink.pictures(step, images))
 
     def rewind(self, step: int) -> None:
         """Go on after this step: what was recorded of later ones must not count any more."""

@@ -1,5 +1,6 @@
 """Weights & Biases, in the folder wandb/ of a run directory. Its package is imported on opening."""
 
+import io
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 
 from jaxdist.files.regular import read_regular, replace_file
 from jaxdist.observe.metrics import read_metrics
+from jaxdist.observe.sinks.image import Image
 
 ID_FILE = "wandb_run_id"
 
@@ -56,6 +58,17 @@ class WandB:
     def record(self, record: Mapping[str, float]) -> None:
         """As `Sink.record`."""
         self._run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def pictures(self, step: int, images: Mapping[str, Image]) -> None:
+        """As `Sink.pictures`. Offline no earlier ones are in the file of the session."""
+        import wandb
+        from matplotlib.image import imread
+
+        made = {}
+        for name, image in images.items():
+            pixels = (imread(io.BytesIO(image.png)) * 255).round().astype("uint8")  # of fractions it makes black ones
+            made[f"report/{name}"] = wandb.Image(pixels, caption=image.text)
+        self._run.log(made, step=step)
 
     def close(self) -> None:
         """As `Sink.close`."""

@@ -46,7 +46,7 @@ def sharded(options: StrategyOptions, *, gather_each: bool, reduce_each: bool) -
         shards, nothing = begin_varying(params, specs, stacked)
         diff = shards if reduce_each else zero_probes(shards, specs)
         if not gather_each:
-            return diff, gather_once(shards, specs, options.precision, stacked)
+            return diff, gather_once(shards, specs, options, stacked)
         if reduce_each:
             return diff, nothing
         return diff, map_specs(lambda spec, leaf: () if dim_of(spec, "fsdp") is None else leaf, specs, shards)

@@ -1,6 +1,7 @@
 """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): optimizer state, and with it parameters, is sharded.
 
-The least communication for gradient accumulation, at the price of a whole copy of parameters and of gradients.
+The least communication for gradient accumulation, at the price of a whole copy of parameters and of gradients. With
+`grad_sync` by `balanced_fusion` it is a synchronous parameter server in as many parts as there are devices.
 """
 
 from jaxdist.config.entries import StrategyFacts

@@ -24,6 +24,8 @@ def explanation_text(
     """
     rows = rows or max(len(explanation.ledger.collectives), len(explanation.activations))
     text = explanation.ledger.lines(rows, rest="--rows 0 shows all")
+    if explanation.every:
+        text += _outer_steps(explanation, rows)
     if explanation.added is not None:
         extra = format_bytes(sum(each.wire_bytes for each in explanation.added))
         text.append(f"Added by the compiler around the optimizer: {len(explanation.added)} collectives, {extra}")
@@ -32,6 +34,18 @@ def explanation_text(
     text += _saved_arrays(explanation, rows) if activations else []
     text += ["", rows_as_text(explanation.parameters)] if parameters else []
     return "\n".join(text)
+
+
+def _outer_steps(explanation: Explanation, rows: int) -> list[str]:
+    """The tables of outer steps, and what a step sends in the mean."""
+    text, inner = [], explanation.ledger.wire_bytes
+    for number, each in enumerate(explanation.outer):
+        part = f" of fragment {number}" if len(explanation.outer) > 1 else ""
+        lines = each.lines(rows, rest="--rows 0 shows all")
+        text += ["", f"Outer step{part}, once in {explanation.every} steps:", *lines[1:-1]]
+        text.append(lines[-1].replace(" a step", " in it", 1))
+    mean = inner + sum(each.wire_bytes for each in explanation.outer) / explanation.every
+    return [*text, f"With its share of the outer steps, a device sends {format_bytes(mean)} a step"]
 
 
 def memory_text(explanation: Explanation) -> list[str]:

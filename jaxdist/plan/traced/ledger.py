@@ -44,6 +44,7 @@ OP_OF_PRIMITIVE = {
     "all_to_all": "all_to_all",
 }
 GRADIENT = "gradient of "
+LATE_GRADIENT = "gradient."  # how the scopes of `reduce_late` begin
 INSIDE, BETWEEN = "inside a host", "between hosts"
 # A pipeline's sends: (phase, purpose) by scope.
 SENDS = {
@@ -314,8 +315,9 @@ def _meaning(op: str, names: str, parameters: set[str]) -> tuple[str, str]:
     for send, meaning in SENDS.items():
         if name.startswith(send):
             return meaning
-    if name in parameters:
-        return phase, f"{GRADIENT if op == 'reduce_scatter' else ''}{name}"
+    if (parameter := name.removeprefix(LATE_GRADIENT)) in parameters:
+        reduces = op == "reduce_scatter" or (op == "ppermute" and (phase == "backward" or parameter != name))
+        return phase, f"{GRADIENT if reduces else ''}{parameter}"
     if phase == "once a step":
         return phase, name
     if name.endswith(".gradients"):  # of a unit, summed where the backward pass makes them

@@ -90,7 +90,17 @@ class StepFigures:
                 self._flops = model_flops(parts.model, parts.target.params, parts.target.model_state, batch)
         if traced is not None:
             with self._told("sent_bytes"):
-                self._sent = round(ledger_of(without_dead_code(traced), parts.target).wire_bytes)
+                sent = ledger_of(without_dead_code(traced), parts.target).wire_bytes
+                self._sent = round(sent + self._outer_steps(batch))
+
+    def _outer_steps(self, batch: PyTree) -> float:
+        """What a device sends in outer steps, as a mean over all steps."""
+        parts = self._plan.parts
+        if parts.replicas is None:
+            return 0.0
+        from jaxdist.plan.traced.outer_steps import sent_by_outer
+
+        return sent_by_outer(parts.step, parts.target, batch)
 
     @contextmanager
     def _told(self, name: str) -> Iterator[None]:

@@ -3,12 +3,10 @@
 import math
 
 from jaxdist.observe.metrics import curve
+from jaxdist.observe.report.charts import Bar, Figure
 from jaxdist.observe.report.elements import (
     Markup,
-    bar,
     chips,
-    figure,
-    legend,
     page_section,
     rows_table,
     seconds_text,
@@ -44,14 +42,7 @@ def memory_section(record: RunRecord) -> tuple[str, Markup]:
     if peak is not None:
         said += f"; the devices report {short_bytes(peak)}, {peak / (prediction.peak or 1):.2f} times that"
     why = "" if peak is not None else " Simulated devices do not report a peak." if record.simulated else ""
-    kinds = dict(zip(sums, (*_KINDS, *["other"] * len(sums)), strict=False))
-    words = ", ".join(f"{name} {short_bytes(size)}" for name, size in sums.items())
-    picture = figure(
-        bar({kinds[name]: size for name, size in sums.items()}),
-        label=f"Predicted memory of a device at its peak: {words}.",
-        caption="Predicted memory of a device at its peak.",
-        key=legend({kinds[name]: name for name in sums}),
-    )
+    picture = memory_figure(prediction).html()
     compiled, head = prediction.compiled, ["part", "predicted", "measured"]
     rows: list[list[object]] = []
     for name, size in [*sums.items(), ("peak", prediction.peak)]:
@@ -71,6 +62,15 @@ def memory_section(record: RunRecord) -> tuple[str, Markup]:
     )
 
 
+def memory_figure(prediction: Prediction) -> Figure:
+    """The predicted memory of a device, by part."""
+    sums = prediction.memory
+    kinds = dict(zip(sums, (*_KINDS, *["other"] * len(sums)), strict=False))
+    words = ", ".join(f"{name} {short_bytes(size)}" for name, size in sums.items())
+    said, picture = "Predicted memory of a device at its peak", Bar({kinds[name]: size for name, size in sums.items()})
+    return Figure("memory", picture, f"{said}: {words}.", f"{said}.", {kinds[name]: name for name in sums})
+
+
 def sent_section(record: RunRecord) -> tuple[str, Markup]:
     """What a device sends in a step, by axis and purpose, beside the time of the step."""
     prediction = record.prediction
@@ -78,26 +78,12 @@ def sent_section(record: RunRecord) -> tuple[str, Markup]:
         return page_section("Communication", sentence("What is sent is not known. ", prediction))
     if not prediction.sent:
         return page_section("Communication", sentence("Nothing is sent: no axis of the mesh is longer than 1."))
-    total, by_axis = prediction.wire_bytes, _by_axis(prediction)
+    total = prediction.wire_bytes
     parts: list[object] = [f"A device sends {short_bytes(total)} in each step"]
     if math.isfinite(record.step_s) and record.step_s > 0:
         rate = f"{total / record.step_s / 1e9:.3g} GB/s"
         parts += ["; the median step takes ", timing(record, seconds_text(record.step_s))]
         parts += [", so that links carry ", timing(record, rate), " on average"]
-    words = ", ".join(f"over {name} {short_bytes(size)}" for name, size in by_axis.items())
-    kinds = {name: f"axis-{name.split('+')[0]}" for name in by_axis}
-    merged: dict[str, float] = {}
-    for name, size in by_axis.items():
-        merged[kinds[name]] = merged.get(kinds[name], 0.0) + size
-    named: dict[str, str] = {}
-    for name in by_axis:
-        named[kinds[name]] = f"{named[kinds[name]]}, {name}" if kinds[name] in named else f"over {name}"
-    picture = figure(
-        bar(merged),
-        label=f"Bytes that a device sends in a step: {words}.",
-        caption=f"Bytes that a device sends in a step: {words}.",
-        key=legend(named),
-    )
     rows = [
         (
             chips(each.axes),
@@ -111,7 +97,23 @@ def sent_section(record: RunRecord) -> tuple[str, Markup]:
         for each in sorted(prediction.sent, key=lambda each: -each.nbytes)
     ]
     head = ["axis", "what", "collective", "when", "calls", "sent", "link"]
-    return page_section("Communication", sentence(*parts, "."), picture, rows_table(head, rows, right=[4, 5]))
+    return page_section(
+        "Communication", sentence(*parts, "."), sent_figure(prediction).html(), rows_table(head, rows, right=[4, 5])
+    )
+
+
+def sent_figure(prediction: Prediction) -> Figure:
+    """What a device sends in a step, by axis."""
+    merged: dict[str, float] = {}
+    named: dict[str, str] = {}
+    by_axis = _by_axis(prediction)
+    for name, size in by_axis.items():
+        kind = f"axis-{name.split('+')[0]}"
+        merged[kind] = merged.get(kind, 0.0) + size
+        named[kind] = f"{named[kind]}, {name}" if kind in named else f"over {name}"
+    words = ", ".join(f"over {name} {short_bytes(size)}" for name, size in by_axis.items())
+    said = f"Bytes that a device sends in a step: {words}."
+    return Figure("sent", Bar(merged), said, said, named)
 
 
 def _by_axis(prediction: Prediction) -> dict[str, float]:

@@ -7,13 +7,11 @@ import numpy as np
 
 from jaxdist.observe.metrics import curve, smooth
 from jaxdist.observe.report.account import Account
-from jaxdist.observe.report.charts import Axis, Line, chart, range_of
+from jaxdist.observe.report.charts import Axis, Chart, Figure, Line, range_of
 from jaxdist.observe.report.elements import (
     Markup,
     cards,
-    figure,
     folded,
-    legend,
     number_text,
     page_section,
     rows_table,
@@ -114,12 +112,13 @@ def summary_cards(record: RunRecord, losses: Losses, account: Account | None) ->
     return cards(entries)
 
 
-def _loss_figure(losses: Losses) -> Markup:
+def loss_figure(losses: Losses) -> Figure | None:
+    """The loss over steps; None without a finite one."""
     train, evaluation = losses.train, losses.evaluation
     steps = np.concatenate([train.steps, evaluation.steps])
     values = np.concatenate([train.values, evaluation.values])
     if not np.isfinite(values).any():
-        return sentence("No finite loss was recorded." if steps.size else "No step was recorded.")
+        return None
     first = train.values[np.isfinite(train.values)][:1]
     low, high = range_of(values, *first, *losses.baselines.values())
     x, y = Axis(float(steps.min()), float(steps.max()), "step"), Axis(low, high, losses.unit)
@@ -146,7 +145,7 @@ def _loss_figure(losses: Losses) -> Markup:
         caption += f" {bad.size:,} of {train.steps.size:,} steps had a loss that is not finite, first step {bad[0]:,}."
     above = int((np.isfinite(train.values) & (train.values > high)).sum())
     caption += f" Steps above the axis: {above:,}." if above else ""
-    return figure(chart(lines, x, y, levels=levels), label=label, caption=caption, key=legend(key))
+    return Figure("loss", Chart(lines, x, y, levels), label, caption, key)
 
 
 def learning_section(record: RunRecord, losses: Losses) -> tuple[str, Markup]:
@@ -155,7 +154,9 @@ def learning_section(record: RunRecord, losses: Losses) -> tuple[str, Markup]:
     parts: list[Markup] = []
     if math.isfinite(own):
         parts.append(sentence(f"The {name} is {number_text(own)} {losses.unit}, at step {step:,}."))
-    parts.append(_loss_figure(losses))
+    steps = losses.train.steps.size + losses.evaluation.steps.size
+    none = sentence("No finite loss was recorded." if steps else "No step was recorded.")
+    parts.append(shown.html() if (shown := loss_figure(losses)) else none)
     if losses.baselines:
         rows: list[tuple[object, ...]] = [
             (key, number_text(value), _beside(value, own))
@@ -194,18 +195,27 @@ _CURVES = {
 
 def steps_section(record: RunRecord) -> tuple[str, Markup]:
     """Gradient norm, learning rate, loss scale, speed, and the steps that were skipped."""
-    parts, made = [], []
+    parts = []
     skipped = [each["step"] for each in record.metrics if each.get("skipped")]
     if skipped:
         named = ", ".join(f"{step:,}" for step in skipped[:8]) + (" ..." if len(skipped) > 8 else "")
         parts.append(sentence(f"{len(skipped):,} steps were skipped, because a gradient was not finite: step {named}."))
     elif record.metrics:
         parts.append(sentence("No step was skipped."))
+    made = "".join(each.html() for each in step_figures(record))
+    parts.append(Markup(f'<div class="two">{made}</div>') if made else sentence("Nothing was recorded."))
+    return page_section("Steps", *parts)
+
+
+def step_figures(record: RunRecord) -> list[Figure]:
+    """Gradient norm, learning rate, loss scale and speed over steps, as far as they are recorded."""
+    made = []
     for key, (title, what) in _CURVES.items():
         found = curve(record.metrics, key)
         fine = found.values[np.isfinite(found.values)]
         if fine.size:
-            made.append(_small(record, title, what, found.steps, found.values, "train", f"{fine[-1]:.4g} at the end"))
+            said = f"{fine[-1]:.4g} at the end"
+            made.append(_small(key, title, what, found.steps, found.values, "train", said))
     rates, usual = record.rates, record.rate
     if math.isfinite(usual):
         low = rates.values < usual / 2
@@ -214,14 +224,11 @@ def steps_section(record: RunRecord) -> tuple[str, Markup]:
             steps = "step" if left == 1 else "steps"
             what += f"; {left:,} {steps} slower than half the median left out (compilation)"
         shown = np.where(low, np.nan, rates.values)
-        made.append(_small(record, "Throughput", what, rates.steps, shown, "eval", f"median {usual:,.0f}"))
-    parts.append(Markup(f'<div class="two">{"".join(made)}</div>') if made else sentence("Nothing was recorded."))
-    return page_section("Steps", *parts)
+        made.append(_small("throughput", "Throughput", what, rates.steps, shown, "eval", f"median {usual:,.0f}"))
+    return made
 
 
-def _small(
-    record: RunRecord, title: str, what: str, steps: np.ndarray, values: np.ndarray, kind: str, said: str
-) -> Markup:
+def _small(name: str, title: str, what: str, steps: np.ndarray, values: np.ndarray, kind: str, said: str) -> Figure:
     low, high = range_of(values)
     if values[np.isfinite(values)].min() >= 0:
         low = max(0.0, low)
@@ -230,4 +237,4 @@ def _small(
     if steps.size >= 30:
         lines.append(Line(title, steps, smooth(values), kind))
     caption = Markup(f"<b>{text(title)}</b>, {text(what)}: {text(said)}.")
-    return figure(chart(lines, x, y, small=True), label=f"{title} over steps, {what}: {said}.", caption=caption)
+    return Figure(name, Chart(lines, x, y, small=True), f"{title} over steps, {what}: {said}.", caption)

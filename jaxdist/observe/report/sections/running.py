@@ -7,12 +7,9 @@ import numpy as np
 
 from jaxdist.observe.metrics import curve
 from jaxdist.observe.report.account import PURPOSES, Account, over_time
-from jaxdist.observe.report.charts import Axis, stacked, time_line
+from jaxdist.observe.report.charts import Axis, Bar, Figure, Shares, TimeLine
 from jaxdist.observe.report.elements import (
     Markup,
-    bar,
-    figure,
-    legend,
     number_text,
     page_section,
     rows_table,
@@ -59,17 +56,6 @@ def utilisation_section(record: RunRecord, account: Account | None) -> tuple[str
         timing(record, seconds_text(total)),
         " from the first start to the last step was computing.",
     )
-    words = ", ".join(f"{PURPOSES[name]} {share:.1%}" for name, share in shares.items())
-    key = legend({name: PURPOSES[name] for name in sums})
-    whole = figure(bar(sums), label=f"Share of the run's time: {words}.", caption="The whole run.", key=key)
-    x = Axis(
-        0.0, total, "time since the first start" + (" (simulated devices)" if record.simulated else ""), times=True
-    )
-    course = figure(
-        stacked(over_time(account), list(sums), x),
-        label=f"The same shares over the course of the run, {seconds_text(total)} long.",
-        caption="The same shares over the course of the run.",
-    )
     rows: list[tuple[object, ...]] = [
         (swatch(name, PURPOSES[name]), f"{shares[name]:.2%}", timing(record, seconds_text(sums[name])), _WHAT[name])
         for name in sums
@@ -79,23 +65,35 @@ def utilisation_section(record: RunRecord, account: Account | None) -> tuple[str
         "Utilisation",
         first,
         said,
-        whole,
-        course,
+        *(each.html() for each in time_figures(record, account)),
         rows_table(["purpose", "share", "time", "what it is"], rows, right=[1, 2]),
     )
+
+
+def time_figures(record: RunRecord, account: Account) -> list[Figure]:
+    """The shares of the purposes in the time of the run: of all of it, and over its course."""
+    sums, total = account.seconds, account.total
+    words = ", ".join(f"{PURPOSES[name]} {seconds / total:.1%}" for name, seconds in sums.items())
+    key = {name: PURPOSES[name] for name in sums}
+    since = "time since the first start" + (" (simulated devices)" if record.simulated else "")
+    course = Shares(over_time(account), list(sums), Axis(0.0, total, since, times=True))
+    label = f"The same shares over the course of the run, {seconds_text(total)} long."
+    return [
+        Figure("time", Bar(sums), f"Share of the run's time: {words}.", "The whole run.", key),
+        Figure("time_over_the_run", course, label, "The same shares over the course of the run."),
+    ]
 
 
 def history_section(record: RunRecord, account: Account | None) -> tuple[str, Markup]:
     """Sessions, evaluations, checkpoints and incidents in time, and the incidents as a table."""
     parts: list[Markup] = []
-    count = len(record.incidents)
+    said = _incidents(record)
     restarts = max(0, len(account.sessions) - 1) if account else 0
-    said = f"{count:,} {'incident' if count == 1 else 'incidents'}" if count else "No incidents"
     ran = f", {restarts:,} {'restart' if restarts == 1 else 'restarts'}" if account else ""
     kept = f"{len(record.checkpoints):,} checkpoints are kept" if record.checkpoints else "no checkpoint is kept"
     parts.append(sentence(f"{said}{ran}; {kept}."))
     if account is not None:
-        parts.append(_lanes(record, account, said))
+        parts.append(history_figure(record, account).html())
         if restarts:
             rows = [
                 (
@@ -117,7 +115,13 @@ def _step(incident: Mapping[str, Any]) -> str:
     return f"{step:,}" if type(step) is int else "-"
 
 
-def _lanes(record: RunRecord, account: Account, said: str) -> Markup:
+def _incidents(record: RunRecord) -> str:
+    count = len(record.incidents)
+    return f"{count:,} {'incident' if count == 1 else 'incidents'}" if count else "No incidents"
+
+
+def history_figure(record: RunRecord, account: Account) -> Figure:
+    """Sessions, evaluations, checkpoints and incidents in time."""
     start = account.begin
 
     def marks(steps: list[int]) -> list[tuple[float, float]]:
@@ -134,11 +138,10 @@ def _lanes(record: RunRecord, account: Account, said: str) -> Markup:
     ]
     x = Axis(0.0, account.total, times=True)
     counts = ", ".join(f"{len(pieces):,} {name}" for name, pieces, _ in rows)
-    label = f"Time line of {seconds_text(account.total)}: {counts}. {said}."
+    label = f"Time line of {seconds_text(account.total)}: {counts}. {_incidents(record)}."
     note = " (simulated devices)" if record.simulated else ""
-    return figure(
-        time_line(rows, x), label=label, caption=f"Time since the first start{note}; marks are at their steps."
-    )
+    caption = f"Time since the first start{note}; marks are at their steps."
+    return Figure("history", TimeLine(rows, x), label, caption)
 
 
 def speed_of(record: RunRecord) -> str:

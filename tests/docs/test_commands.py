@@ -1,0 +1,163 @@
+"""The commands on the pages run: those that a laptop runs in seconds, in order, in one folder. The others stand in a
+table, by the reason why they do not."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import child
+import pytest
+from pages import PAGES, blocks, command_of, lines_of
+
+# Added to what trains, so that it takes seconds: the pages train longer, or a larger model.
+SMALL = "train.steps=2 train.eval_every=0 train.sample_tokens=0 model.layers=2 model.width=32 data.global_batch=8"
+SHORT = "train.steps=2 train.eval_every=0 train.sample_tokens=0"  # where the model is given
+# {page: [(a command, or its beginning; what is added)]}, in the order in which they run: later ones use earlier files.
+RUN: dict[str, list[tuple[str, str]]] = {
+    "README.md": [
+        ("jaxdist train quickstart mesh.data=1 mesh.fsdp=4 mesh.tensor=2", f"--run-dir runs/c {SMALL}"),
+        ("jaxdist train quickstart --run-dir runs/a", SMALL),
+        ('jaxdist generate runs/a --prompt "def "', "--max-tokens 4"),
+        ("jaxdist init my-project", ""),
+    ],
+    "docs/report.md": [("jaxdist report runs/NAME   ", ""), ("jaxdist report runs/a runs/b --output both.html", "")],
+    "docs/pipeline.md": [
+        (
+            "python scripts/train.py --config configs/quickstart.yaml mesh.pipe=4",
+            f"{SMALL} model.layers=4 data.global_batch=16",
+        )
+    ],
+    "docs/generation.md": [('jaxdist generate runs/mine --prompt "import " --max-tokens 200', "--max-tokens 4")],
+    "docs/finetuning.md": [
+        ("jaxdist train quickstart --run-dir runs/base train.steps=40", SMALL),
+        ("jaxdist checkpoint export runs/base --output models/base", ""),
+        ("jaxdist train tune.yaml --run-dir runs/tuned", SHORT),
+        ("jaxdist explain --config configs/quickstart.yaml optimizer.name=adamw optimizer.lora.rank=8", ""),
+    ],
+    "docs/install.md": [("jaxdist doctor", "")],
+    "docs/course/README.md": [
+        ("python docs/course/04_ring.py --picture ring.svg", ""),
+        ("python docs/course/check.py 4 ANSWER", ""),
+    ],
+    "docs/costs.md": [
+        ("jaxdist cost --model vit-huge --hosts 8 --link p4d.24xlarge --compute 0.9", ""),
+        ("jaxdist cost --size 1.5GB --hosts 16", ""),
+    ],
+    "docs/local_sgd.md": [("jaxdist train quickstart mesh=", f"--run-dir runs/local {SMALL}")],
+    "docs/parameter_server.md": [("jaxdist explain quickstart parallel.strategy=zero1", "")],
+    "docs/performance.md": [("jaxdist bench quickstart --steps 10 --with ", f"--steps 2 {SMALL}")],
+}
+# {why: the beginnings of commands, with their pages}
+NOT_RUN = {
+    "the same as another line of this file": [
+        ("README.md", "jaxdist train quickstart  "),
+        ("docs/install.md", "jaxdist train quickstart"),
+        ("docs/course/README.md", "python docs/course/04_ring.py  "),
+        ("docs/multihost.md", "python scripts/doctor.py  "),
+        ("docs/multihost.md", "python scripts/train.py --config configs/quickstart.yaml"),
+        ("docs/multihost.md", "python scripts/launch.py -n 4 -- python scripts/train.py"),
+    ],
+    "a tutorial runs the same, with fewer processes or with files that are there": [
+        ("README.md", "jaxdist launch -n 4 -- jaxdist train quickstart"),
+        ("README.md", "jaxdist train my.yaml model.from=qwen"),
+        ("docs/finetuning.md", "jaxdist data talks.jsonl"),
+        ("docs/finetuning.md", "jaxdist checkpoint export runs/mine --adapter"),
+        ("docs/finetuning.md", "jaxdist checkpoint export runs/mine --merged"),
+    ],
+    "it needs a model that is not there": [
+        ("docs/generation.md", "jaxdist generate runs/mine/checkpoints/300"),
+        ("docs/generation.md", "jaxdist generate hf/llama"),
+    ],
+    "it needs several hosts": [
+        ("docs/multihost.md", "srun python scripts/doctor.py"),
+        ("docs/multihost.md", "python scripts/launch.py -n 1 --nnodes 2"),
+        ("docs/elastic.md", "RAY_ADDRESS=10.0.0.1:6379 jaxdist elastic"),
+        ("docs/ray.md", "jaxdist launch --ray -n 1 --nnodes 2"),
+        ("docs/tutorials/several_hosts.md", "jaxdist launch -n 8 --nnodes 2"),
+        ("docs/tutorials/several_hosts.md", "jaxdist launch -n 8 --nnodes 2"),
+    ],
+    "it needs the right to make network namespaces": [
+        ("docs/multihost.md", "sudo python scripts/virtual_hosts.py"),
+        ("docs/slow_links.md", "python scripts/bench/slow_links.py"),
+        ("docs/parameter_server.md", "sudo python scripts/bench/parameter_server.py"),
+    ],
+    "it installs packages, or needs some that are not in the extra `test`": [
+        ("docs/course/README.md", "python -m pip install jupytext"),
+        ("docs/course/README.md", "python scripts/docs/course.py"),
+        ("docs/elastic.md", "python -m pip install"),
+        ("docs/elastic.md", "jaxdist elastic quickstart"),  # tests/elastic runs both
+        ("docs/elastic.md", "jaxdist replay runs/elastic"),
+        ("docs/plan.md", "python -m pip install"),
+        ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
+    ],
+    "it takes minutes": [
+        ("docs/bert.md", "python scripts/train.py --config configs/bert_stdlib.yaml"),
+        ("docs/distillation.md", "jaxdist train distill_quickstart model.width=128"),
+        ("docs/distillation.md", "jaxdist train distill_quickstart distill.teacher=runs/teacher"),
+        ("docs/distillation.md", "jaxdist distill distill_quickstart"),
+        ("docs/distillation.md", "jaxdist train distill_quickstart distill.cache=runs/logits"),
+        ("docs/own_loss.md", "python scripts/train.py --config configs/resnet_digits.yaml"),
+        ("docs/report.md", "jaxdist report runs/NAME --remedies"),
+    ],
+    "FILE is any configuration": [("docs/compiler.md", "python scripts/train.py --config FILE")],
+}
+IN_PLACE = {"runs/NAME": "runs/a", "runs/b": "runs/c", "runs/mine": "runs/a", "my/texts": "docs", "ANSWER": "322.5"}
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of the blocks that are commands alone: those with output are compared by the tests of TESTED. The
+    Korean README has the same ones."""
+    pages = [page for page in PAGES if page != "README.ko.md"]
+    return [
+        (page, line)
+        for page in pages
+        for block in blocks(page)
+        if all(map(command_of, lines_of(block)))
+        for line in lines_of(block)
+    ]
+
+
+def test_every_command_is_run_or_has_a_reason() -> None:
+    every = commands()
+    listed = [(page, start) for page, lines in RUN.items() for start, _ in lines]
+    listed += [entry for entries in NOT_RUN.values() for entry in entries]
+    of = {entry: [line for page, line in every if page == entry[0] and line.startswith(entry[1])] for entry in listed}
+    assert [entry for entry, lines in of.items() if not lines] == [], "these stand on no page any more"
+    known = {(entry[0], line) for entry, lines in of.items() for line in lines}
+    assert [each for each in every if each not in known] == [], "a line of RUN or of NOT_RUN is missing for these"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout to the commands, with the file that docs/finetuning.md asks to write."""
+    made = tmp_path_factory.mktemp("commands")
+    for name in ("docs", "scripts", "configs"):
+        (made / name).symlink_to(child.ROOT / name)
+    [tune] = [text for text in blocks("docs/finetuning.md") if text.startswith("model:\n  from: models/base")]
+    (made / "tune.yaml").write_text(tune.replace("my/texts", IN_PLACE["my/texts"]), encoding="utf-8")
+    programs = made / "bin"
+    programs.mkdir()
+    for name, words in (("jaxdist", "-m jaxdist "), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n', encoding="utf-8")
+        (programs / name).chmod(0o755)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("commands of pages")
+@pytest.mark.parametrize("page", RUN)
+def test_the_commands_of_a_page_run(page: str, folder: Path) -> None:
+    environment = child.environment() | child.QUICK
+    environment["PATH"] = os.pathsep.join([str(folder / "bin"), environment["PATH"]])
+    for start, more in RUN[page]:
+        [line] = {line for each, line in commands() if each == page and line.startswith(start)}
+        for name, place in IN_PLACE.items():
+            line = line.replace(name, place)
+        line = f"{shlex.join(shlex.split(line, comments=True))} {more}"
+        run = subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
+        )
+        assert run.returncode == 0, f"{line}\n{run.stdout}\n{run.stderr}"
+        assert "Traceback" not in run.stderr, f"{line}\n{run.stderr}"

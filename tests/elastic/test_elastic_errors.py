@@ -1,0 +1,186 @@
+"""Elastic runs without Ray: what is refused in one line, what a log and a server's file may be."""
+
+import json
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.cli.main import main
+from jaxdist.elastic import cluster as clusters
+from jaxdist.elastic.log import read_log
+from jaxdist.elastic.outer import Outer
+from jaxdist.elastic.replay import replay
+from jaxdist.elastic.server import Server
+from jaxdist.errors import UserError
+
+START = {
+    "event": "start",
+    "period": 1,
+    "bound": 2,
+    "servers": 1,
+    "outer": "sgd",
+    "lr": 1.0,
+    "momentum": 0.0,
+    "numbers": 3,
+    "dtype": "float32",
+}
+PULL = {"event": "pull", "worker": "w0", "version": 0}
+PUSH = {"worker": "w0", "clock": 0, "base": 0, "staleness": 0}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+
+
+def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = clusters.importlib.util.find_spec
+    monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    assert main(["elastic", "quickstart"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install 'jaxdist[elastic]'" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (1, "x\nInvalidAuthToken: Authentication token is missing", "has another token"),
+        (1, "RuntimeError: Version mismatch: The cluster was started with:\n    Ray: 2.61.0", "another Ray or Python"),
+        (None, "", "has not answered as Ray does in 15 s"),
+        (1, "a\nRuntimeError: no raylet here\n", "cannot be joined: RuntimeError: no raylet here"),
+    ],
+)
+def test_a_cluster_that_does_not_let_us_in_is_one_line(
+    status: int | None, said: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "probe", lambda address: (status, said))
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match=expected):
+        clusters.check_answers(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_an_address_where_nobody_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be reached: Connection refused"):
+        clusters.check_answers(f"127.0.0.1:{port}")
+    for address in ("ray://there:1", "there", "there:0", ":6379", "there:port"):
+        with pytest.raises(UserError, match="allowed: HOST:PORT, auto or local"):
+            clusters.check_answers(address)
+
+
+def test_too_few_resources_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SimpleNamespace(available_resources=lambda: {"CPU": 1.0})
+    with pytest.raises(UserError, match="the cluster has 4 CPUs, and 5 are needed"):
+        clusters.check_resources(ray, {"CPU": 5}, {"CPU": 4.0}, own=False)
+    monkeypatch.setattr(clusters, "FREE_S", 0.0)
+    with pytest.raises(UserError, match="the cluster has 1 of 4 CPUs free, and 2 are needed"):
+        clusters.check_resources(ray, {"CPU": 2}, {"CPU": 4.0}, own=False)
+    clusters.check_resources(ray, {"CPU": 1, "GPU": 0}, {"CPU": 4.0}, own=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--workers", "0"], "--workers: 0; allowed: 1 to 1024"),
+        (["--bound", "-1"], "--bound: -1; allowed: 0 to 10000"),
+        (["--patience", "0"], "--patience: 0; allowed: 1 to 86400 seconds"),
+        (["--patience", "nan"], "--patience: nan; allowed"),
+        (["--least", "3"], "--least: 3; allowed: 1 to 2"),
+        (["--outer", "nesterof"], "did you mean nesterov?"),
+        (["--outer-lr", "0"], "--outer-lr: 0; allowed"),
+        (["--outer-momentum", "1"], "--outer-momentum: 1; allowed"),
+    ],
+)
+def test_options_that_cannot_be_meant(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["elastic", "quickstart", *arguments, "--run-dir", str(tmp_path / "run")]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def write(path: Path, *events: Any) -> Path:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], "does not begin with an event start"),
+        ([PULL], "does not begin with an event start"),
+        ([START, {"event": "explode"}], "log:2: no event; allowed: start"),
+        ([START, PULL | {"worker": "../../w0"}], "log:2: '../../w0' is no worker"),
+        ([START, PULL | {"version": True}], "log:2: version is 'True'"),
+        ([START, PULL | {"version": -1}], "log:2: version is -1"),
+        ([START, {"event": "commit", "version": 1, "pushes": []}], "log:2: a commit without pushes"),
+        ([START, {"event": "commit", "version": 1, "pushes": [{"worker": "w0"}]}], "log:2: clock is 'None'"),
+        ([START | {"momentum": None}], "log:1: momentum is 'None'"),
+    ],
+)
+def test_a_log_that_no_run_writes_is_refused(events: list[Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=expected):
+        read_log(write(tmp_path / "log", *events))
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", START, PULL)
+    with path.open("a") as file:
+        file.write('{"event": "comm')
+    assert [event["event"] for event in read_log(path)] == ["start", "pull"]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([START | {"numbers": 4}], "the configuration has 3 parameters in float32, the log 4 in float32"),
+        ([START, {"event": "commit", "version": 1, "pushes": [PUSH]}], "w0 ends round 0, and has not pulled"),
+        ([START, PULL, {"event": "commit", "version": 1, "pushes": [PUSH | {"clock": 3}]}], "w0 ends round 3 after"),
+        ([START, PULL, {"event": "commit", "version": 7, "pushes": [PUSH]}], "version 7 follows 0"),
+        ([START, {"event": "restored", "version": 5}], "goes back to version 5, which was not made"),
+    ],
+)
+def test_a_log_that_contradicts_itself_is_not_replayed(events: list[Any], expected: str) -> None:
+    from elastic_toy import Toy
+
+    class Three(Toy):
+        def work(self, flat: np.ndarray) -> Any:
+            self.clock += 1
+            return SimpleNamespace(clock=self.clock - 1, loss=0.0, moved=np.ones(3, np.float32))
+
+    with pytest.raises(UserError, match=expected):
+        replay(events, np.zeros(3, np.float32), Three)
+
+
+def test_a_server_comes_back_to_a_version_that_is_intact(tmp_path: Path) -> None:
+    server = Server(1, Outer("nesterov", 0.7, 0.5), str(tmp_path))
+    server.begin(np.arange(3, dtype=np.float32))
+    seen = {0: server.read()}
+    for version in range(1, 6):
+        assert server.stage("w0", np.full(3, version, np.float32)) == ""
+        assert server.commit(["w0"]) == version
+        seen[version] = server.read()
+    other = Server(1, Outer("nesterov", 0.7, 0.5), str(tmp_path))
+    assert sorted(other.intact()) == [3, 4, 5]
+    path = tmp_path / "1" / "5.part"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert sorted(other.intact()) == [3, 4]
+    other.restore(4)
+    assert other.read().tobytes() == seen[4].tobytes() and sorted(other.saved()) == [3, 4]
+    other.stage("w1", np.full(3, 5, np.float32))
+    assert other.commit(["w1"]) == 5 and other.read().tobytes() == seen[5].tobytes()  # its memory came back, too
+
+
+def test_a_push_of_another_shape_or_not_finite_is_named() -> None:
+    server = Server(0, Outer("sgd", 1.0, 0.0), None)
+    server.begin(np.zeros(3, np.float32))
+    assert server.stage("w0", np.zeros(4, np.float32)) == "float32[4], not float32[3]"
+    assert server.stage("w0", np.zeros(3, np.float64)) == "float64[3], not float32[3]"
+    assert server.stage("w0", np.array([0, np.nan, 0], np.float32)) == "not finite"
+    assert server.staged == {}

@@ -1,0 +1,125 @@
+"""Elastic runs with Ray's processes: workers and servers that are killed and stopped, replays, and errors of one line.
+
+Slow, for a cluster takes seconds to start; skipped where Ray is not installed, which `.ci/run` does install.
+"""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_toy import Toy
+from syntax import ROOT
+
+from jaxdist.elastic.cluster import cluster
+from jaxdist.elastic.log import LOG_NAME, read_log
+from jaxdist.elastic.outer import Outer
+from jaxdist.elastic.replay import replay, sha256_of
+from jaxdist.elastic.run import ElasticRun, Settings, run_elastic
+from jaxdist.errors import UserError
+
+pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+PATIENCE = 2.0
+TINY = """
+model: {name: gpt, style: gpt2, layers: 1, width: 16, heads: 2}
+data: {source: text, path: stdlib, seq_len: 16, global_batch: 4}
+optimizer: {name: adamw, lr: 3e-3}
+train: {steps: 6, eval_every: 6, eval_batches: 1}
+devices: {platform: cpu, simulated: 1}
+"""
+SETTINGS = Settings(3, 2, bound=2, patience=PATIENCE, period=1, rounds=40, outer=Outer("nesterov", 0.7, 0.5))
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with cluster(cpus=8):
+            import ray
+
+            yield ray
+
+
+def play(settings: Settings, folder: Path, disturb: Any = None) -> Any:
+    return run_elastic(settings, "train: {}\n", folder, print, worker=Toy, disturb=disturb)
+
+
+def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]:
+    """The log's staleness is in the bound, and it gives the same bits in this process."""
+    events = read_log(folder / LOG_NAME)
+    again = replay(events, Toy("w0").numbers(), Toy)
+    assert sha256_of(again.flat) == events[-1]["sha256"] == sha256_of(result.flat) and again.version == result.version
+    stale = [push["staleness"] for event in events if event["event"] == "commit" for push in event["pushes"]]
+    assert max(stale) <= settings.bound
+    return events
+
+
+def test_workers_are_killed_stopped_and_started(ray: Any, tmp_path: Path) -> None:
+    done: list[int] = []
+
+    def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
+        if event["event"] == "commit" and run.rule.pushes >= 8 * (1 + len(done)) and len(done) < 2:
+            pid = ray.get(next(reversed(run.workers.values())).pid.remote())
+            os.kill(pid, (signal.SIGKILL, signal.SIGSTOP)[len(done)])
+            done.append(pid)
+
+    result = play(SETTINGS, tmp_path / "run", disturb)
+    events = check(tmp_path / "run", SETTINGS, result)
+    assert len(done) == 2
+    lost = [event["reason"] for event in events if event["event"] == "lost"]
+    assert sorted(lost) == ["died", "silent"]
+    joined = [event for event in events if event["event"] == "join" and event["version"] > 0]
+    assert joined, "the killed worker is replaced"
+    times = [event["t"] for event in events if event["event"] == "commit"]
+    assert max(b - a for a, b in itertools.pairwise(times)) < PATIENCE + 1.5
+
+
+def test_a_killed_server_comes_back_with_all_but_its_last_round(ray: Any, tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
+        if event["event"] == "commit" and run.rule.version == 3:
+            pids.append(ray.get(run.servers[1].__ray_call__.remote(lambda server: os.getpid())))
+        if event["event"] == "commit" and run.rule.version == 12 and len(pids) == 1:
+            os.kill(pids[0], signal.SIGKILL)
+            pids.append(0)
+
+    result = play(SETTINGS, tmp_path / "run", disturb)
+    events = check(tmp_path / "run", SETTINGS, result)
+    (back,) = [event for event in events if event["event"] == "restored"]
+    before = [event["version"] for event in events[: events.index(back)] if event["event"] == "commit"]
+    assert max(before) - 1 <= back["version"] <= max(before)
+
+
+def test_a_run_goes_on_where_it_was_stopped(ray: Any, tmp_path: Path) -> None:
+    play(SETTINGS._replace(rounds=10), tmp_path / "run")
+    result = play(SETTINGS._replace(rounds=25), tmp_path / "run")
+    events = check(tmp_path / "run", SETTINGS, result)
+    assert [event["event"] for event in events].count("restored") == 1
+    assert result.version >= 20
+    with pytest.raises(UserError, match="--bound: 3, but the run in .* was started with 2"):
+        play(SETTINGS._replace(bound=3, rounds=25), tmp_path / "run")
+
+
+def test_the_command_and_its_replay(tmp_path: Path) -> None:
+    """A cluster of the command's own, of which nothing is left, and jobs that train; then the log, in one process."""
+    (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
+    counts = ["--workers", "2", "--servers", "2", "--period", "2", "--rounds", "6", "--bound", "1"]
+    for command, said in (
+        (["elastic", "tiny.yaml", *counts, "--patience", "60", "--run-dir", "run"], "done       version"),
+        (["replay", "run"], "the same bits"),
+    ):
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        environ["PYTHONPATH"] = str(ROOT)
+        program = [sys.executable, "-m", "jaxdist.cli.main", *command]
+        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    events = read_log(tmp_path / "run" / LOG_NAME)
+    assert 2 < events[-1]["loss"] < 6

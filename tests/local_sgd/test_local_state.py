@@ -1,0 +1,156 @@
+"""Replicas that fail, that send less, and that resume: from a checkpoint in mid-round, and as another number."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import oracle
+import pytest
+from layouts import Case
+from replicas import local_parts, placed
+
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.config.load import load_config
+from jaxdist.config.sections.local import LocalConfig, OuterConfig
+from jaxdist.errors import UserError
+from jaxdist.local_sgd.replicas import Replicas
+from jaxdist.local_sgd.state import outer_optimizer
+from jaxdist.state import TrainState
+from jaxdist.trainer.resume import check_replicas
+
+SGD = optax.sgd(0.3, 0.9)
+
+
+def case(replicas: int) -> Case:
+    return Case("gpt2", True, "ddp", 1, (replicas, 1, 1))
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(host(a)), jax.tree.leaves(host(b)), strict=True))
+
+
+def poisoned(state: TrainState) -> Any:
+    """A batch whose last rows, which the second of two replicas gets, have a weight that is not finite."""
+    batch = placed(0, state)
+    weights = np.array(batch["weights"])
+    weights[-1] = np.inf
+    return batch | {"weights": jax.device_put(weights, batch["weights"].sharding)}
+
+
+def test_a_replica_that_is_not_finite_skips_its_step_alone() -> None:
+    state, step = local_parts(case(2), LocalConfig(every=2), SGD, "fp32", max_skips=10)
+    before = host(state.opt_state.params)
+    state, _ = step(state, poisoned(state))
+    after = host(state.opt_state.params)
+    assert same(jax.tree.map(lambda leaf: leaf[1], before), jax.tree.map(lambda leaf: leaf[1], after))
+    assert not same(jax.tree.map(lambda leaf: leaf[0], before), jax.tree.map(lambda leaf: leaf[0], after))
+    assert host(state.guard.skipped).tolist() == [0, 1]
+    assert host(state.opt_state.tokens)[1] == 0
+    state, metrics = step(state, placed(1, state))
+    assert int(metrics["skipped_in_a_row"]) == 0
+    assert np.isfinite(float(metrics["loss"])) and np.isfinite(float(metrics["round_loss"]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(host(state.params)))
+
+
+@pytest.mark.slow
+def test_a_halted_replica_is_known_to_all_after_the_outer_step() -> None:
+    state, step = local_parts(case(2), LocalConfig(every=2), SGD, "fp32", max_skips=0)
+    state, metrics = step(state, poisoned(state))
+    assert "skipped_in_a_row" not in metrics  # only this process would know it
+    _, metrics = step(state, placed(1, state))
+    assert int(metrics["skipped_in_a_row"]) == 1
+    assert np.isnan(float(metrics["loss"]))
+
+
+@pytest.mark.slow
+def test_int8_differs_by_its_rounding_which_is_kept() -> None:
+    exact, step = local_parts(case(2), LocalConfig(every=1), SGD, "fp32")
+    lossy, other = local_parts(case(2), LocalConfig(every=1, algorithm="ring", wire_dtype="int8"), SGD, "fp32")
+    start = host(exact.params)
+    exact, _ = step(exact, placed(0, exact))
+    lossy, _ = other(lossy, placed(0, lossy))
+    moved = jax.tree.map(np.subtract, host(exact.params), start)
+    moved_lossy = jax.tree.map(np.subtract, host(lossy.params), start)
+    whole = optax.tree.norm(jax.tree.map(np.subtract, moved, moved_lossy)) / optax.tree.norm(moved)
+    assert 0 < float(whole) < 0.02
+    kept = host(lossy.opt_state.lost)
+    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(kept))
+    names = list(kept[0])
+    errors = dict(zip(names, jax.tree.leaves(jax.tree.map(np.subtract, moved_lossy, moved)), strict=True))
+    for name in names:  # what the anchor lacks is what the replicas have kept
+        assert np.abs(errors[name] - kept[0][name].mean(axis=0)).max() < 1e-5
+
+
+def replicas_of_test(replicas: int, local: LocalConfig) -> tuple[TrainState, Replicas]:
+    state, step = local_parts(case(replicas), local, SGD, "fp32")
+    target = jax.eval_shape(lambda: state)
+    target = jax.tree.map(
+        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), target, state
+    )
+    return state, Replicas(target, target, step, outer_optimizer(local), local, ())
+
+
+def test_a_checkpoint_in_mid_round_goes_on_with_the_same_bits_and_with_another_number_of_replicas(
+    tmp_path: Path,
+) -> None:
+    local = LocalConfig(every=3, outer=OuterConfig("nesterov", 0.7, 0.9))
+    state, replicas = replicas_of_test(2, local)
+    for i in range(4):
+        state, _ = replicas.step(state, placed(i, state))
+    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
+        checkpoints.save(4, state, {"config": {"mesh.data": 2}})
+        checkpoints.wait()
+        said: list[str] = []
+        again = replicas.restore(checkpoints, 4, said.append)
+        assert same(again, state) and not said
+        before = host(state)
+        state, _ = replicas.step(state, placed(4, state))
+        again, _ = replicas.step(again, placed(4, again))
+        assert same(again, state)
+
+        _, four = replicas_of_test(4, local)
+        more = four.restore(checkpoints, 4, said.append)
+    assert said == ["mesh.data: 4 replicas go on from the mean of the 2 in the checkpoint of step 4"]
+    tokens = before.opt_state.tokens
+    assert same(more.params, before.params) and same(more.opt_state.outer, before.opt_state.outer)
+    assert host(more.opt_state.tokens).tolist() == [[tokens.sum() / 4]] * 4
+    mean = jax.tree.map(lambda leaf: np.average(leaf, axis=0, weights=tokens[:, 0]), before.opt_state.params)
+    for r in range(4):
+        assert oracle.error(jax.tree.map(lambda leaf, r=r: leaf[r], host(more.opt_state.params)), mean) < 1e-6
+    more, metrics = four.step(more, placed(4, more))
+    more, metrics = four.step(more, placed(5, more))
+    assert "round_loss" in metrics
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.local.every=10", "parallel.local.wire_dtype=int8"], "parallel.local.wire_dtype: 'int8' needs a"),
+        (["parallel.local.every=2", "parallel.local.fragments=3"], "parallel.local.fragments: 3, one after the other"),
+        (["parallel.local.every=9", "parallel.local.fragments=5"], "the model has 4 blocks"),
+        (["parallel.local.every=7"], "train.eval_every: 40 is between outer steps"),
+        (["parallel.local.every=10", "train.ema=0.9"], "train.ema: 0.9 does not go with parallel.local.every"),
+        (["parallel.local.every=10", "memory.offload.optimizer=true"], "memory.offload.optimizer: true does not go"),
+        (["parallel.local.every=10", "parallel.grad_sync.deterministic=true"], "deterministic: true does not go with"),
+        (["parallel.local.outer.name=adagrad"], "parallel.local.outer.name: 'adagrad'"),
+        (["parallel.local.every=-1"], "parallel.local.every: -1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(overrides: list[str], said: str) -> None:
+    base = ["optimizer.name=adamw", "parallel.strategy=ddp", "train.steps=160"]
+    with pytest.raises(UserError) as caught:
+        load_config("configs/quickstart.yaml", base + overrides)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_with_replicas_is_not_resumed_without_them(tmp_path: Path) -> None:
+    config = load_config("configs/quickstart.yaml", ["parallel.local.every=10"])
+    check_replicas({"config": {"parallel.local.every": 20}}, config, tmp_path)
+    with pytest.raises(UserError, match=r"parallel\.local\.every: 10, but the run in .* had 0"):
+        check_replicas({"config": {}}, config, tmp_path)
