@@ -76,7 +76,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
 
 
 def _subject(options: Any, given: float | None) -> Subject:
-    from jaxdist.plan.costs import MODELS, TEXTBOOK, parameters
+    from jaxdist.plan.costs import COUNTED_MODELS, TEXTBOOK, parameters
 
     case = TEXTBOOK._replace(hosts=options.hosts, gpus=options.gpus, every=options.every, rate=_rate_of(options.link))
     if options.compute is not None:
@@ -85,10 +85,10 @@ def _subject(options: Any, given: float | None) -> Subject:
     if given is not None:
         case, words = case._replace(size=given), "as given"
     elif options.model is not None:
-        if options.model not in MODELS:
-            near = nearest(options.model, MODELS)
+        if options.model not in COUNTED_MODELS:
+            near = nearest(options.model, COUNTED_MODELS)
             hint = f"; did you mean {near}?" if near else ""
-            raise UserError(f"--model: {options.model!r} is not known; allowed: {', '.join(MODELS)}{hint}")
+            raise UserError(f"--model: {options.model!r} is not known; allowed: {', '.join(COUNTED_MODELS)}{hint}")
         count = parameters(options.model)
         case = case._replace(size=float(count * options.bytes))
         words = f"{count:,} parameters of {options.model}, counted from the model, x {options.bytes} bytes"
@@ -106,12 +106,12 @@ def _size_of(text: str) -> float:
 
 def _rate_of(text: str) -> float:
     """Bytes a second of a rate, or of a name of the tables."""
-    from jaxdist.plan.machines import LINKS
+    from jaxdist.plan.machines import LINK_RATES
 
-    if text in LINKS:
-        return LINKS[text]
+    if text in LINK_RATES:
+        return LINK_RATES[text]
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
     rate = link_rate(text) if found and float(found[1]) else None
     if rate is None:
-        raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINKS)}")
+        raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}")
     return rate

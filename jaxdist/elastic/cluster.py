@@ -25,7 +25,7 @@ from jaxdist.runtime.network.connection import reach
 REACH_S, PROBE_S, FREE_S = 5.0, 15.0, 8.0  # for a connection, an answer of Ray's, and resources to become free
 ADDRESS, MODE, RAY_TOKEN = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 OLDEST = (2, 60)  # of Ray; pyproject.toml has the same range
-LOCAL = "start one on this machine by leaving RAY_ADDRESS unset"
+START_ONE = "start one on this machine by leaving RAY_ADDRESS unset"
 
 
 class Cluster(NamedTuple):
@@ -122,7 +122,7 @@ def check_answers(address: str) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
             what = f"{ADDRESS}: {address} cannot be reached: {reason}"
-            raise UserError(f"{what}; check that Ray runs there, or {LOCAL}") from error
+            raise UserError(f"{what}; check that Ray runs there, or {START_ONE}") from error
     status, said = probe(address)
     if status == 0:
         return
@@ -134,9 +134,9 @@ def check_answers(address: str) -> None:
         raise UserError(f"{ADDRESS}: {address} runs another Ray or Python: {versions}; install the same here")
     if status is None:
         what = f"{ADDRESS}: {address} has not answered as Ray does in {PROBE_S:g} s"
-        raise UserError(f"{what}; check the address, or {LOCAL}")
+        raise UserError(f"{what}; check the address, or {START_ONE}")
     last = (said.strip().splitlines() or ["no reason given"])[-1][-200:]
-    raise UserError(f"{ADDRESS}: {address} cannot be joined: {last}; check the address, or {LOCAL}")
+    raise UserError(f"{ADDRESS}: {address} cannot be joined: {last}; check the address, or {START_ONE}")
 
 
 def probe(address: str) -> tuple[int | None, str]:

@@ -18,8 +18,14 @@ _COUNT = int
 # The keys of each kind of line, and their types. A line may have others, which nobody reads.
 EVENTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "start": {
-        "period": int, "bound": int, "servers": int, "outer": str, "lr": (int, float), "momentum": (int, float),
-        "numbers": int, "dtype": str,
+        "period": int,
+        "bound": int,
+        "servers": int,
+        "outer": str,
+        "lr": (int, float),
+        "momentum": (int, float),
+        "numbers": int,
+        "dtype": str,
     },
     "join": {"worker": str, "version": int},
     "pull": {"worker": str, "version": int},
@@ -28,7 +34,7 @@ EVENTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "commit": {"version": int, "pushes": list},
     "restored": {"version": int},
     "end": {"version": int, "sha256": str},
-}  # fmt: skip
+}
 PUSH = {"worker": str, "clock": int, "base": int, "staleness": int}
 
 

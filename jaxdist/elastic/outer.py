@@ -52,8 +52,10 @@ def _nesterov(
 
 _Apply = Callable[[np.ndarray, OuterSlots, np.ndarray, np.floating, np.floating], tuple[np.ndarray, OuterSlots]]
 RULES: dict[str, tuple[_Apply, tuple[str, ...]]] = {
-    "sgd": (_sgd, ()), "momentum": (_momentum, ("trace",)), "nesterov": (_nesterov, ("trace",)),
-}  # fmt: skip
+    "sgd": (_sgd, ()),
+    "momentum": (_momentum, ("trace",)),
+    "nesterov": (_nesterov, ("trace",)),
+}
 
 
 def make_outer(name: str, lr: float, momentum: float) -> Outer:

@@ -14,7 +14,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.models.resnet import resnet
 from jaxdist.models.vit import vit
 
-ALGORITHMS = ("ring", "master_worker", "tree", "double_tree", "halving_doubling", "balanced_fusion")
+COMPARED = ("ring", "master_worker", "tree", "double_tree", "halving_doubling", "balanced_fusion")
 
 
 class Case(NamedTuple):
@@ -88,7 +88,7 @@ def _options(name: str, **keys: Any) -> ModelConfig:
 
 
 # {name: a function that makes the model, without allocating any of it}.
-MODELS: dict[str, Callable[[], Any]] = {
+COUNTED_MODELS: dict[str, Callable[[], Any]] = {
     "vit-base": lambda: vit(_options("vit"), max_length=0),
     "vit-huge": lambda: vit(_options("vit", layers=32, width=1280, heads=16, patch_size=14), max_length=0),
     "resnet101": lambda: resnet(_options("resnet", depth=101)),
@@ -98,5 +98,5 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def parameters(model: str) -> int:
-    """The number of parameters of a model of `MODELS`, counted from its shapes."""
-    return int(MODELS[model]().parameters)
+    """The number of parameters of a model of `COUNTED_MODELS`, counted from its shapes."""
+    return int(COUNTED_MODELS[model]().parameters)

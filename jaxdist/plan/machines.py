@@ -28,7 +28,7 @@ class Device(NamedTuple):
     source: str
 
 
-class Host(NamedTuple):
+class HostKind(NamedTuple):
     """A machine with several GPUs.
 
     device: the name of its GPUs. cards, card_rate: its network cards for GPUs, and the bytes a second of each.
@@ -78,23 +78,23 @@ DEVICES: dict[str, Device] = {
     "h200": _compiled("h200", 5),
     "b200": _compiled("b200", 5),
 }
-HOSTS: dict[str, Host] = {
-    "g4dn.12xlarge": Host("t4", 4, 1, 50 * GBIT, 3, _EC2),
-    "g4dn.metal": Host("t4", 8, 1, 100 * GBIT, 3, _EC2),
-    "p3.16xlarge": Host("v100", 8, 1, 25 * GBIT, 3, _EC2),
-    "p3dn.24xlarge": Host("v100", 8, 1, 100 * GBIT, 3, f"{_EC2}: with EFA"),
-    "p4d.24xlarge": Host("a100-40", 8, 4, 100 * GBIT, 3, f"{_EC2}: 4 x 100 Gigabit, EFA"),
-    "p4de.24xlarge": Host("a100-80", 8, 4, 100 * GBIT, 3, f"{_EC2}: 4 x 100 Gigabit, EFA"),
-    "p5.48xlarge": Host("h100", 8, 32, 100 * GBIT, 5, f"{_EC2}: 3200 Gigabit, EFA"),
-    "p5en.48xlarge": Host("h200", 8, 16, 200 * GBIT, 5, f"{_EC2}: 3200 Gigabit, EFA"),
-    "p6-b200.48xlarge": Host("b200", 8, 8, 400 * GBIT, 5, f"{_EC2}: 3200 Gigabit, EFA"),
-    "dgx-a100": Host("a100-80", 8, 8, 200 * GBIT, 4, f"{_DGX} A100: ConnectX-6, for the cluster"),
-    "dgx-h100": Host("h100", 8, 8, 400 * GBIT, 5, f"{_DGX} H100: ConnectX-7, for the cluster"),
-    "dgx-h200": Host("h200", 8, 8, 400 * GBIT, 5, f"{_DGX} H200: ConnectX-7, for the cluster"),
-    "dgx-b200": Host("b200", 8, 8, 400 * GBIT, 5, f"{_DGX} B200: ConnectX-7, for the cluster"),
+HOSTS: dict[str, HostKind] = {
+    "g4dn.12xlarge": HostKind("t4", 4, 1, 50 * GBIT, 3, _EC2),
+    "g4dn.metal": HostKind("t4", 8, 1, 100 * GBIT, 3, _EC2),
+    "p3.16xlarge": HostKind("v100", 8, 1, 25 * GBIT, 3, _EC2),
+    "p3dn.24xlarge": HostKind("v100", 8, 1, 100 * GBIT, 3, f"{_EC2}: with EFA"),
+    "p4d.24xlarge": HostKind("a100-40", 8, 4, 100 * GBIT, 3, f"{_EC2}: 4 x 100 Gigabit, EFA"),
+    "p4de.24xlarge": HostKind("a100-80", 8, 4, 100 * GBIT, 3, f"{_EC2}: 4 x 100 Gigabit, EFA"),
+    "p5.48xlarge": HostKind("h100", 8, 32, 100 * GBIT, 5, f"{_EC2}: 3200 Gigabit, EFA"),
+    "p5en.48xlarge": HostKind("h200", 8, 16, 200 * GBIT, 5, f"{_EC2}: 3200 Gigabit, EFA"),
+    "p6-b200.48xlarge": HostKind("b200", 8, 8, 400 * GBIT, 5, f"{_EC2}: 3200 Gigabit, EFA"),
+    "dgx-a100": HostKind("a100-80", 8, 8, 200 * GBIT, 4, f"{_DGX} A100: ConnectX-6, for the cluster"),
+    "dgx-h100": HostKind("h100", 8, 8, 400 * GBIT, 5, f"{_DGX} H100: ConnectX-7, for the cluster"),
+    "dgx-h200": HostKind("h200", 8, 8, 400 * GBIT, 5, f"{_DGX} H200: ConnectX-7, for the cluster"),
+    "dgx-b200": HostKind("b200", 8, 8, 400 * GBIT, 5, f"{_DGX} B200: ConnectX-7, for the cluster"),
 }
 # Bytes a second of one direction, by the names that `jaxdist cost --link` takes.
-LINKS: dict[str, float] = {
+LINK_RATES: dict[str, float] = {
     **{f"pcie{generation}": pcie(generation) for generation in (3, 4, 5)},
     **{f"nvlink-{name}": device.nvlink for name, device in DEVICES.items() if device.nvlink},
     **{name: host.network for name, host in HOSTS.items()},

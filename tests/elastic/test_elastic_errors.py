@@ -18,9 +18,16 @@ from jaxdist.elastic.server import Server
 from jaxdist.errors import UserError
 
 START = {
-    "event": "start", "period": 1, "bound": 2, "servers": 1, "outer": "sgd", "lr": 1.0, "momentum": 0.0,
-    "numbers": 3, "dtype": "float32",
-}  # fmt: skip
+    "event": "start",
+    "period": 1,
+    "bound": 2,
+    "servers": 1,
+    "outer": "sgd",
+    "lr": 1.0,
+    "momentum": 0.0,
+    "numbers": 3,
+    "dtype": "float32",
+}
 PULL = {"event": "pull", "worker": "w0", "version": 0}
 PUSH = {"worker": "w0", "clock": 0, "base": 0, "staleness": 0}
 

@@ -18,11 +18,11 @@ from flax import nnx
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
-from jaxdist.lab.data_parallel.cases import Case, make_case, make_gpt, make_resnet
+from jaxdist.lab.data_parallel.cases import ModelCase, make_case, make_gpt, make_resnet
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, ddp_bytes, loads, total
-from jaxdist.lab.data_parallel.measure import Measured, measure, measure_ddp
+from jaxdist.lab.data_parallel.measure import MeasuredStep, measure, measure_ddp
 from jaxdist.lab.data_parallel.picture import draw_phases
-from jaxdist.lab.data_parallel.program import DataParallel, Found
+from jaxdist.lab.data_parallel.program import Computed, DataParallel
 from jaxdist.lab.data_parallel.wires import Wires
 from jaxdist.models.resnet import ResNet
 from jaxdist.plan.report.draw_rounds import data_of
@@ -38,7 +38,7 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-def gradients(case: Case, params: Any, batch: Any, *, balanced: bool) -> Found:
+def gradients(case: ModelCase, params: Any, batch: Any, *, balanced: bool) -> Computed:
     """Those of one step, and the new running statistics, from these parameters."""
     devices = jax.devices()[:DEVICES]
     program = DataParallel(case, optax.sgd(0.1), devices, balanced=balanced)
@@ -91,7 +91,7 @@ def test_gradients_of_a_resnet_are_those_of_one_device(balanced: bool) -> None:
 
 
 @functools.cache
-def measured(*, balanced: bool) -> Measured:
+def measured(*, balanced: bool) -> MeasuredStep:
     return measure(make_gpt(GPT, seq_len=6, rows=ROWS), jax.devices()[:DEVICES], balanced=balanced)
 
 

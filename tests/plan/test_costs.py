@@ -8,8 +8,8 @@ from child import ROOT
 
 from jaxdist.cli.cost import main
 from jaxdist.plan.compiled.hardware import GPUS
-from jaxdist.plan.costs import ALGORITHMS, MODELS, TEXTBOOK, found_of, parameters, seconds
-from jaxdist.plan.machines import DEVICES, HOSTS, LINKS, pcie
+from jaxdist.plan.costs import COMPARED, COUNTED_MODELS, TEXTBOOK, found_of, parameters, seconds
+from jaxdist.plan.machines import DEVICES, HOSTS, LINK_RATES, pcie
 
 
 def test_the_numbers_of_the_textbook() -> None:
@@ -40,7 +40,7 @@ def test_one_host_more_is_worth_less_and_less() -> None:
     ],
 )
 def test_parameters_are_counted_from_the_models(model: str, count: int) -> None:
-    assert parameters(model) == count and model in MODELS
+    assert parameters(model) == count and model in COUNTED_MODELS
 
 
 def test_the_tables() -> None:
@@ -53,7 +53,7 @@ def test_the_tables() -> None:
     assert all(host.device in DEVICES for host in HOSTS.values())
     assert all(each.source for each in [*DEVICES.values(), *HOSTS.values()])
     assert {"h100", "h200", "b200"} <= DEVICES.keys() & GPUS.keys() and DEVICES["h200"].half == GPUS["h200"].bf16
-    assert all(rate > 1e9 for rate in LINKS.values()) and "nvlink-t4" not in LINKS
+    assert all(rate > 1e9 for rate in LINK_RATES.values()) and "nvlink-t4" not in LINK_RATES
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_page_shows_what_jaxdist_cost_prints(tmp_path: Path, capsys: pytest.
     missing = [line for line in printed.splitlines() if line not in shown]
     assert not missing, missing
     figures = json.loads((tmp_path / "a.json").read_text())
-    assert figures["found"]["limit"] == pytest.approx(0.2752) and set(figures["algorithms"]) == set(ALGORITHMS)
+    assert figures["found"]["limit"] == pytest.approx(0.2752) and set(figures["algorithms"]) == set(COMPARED)
     assert main(["--size", "1GB", "--hosts", "2", "--link", "p4d.24xlarge", "--compute", "0.1"]) == 0
     assert "a ring of 2 hosts" in capsys.readouterr().out
     assert main(["--model", "bert-base", "--bytes", "4"]) == 0

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxdist.plan.costs import ALGORITHMS, MODELS, Case, found_of, parameters, seconds
-from jaxdist.plan.machines import DEVICES, HOSTS, LINKS, pcie
+from jaxdist.plan.costs import COMPARED, COUNTED_MODELS, Case, found_of, parameters, seconds
+from jaxdist.plan.machines import DEVICES, HOSTS, LINK_RATES, pcie
 from jaxdist.plan.traced.sharding import aligned
 
 _BUSES = (3, 4, 5)
@@ -29,19 +29,19 @@ def cost_lines(case: Case, size: str, link: str) -> list[str]:
 def figures_of(case: Case) -> dict[str, Any]:
     """The same as JSON: {"parameters", "case", "found", "algorithms", "devices", "hosts", "links"}."""
     return {
-        "parameters": {name: parameters(name) for name in MODELS},
+        "parameters": {name: parameters(name) for name in COUNTED_MODELS},
         "case": case._asdict(),
         "found": found_of(case)._asdict(),
-        "algorithms": {name: seconds(case, name) for name in ALGORITHMS},
+        "algorithms": {name: seconds(case, name) for name in COMPARED},
         "devices": {name: device._asdict() for name, device in DEVICES.items()},
         "hosts": {name: host._asdict() for name, host in HOSTS.items()},
-        "links": LINKS,
+        "links": LINK_RATES,
     }
 
 
 def _model_lines() -> list[str]:
     rows = [("model", "parameters", "MB in float16", "MB in float32")]
-    for name in MODELS:
+    for name in COUNTED_MODELS:
         count = parameters(name)
         rows.append((name, f"{count:,}", f"{2 * count / 1e6:,.1f}", f"{4 * count / 1e6:,.1f}"))
     return ["Parameters, counted from the shapes of the models", *aligned(rows, right=(1, 2, 3))]
@@ -77,14 +77,14 @@ def _case_lines(case: Case, size: str, link: str) -> list[str]:
 def _algorithm_lines(case: Case) -> list[str]:
     rows = [("algorithm", "seconds", "beside the ring")]
     ring = seconds(case, "ring")
-    rows += [(name, f"{each:.3f}", f"{each / ring:.2f} x") for name in ALGORITHMS for each in [seconds(case, name)]]
+    rows += [(name, f"{each:.3f}", f"{each / ring:.2f} x") for name in COMPARED for each in [seconds(case, name)]]
     return [f"That all-reduce among {case.hosts} hosts, without latency", *aligned(rows, right=(1, 2))]
 
 
 def _link_lines(case: Case) -> list[str]:
     """The ring on every link there is, the slowest first."""
     rows = [("link", "GB/s one way", "ms")]
-    for name, rate in sorted({"10gbit": 1.25e9, **LINKS}.items(), key=lambda pair: pair[1]):
+    for name, rate in sorted({"10gbit": 1.25e9, **LINK_RATES}.items(), key=lambda pair: pair[1]):
         rows.append((name, f"{rate / 1e9:,.2f}", f"{found_of(case._replace(rate=rate)).ring * 1e3:,.2f}"))
     return [
         f"That ring of {case.hosts} on other links; a host sends by all its network cards",

@@ -27,7 +27,7 @@ from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import STACKED, PyTree
 
 
-class Case(NamedTuple):
+class ModelCase(NamedTuple):
     """A model and its batch, as a program sees them that computes outputs in one place and their loss in another.
 
     about: what it is, for people.
@@ -65,7 +65,7 @@ def _bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.float32) -> Case:
+def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.float32) -> ModelCase:
     """A language model, whose outputs are the logits of every position."""
     model = gpt(config, max_length=seq_len, param_dtype=dtype)
 
@@ -89,7 +89,7 @@ def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.f
         ids = rng.integers(0, config.vocab, (rows, seq_len + 1)).astype(np.int32)
         return {"inputs": ids[:, :-1]}, {"targets": ids[:, 1:], "weights": np.ones((rows, seq_len), np.float32)}
 
-    return Case(
+    return ModelCase(
         f"{config.describe()}, vocabulary {config.vocab:,}, {rows} x {seq_len} tokens a device",
         lambda key: (model.init(key), {}),
         lambda params, state, inputs: (logits(params, inputs["inputs"]), state),
@@ -100,7 +100,7 @@ def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.f
     )
 
 
-def make_resnet(config: ModelConfig, *, rows: int, dtype: Any = jnp.float32) -> Case:
+def make_resnet(config: ModelConfig, *, rows: int, dtype: Any = jnp.float32) -> ModelCase:
     """A classifier of images, whose outputs are the logits of each image."""
 
     def build(rngs: nnx.Rngs) -> ResNet:
@@ -129,11 +129,11 @@ def make_resnet(config: ModelConfig, *, rows: int, dtype: Any = jnp.float32) -> 
         return label_cross_entropy(logits_BK, labels["label"], jnp.ones(labels["label"].shape))
 
     about = f"{config.describe()}, {config.classes} classes, {rows} images a device"
-    return Case(about, init, forward, loss, draw, nnx_loss(build, classify, sync=False), rows)
+    return ModelCase(about, init, forward, loss, draw, nnx_loss(build, classify, sync=False), rows)
 
 
 # {name: (the case that runs on a laptop, that of full size)}, as functions: a model is traced to be made.
-CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
+CASES: dict[str, tuple[Callable[[], ModelCase], Callable[[], ModelCase]]] = {
     "gpt": (
         lambda: make_gpt(_config("gpt", layers=2, width=128, heads=4, vocab=8192), seq_len=64, rows=4),
         lambda: make_gpt(_config("gpt", layers=12, width=768, heads=12, vocab=50257), seq_len=1024, rows=8),
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
 }
 
 
-def make_case(name: str, *, full: bool) -> Case:
+def make_case(name: str, *, full: bool) -> ModelCase:
     """The case of this name. full: of the size that people train. Raises `UserError` for an unknown name."""
     if name not in CASES:
         raise UserError(f"--model: {name!r} is not known; allowed: {', '.join(CASES)}")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 # In the order of a step. DataParallel has all of them; its balanced form computes loss and backward in "apply".
 REPLICATE, SCATTER, APPLY, GATHER, LOSS = "replicate", "scatter", "apply", "gather", "loss"
-SCATTER_BACK, BACKWARD, REDUCE, UPDATE = "scatter back", "backward", "reduce", "update"
-PHASES = (REPLICATE, SCATTER, APPLY, GATHER, LOSS, SCATTER_BACK, BACKWARD, REDUCE, UPDATE)
+SCATTER_BACK, PULL_BACK, REDUCE, ROOT_UPDATE = "scatter back", "backward", "reduce", "update"
+STEP_PHASES = (REPLICATE, SCATTER, APPLY, GATHER, LOSS, SCATTER_BACK, PULL_BACK, REDUCE, ROOT_UPDATE)
 
 
 class Sizes(NamedTuple):

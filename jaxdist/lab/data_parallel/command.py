@@ -9,12 +9,12 @@ from jaxdist.config.schema import DevicesConfig
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-MODELS = ("gpt", "resnet101")
+MODEL_NAMES = ("gpt", "resnet101")
 MOST_DEVICES = 64
 _EXAMPLES = ("jaxdist lab data-parallel --devices 4", "jaxdist lab data-parallel --balanced --model resnet101")
 
 
-def make_parser(prog: str) -> CommandParser:
+def data_parallel_parser(prog: str) -> CommandParser:
     """The options."""
     parser = CommandParser(
         prog=prog,
@@ -26,7 +26,7 @@ def make_parser(prog: str) -> CommandParser:
     add = parser.add_argument
     add("--balanced", action="store_true", help="scatter the labels, too: every device computes loss and gradients")
     add("--devices", type=int, default=4, metavar="P", help="2 to 64; default: 4, simulated where there are no GPUs")
-    add("--model", default="gpt", choices=MODELS, help="default: gpt, with a large vocabulary")
+    add("--model", default="gpt", choices=MODEL_NAMES, help="default: gpt, with a large vocabulary")
     add("--full", action="store_true", help="run the model of full size; it needs GPUs, or hours")
     add("--json", type=Path, metavar="FILE", help="all figures")
     return parser
@@ -35,7 +35,7 @@ def make_parser(prog: str) -> CommandParser:
 @reports_mistakes
 def run_data_parallel(arguments: list[str], prog: str) -> int:
     """Exit status: 0 done; 1 if bytes differ from the closed forms; 2 for wrong arguments."""
-    options = make_parser(prog).parse_args(arguments)
+    options = data_parallel_parser(prog).parse_args(arguments)
     if not 2 <= options.devices <= MOST_DEVICES:
         raise UserError(f"--devices: {options.devices}; allowed: 2 to {MOST_DEVICES}")
     if options.json is not None and not options.json.absolute().parent.is_dir():

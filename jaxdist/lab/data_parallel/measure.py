@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from jaxdist.init import init_state
-from jaxdist.lab.data_parallel.cases import Case
-from jaxdist.lab.data_parallel.closed_forms import PHASES, Load, loads
+from jaxdist.lab.data_parallel.cases import ModelCase
+from jaxdist.lab.data_parallel.closed_forms import STEP_PHASES, Load, loads
 from jaxdist.lab.data_parallel.program import DataParallel
 from jaxdist.lab.data_parallel.wires import Wires
 from jaxdist.mesh import make_mesh
@@ -20,7 +20,7 @@ from jaxdist.step import make_train_step
 STEPS = 3  # that are timed; the step before them compiles
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A step of DataParallel.
 
     counted: by phase, the (bytes sent, bytes received) of each device, as counted on every transfer.
@@ -66,14 +66,14 @@ class Beside(NamedTuple):
     losses: list[float]
 
 
-def optimizer_of() -> optax.GradientTransformation:
+def lab_optimizer() -> optax.GradientTransformation:
     """AdamW, whose state is two numbers a parameter."""
     return optax.adamw(1e-3)
 
 
-def measure(case: Case, devices: list[jax.Device], *, balanced: bool) -> Measured:
+def measure(case: ModelCase, devices: list[jax.Device], *, balanced: bool) -> MeasuredStep:
     """Run some steps, and account for the last ones."""
-    program = DataParallel(case, optimizer_of(), devices, balanced=balanced)
+    program = DataParallel(case, lab_optimizer(), devices, balanced=balanced)
     wires = Wires()
     held = program.place(*jax.jit(case.init)(jax.random.key(0)))
     batch = jax.device_put(_drawn(case, len(devices)), devices[0])
@@ -82,7 +82,7 @@ def measure(case: Case, devices: list[jax.Device], *, balanced: bool) -> Measure
     wires.restart()
     held, loss = program.step(wires, held, batch)
     losses.append(loss)
-    counted = {phase: _bytes(wires, phase, devices) for phase in PHASES}
+    counted = {phase: _bytes(wires, phase, devices) for phase in STEP_PHASES}
     memory = [wires.peak[device.id] for device in devices]
     began = time.perf_counter()
     for _ in range(STEPS):
@@ -93,10 +93,10 @@ def measure(case: Case, devices: list[jax.Device], *, balanced: bool) -> Measure
     seconds = _by_phase(program, held, batch, wires, devices)
     expected = loads(case.sizes(len(devices)), len(devices), balanced=balanced)
     counted = {phase: each for phase, each in counted.items() if any(map(any, each))}
-    return Measured(counted, expected, memory, seconds, step_s, [float(loss) for loss in losses])
+    return MeasuredStep(counted, expected, memory, seconds, step_s, [float(loss) for loss in losses])
 
 
-def _drawn(case: Case, devices: int) -> tuple[PyTree, PyTree]:
+def _drawn(case: ModelCase, devices: int) -> tuple[PyTree, PyTree]:
     return case.draw(np.random.default_rng(0), case.rows * devices)
 
 
@@ -113,18 +113,18 @@ def _by_phase(
     for _ in range(STEPS):
         held, _ = program.step(wires, held, batch)
     found = {}
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         root, *others = (wires.seconds.get((phase, device.id), 0.0) / STEPS for device in devices)
         if root or any(others):
             found[phase] = root, sum(others) / len(others)
     return found
 
 
-def measure_ddp(case: Case, devices: list[jax.Device]) -> Beside:
+def measure_ddp(case: ModelCase, devices: list[jax.Device]) -> Beside:
     """The same steps by `ddp`, on the same batch from the same parameters."""
     mesh = make_mesh(data=len(devices), devices=devices)
     params, model_state = jax.jit(case.init)(jax.random.key(0))
-    optimizer = optimizer_of()
+    optimizer = lab_optimizer()
     state = init_state(case.model, optimizer, mesh)
     state = state._replace(params=jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, state.params)))
     del params, model_state

@@ -1,6 +1,6 @@
 """A picture of the phases of DataParallel and of its balanced form, from the closed forms, as SVG."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from jaxdist.lab.data_parallel import closed_forms as phases
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, loads
 from jaxdist.plan.report.draw_rounds import INK, LINE, MUTED, STYLE, svg_text
 
-DEVICES = 4
+DRAWN_DEVICES = 4
 # Sizes that no two sums of which are alike, so that the picture's data tell which term is which.
 SIZES = Sizes(parameters=4_000_000, state=0, inputs=40_000, labels=400, outputs=40_000_000, sums=4)
 _BUSY, _IDLE, _ARROW = "#9cc3ea", "white", "#1f5fa8"
@@ -53,16 +53,17 @@ def draw_phases() -> str:
     title = "DataParallel on 4 devices: N bytes of parameters, X of inputs, Y of labels, O of outputs"
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 4.6), layout="constrained")
-        rows = figure.subfigures(len(FORMS), 1)
+        rows: Any = figure.subfigures(len(FORMS), 1)
         for row, (name, (panels, balanced)) in zip(rows, FORMS.items(), strict=True):
             row.suptitle(name, x=0.01, ha="left", fontsize=10)
-            found = loads(SIZES, DEVICES, balanced=balanced)
+            found = loads(SIZES, DRAWN_DEVICES, balanced=balanced)
             for axes, panel in zip(row.subplots(1, len(panels)), panels, strict=True):
                 axes.set(xlim=(-0.6, 1.6), ylim=(3.6, -0.6), xticks=[], yticks=[])
                 if panel.title:
                     _draw(axes, panel, found.get(panel.phase, Load()))
         data = {
-            name: {k: list(v) for k, v in loads(SIZES, DEVICES, balanced=b).items()} for name, (_, b) in FORMS.items()
+            name: {k: list(v) for k, v in loads(SIZES, DRAWN_DEVICES, balanced=b).items()}
+            for name, (_, b) in FORMS.items()
         }
         return svg_text(figure, title=title, data=data)
 
@@ -73,11 +74,18 @@ def _draw(axes: Axes, panel: Panel, load: Load) -> None:
     root, others = (0.0, 1.5), [(1.0, y) for y in (0.3, 1.5, 2.7)]
     for number, (x, y) in enumerate([root, *others]):
         busy = panel.who == "all" or panel.who == str(number)
-        style = {"boxstyle": "circle,pad=0.35", "fc": _BUSY if busy else _IDLE, "ec": INK if busy else LINE}
-        axes.text(x, y, str(number), ha="center", va="center", fontsize=9, bbox=style)
+        circle = {"boxstyle": "circle,pad=0.35", "fc": _BUSY if busy else _IDLE, "ec": INK if busy else LINE}
+        axes.text(x, y, str(number), ha="center", va="center", fontsize=9, bbox=circle)
     for other in others if any(load) else ():
         start, end = (root, other) if load.root_sends else (other, root)
-        style = {"arrowstyle": "-|>", "color": _ARROW, "lw": 1.3, "shrinkA": 13, "shrinkB": 13, "mutation_scale": 9}
-        axes.annotate("", end, start, arrowprops=style)
+        arrow: dict[str, str | float] = {
+            "arrowstyle": "-|>",
+            "color": _ARROW,
+            "lw": 1.3,
+            "shrinkA": 13,
+            "shrinkB": 13,
+            "mutation_scale": 9,
+        }
+        axes.annotate("", end, start, arrowprops=arrow)
     if any(load):
         axes.text(0.5, -0.35, f"{panel.sent} each", ha="center", va="center", fontsize=8, color=_ARROW)

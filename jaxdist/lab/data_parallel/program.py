@@ -14,11 +14,11 @@ import optax
 
 from jaxdist.errors import UserError
 from jaxdist.lab.data_parallel import closed_forms as phases
-from jaxdist.lab.data_parallel.cases import Case
+from jaxdist.lab.data_parallel.cases import ModelCase
 from jaxdist.lab.data_parallel.wires import Wires
 from jaxdist.specs import PyTree
 
-Rows = tuple[PyTree, PyTree]  # inputs, labels
+InputsAndLabels = tuple[PyTree, PyTree]  # inputs, labels
 
 
 class Held(NamedTuple):
@@ -29,7 +29,7 @@ class Held(NamedTuple):
     opt_state: PyTree
 
 
-class Found(NamedTuple):
+class Computed(NamedTuple):
     """What a step has computed on device 0: the mean loss, its gradients, the new running statistics."""
 
     loss: jax.Array
@@ -47,7 +47,7 @@ class DataParallel:
     """
 
     def __init__(
-        self, case: Case, optimizer: optax.GradientTransformation, devices: list[jax.Device], *, balanced: bool
+        self, case: ModelCase, optimizer: optax.GradientTransformation, devices: list[jax.Device], *, balanced: bool
     ) -> None:
         self._devices, self._balanced, self._optimizer = devices, balanced, optimizer
         forward, loss_of = case.forward, case.loss
@@ -83,18 +83,18 @@ class DataParallel:
         params, state = jax.device_put((params, state), self._devices[0])
         return Held(params, state, jax.jit(self._optimizer.init)(params))
 
-    def step(self, wires: Wires, held: Held, batch: Rows) -> tuple[Held, jax.Array]:
+    def step(self, wires: Wires, held: Held, batch: InputsAndLabels) -> tuple[Held, jax.Array]:
         """The state after a step, and the loss. The state that was given is used up."""
         loss, grads, state = self.gradients(wires, held, batch)
-        params, opt_state = wires.run(phases.UPDATE, self._update, held.params, held.opt_state, grads)
+        params, opt_state = wires.run(phases.ROOT_UPDATE, self._update, held.params, held.opt_state, grads)
         return Held(params, state, opt_state), loss
 
-    def gradients(self, wires: Wires, held: Held, batch: Rows) -> Found:
+    def gradients(self, wires: Wires, held: Held, batch: InputsAndLabels) -> Computed:
         """All of a step but its update."""
         copies = [wires.put(phases.REPLICATE, (held.params, held.state), device) for device in self._devices]
         return (self._by_all if self._balanced else self._by_root)(wires, copies, batch)
 
-    def _by_root(self, wires: Wires, copies: list[Any], batch: Rows) -> Found:
+    def _by_root(self, wires: Wires, copies: list[Any], batch: InputsAndLabels) -> Computed:
         inputs, labels = batch
         shares = self._scatter(wires, phases.SCATTER, inputs)
         results = [wires.run(phases.APPLY, self._apply, *copy, own) for copy, own in zip(copies, shares, strict=True)]
@@ -110,18 +110,18 @@ class DataParallel:
         del grad
         grads = []
         for _ in self._devices:  # what a device has pulled back is dropped at once
-            grads.append(wires.run(phases.BACKWARD, self._pull, pulls.pop(0), parts.pop(0)))
+            grads.append(wires.run(phases.PULL_BACK, self._pull, pulls.pop(0), parts.pop(0)))
         grads = self._gather(wires, phases.REDUCE, grads)
-        return Found(loss, wires.run(phases.REDUCE, self._sum, *grads), state)
+        return Computed(loss, wires.run(phases.REDUCE, self._sum, *grads), state)
 
-    def _by_all(self, wires: Wires, copies: list[Any], batch: Rows) -> Found:
+    def _by_all(self, wires: Wires, copies: list[Any], batch: InputsAndLabels) -> Computed:
         shares = self._scatter(wires, phases.SCATTER, batch)
         results = [wires.run(phases.APPLY, self._whole, *copy, *own) for copy, own in zip(copies, shares, strict=True)]
         sums, grads, states = ([result[i] for result in results] for i in range(3))
         del results
         sums, grads = self._gather(wires, phases.GATHER, sums), self._gather(wires, phases.REDUCE, grads)
         loss, mean = wires.run(phases.REDUCE, self._mean, tuple(sums), tuple(grads))
-        return Found(loss, mean, states[0])
+        return Computed(loss, mean, states[0])
 
     def _scatter(self, wires: Wires, phase: str, tree: PyTree) -> list[PyTree]:
         """A part of equal rows for each device."""

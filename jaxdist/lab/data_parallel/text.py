@@ -1,7 +1,7 @@
 """The figures of DataParallel as tables."""
 
 from jaxdist.lab.data_parallel.closed_forms import Load, Sizes, ddp_bytes, loads, total
-from jaxdist.lab.data_parallel.measure import Beside, Measured
+from jaxdist.lab.data_parallel.measure import Beside, MeasuredStep
 from jaxdist.plan.machines import DEVICES, pcie
 from jaxdist.plan.traced.sharding import aligned
 
@@ -23,7 +23,7 @@ def _ratio(root: float, other: float) -> str:
     return f"{root / other:.2f} : 1" if other else "-"
 
 
-def lines_of(found: Measured, ddp: Beside, *, simulated: bool) -> list[str]:
+def lines_of(found: MeasuredStep, ddp: Beside, *, simulated: bool) -> list[str]:
     """A measured step beside one of ddp. simulated: whether the devices are parts of one processor."""
     count = len(found.memory)
     head = ("MiB", *(f"device {i}" for i in range(count)), "device 0 : others", "ddp, each")
@@ -52,7 +52,7 @@ def lines_of(found: Measured, ddp: Beside, *, simulated: bool) -> list[str]:
     return lines
 
 
-def _phases(found: Measured) -> list[str]:
+def _phases(found: MeasuredStep) -> list[str]:
     """Bytes and seconds of each phase, of device 0 and of one of the others."""
     rows: list[tuple[str, ...]] = [
         ("phase", "0 sends", "receives", "other sends", "receives", "closed form", "ms, device 0", "each other")
