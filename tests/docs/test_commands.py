@@ -37,6 +37,9 @@ RUN: dict[str, list[tuple[str, str]]] = {
         ("jaxdist explain --config configs/quickstart.yaml optimizer.name=adamw optimizer.lora.rank=8", ""),
     ],
     "docs/install.md": [("jaxdist doctor", "")],
+    "docs/costs.md": [("jaxdist cost --model vit-huge", ""), ("jaxdist cost --size 1.5GB", "")],
+    "docs/local_sgd.md": [("jaxdist train quickstart mesh=", SMALL)],
+    "docs/parameter_server.md": [("jaxdist explain quickstart parallel.strategy=zero1", "")],
     "docs/course/README.md": [
         ("python docs/course/04_ring.py --picture ring.svg", ""),
         ("python docs/course/check.py 4 ANSWER", ""),
@@ -80,6 +83,7 @@ NOT_RUN = {
     ],
     "it needs the right to make network namespaces": [
         ("docs/multihost.md", "sudo python scripts/virtual_hosts.py"),
+        ("docs/parameter_server.md", "sudo python scripts/bench/parameter_server.py"),
         ("docs/slow_links.md", "python scripts/bench/slow_links.py"),
         ("docs/parameter_server.md", "sudo python scripts/bench/parameter_server.py"),
     ],
@@ -91,6 +95,13 @@ NOT_RUN = {
         ("docs/elastic.md", "jaxdist replay runs/elastic"),
         ("docs/plan.md", "python -m pip install"),
         ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
+    ],
+    "it needs Ray, which is not in the extra `test`": [
+        ("docs/elastic.md", "python -m pip install"),
+        ("docs/elastic.md", "jaxdist elastic quickstart"),
+        ("docs/elastic.md", "jaxdist replay runs/elastic"),
+        ("docs/elastic.md", "RAY_ADDRESS="),
+        ("docs/ray.md", "jaxdist launch --ray"),
     ],
     "it takes minutes": [
         ("docs/bert.md", "python scripts/train.py --config configs/bert_stdlib.yaml"),
