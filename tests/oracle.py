@@ -71,7 +71,8 @@ def attention(x: jax.Array, params: PyTree, config: Any, starts: jax.Array) -> j
         q, k = (rotate(y, turns(config), np.arange(length, dtype=np.int32) - starts) for y in (q, k))
     scores = jnp.einsum("bqhk,bthk->bhqt", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
     ago = np.arange(length)[:, None] - np.arange(length)
-    seen = (ago >= 0) & (ago < (config.window or length)) & (np.arange(length, dtype=np.int32) >= starts[:, None, :, None])
+    own = np.arange(length, dtype=np.int32) >= starts[:, None, :, None]  # not of an earlier document
+    seen = (ago >= 0) & (ago < (config.window or length)) & own
     scores = jnp.where(seen, scores, -jnp.inf)
     mixed = jnp.einsum("bhqt,bthk->bqhk", jax.nn.softmax(scores), v)
     return linear(mixed.reshape(batch, length, -1), params["out"])

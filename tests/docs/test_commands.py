@@ -44,12 +44,6 @@ RUN: dict[str, list[tuple[str, str]]] = {
         ("python docs/course/04_ring.py --picture ring.svg", ""),
         ("python docs/course/check.py 4 ANSWER", ""),
     ],
-    "docs/costs.md": [
-        ("jaxdist cost --model vit-huge --hosts 8 --link p4d.24xlarge --compute 0.9", ""),
-        ("jaxdist cost --size 1.5GB --hosts 16", ""),
-    ],
-    "docs/local_sgd.md": [("jaxdist train quickstart mesh=", f"--run-dir runs/local {SMALL}")],
-    "docs/parameter_server.md": [("jaxdist explain quickstart parallel.strategy=zero1", "")],
     "docs/performance.md": [("jaxdist bench quickstart --steps 10 --with ", f"--steps 2 {SMALL}")],
 }
 # {why: the beginnings of commands, with their pages}
