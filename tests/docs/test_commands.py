@@ -70,8 +70,6 @@ NOT_RUN = {
     "it needs several hosts": [
         ("docs/multihost.md", "srun python scripts/doctor.py"),
         ("docs/multihost.md", "python scripts/launch.py -n 1 --nnodes 2"),
-        ("docs/elastic.md", "RAY_ADDRESS=10.0.0.1:6379 jaxdist elastic"),
-        ("docs/ray.md", "jaxdist launch --ray -n 1 --nnodes 2"),
         ("docs/tutorials/several_hosts.md", "jaxdist launch -n 8 --nnodes 2"),
         ("docs/tutorials/several_hosts.md", "jaxdist launch -n 8 --nnodes 2"),
     ],
@@ -79,14 +77,10 @@ NOT_RUN = {
         ("docs/multihost.md", "sudo python scripts/virtual_hosts.py"),
         ("docs/parameter_server.md", "sudo python scripts/bench/parameter_server.py"),
         ("docs/slow_links.md", "python scripts/bench/slow_links.py"),
-        ("docs/parameter_server.md", "sudo python scripts/bench/parameter_server.py"),
     ],
     "it installs packages, or needs some that are not in the extra `test`": [
         ("docs/course/README.md", "python -m pip install jupytext"),
         ("docs/course/README.md", "python scripts/docs/course.py"),
-        ("docs/elastic.md", "python -m pip install"),
-        ("docs/elastic.md", "jaxdist elastic quickstart"),  # tests/elastic runs both
-        ("docs/elastic.md", "jaxdist replay runs/elastic"),
         ("docs/plan.md", "python -m pip install"),
         ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
     ],
@@ -103,6 +97,7 @@ NOT_RUN = {
         ("docs/distillation.md", "jaxdist train distill_quickstart distill.teacher=runs/teacher"),
         ("docs/distillation.md", "jaxdist distill distill_quickstart"),
         ("docs/distillation.md", "jaxdist train distill_quickstart distill.cache=runs/logits"),
+        ("docs/local_sgd.md", "python scripts/bench/local_sgd.py losses"),
         ("docs/own_loss.md", "python scripts/train.py --config configs/resnet_digits.yaml"),
         ("docs/report.md", "jaxdist report runs/NAME --remedies"),
     ],
