@@ -68,10 +68,11 @@ def attention(x: jax.Array, params: PyTree, config: Any, starts: jax.Array) -> j
     if config.qk_norm:
         q, k = (norm(y, params[f"{one}_norm"], eps=config.norm_eps, centre=False) for y, one in ((q, "q"), (k, "k")))
     if config.positions == "rope":
-        q, k = (rotate(y, turns(config), np.arange(length) - starts) for y in (q, k))
+        q, k = (rotate(y, turns(config), np.arange(length, dtype=np.int32) - starts) for y in (q, k))
     scores = jnp.einsum("bqhk,bthk->bhqt", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
     ago = np.arange(length)[:, None] - np.arange(length)
-    seen = (ago >= 0) & (ago < (config.window or length)) & (np.arange(length) >= starts[:, None, :, None])
+    own = np.arange(length, dtype=np.int32) >= starts[:, None, :, None]  # not of an earlier document
+    seen = (ago >= 0) & (ago < (config.window or length)) & own
     scores = jnp.where(seen, scores, -jnp.inf)
     mixed = jnp.einsum("bhqt,bthk->bqhk", jax.nn.softmax(scores), v)
     return linear(mixed.reshape(batch, length, -1), params["out"])
@@ -94,7 +95,7 @@ def loss(params: PyTree, batch: PyTree, config: Any) -> jax.Array:
     options = {"eps": config.norm_eps, "centre": config.norm == "layernorm"}
     h = embed["tokens"]["table"][batch["inputs"]]
     if config.positions == "learned":
-        h = h + embed["positions"]["table"][np.arange(h.shape[1]) - starts]
+        h = h + embed["positions"]["table"][np.arange(h.shape[1], dtype=np.int32) - starts]
 
     def through(h: jax.Array, block: PyTree) -> tuple[jax.Array, None]:
         h = h + attention(norm(h, block["norm1"], **options), block["attention"], config, starts)

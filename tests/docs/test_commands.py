@@ -37,16 +37,13 @@ RUN: dict[str, list[tuple[str, str]]] = {
         ("jaxdist explain --config configs/quickstart.yaml optimizer.name=adamw optimizer.lora.rank=8", ""),
     ],
     "docs/install.md": [("jaxdist doctor", "")],
+    "docs/costs.md": [("jaxdist cost --model vit-huge", ""), ("jaxdist cost --size 1.5GB", "")],
+    "docs/local_sgd.md": [("jaxdist train quickstart mesh=", SMALL)],
+    "docs/parameter_server.md": [("jaxdist explain quickstart parallel.strategy=zero1", "")],
     "docs/course/README.md": [
         ("python docs/course/04_ring.py --picture ring.svg", ""),
         ("python docs/course/check.py 4 ANSWER", ""),
     ],
-    "docs/costs.md": [
-        ("jaxdist cost --model vit-huge --hosts 8 --link p4d.24xlarge --compute 0.9", ""),
-        ("jaxdist cost --size 1.5GB --hosts 16", ""),
-    ],
-    "docs/local_sgd.md": [("jaxdist train quickstart mesh=", f"--run-dir runs/local {SMALL}")],
-    "docs/parameter_server.md": [("jaxdist explain quickstart parallel.strategy=zero1", "")],
     "docs/performance.md": [("jaxdist bench quickstart --steps 10 --with ", f"--steps 2 {SMALL}")],
 }
 # {why: the beginnings of commands, with their pages}
@@ -73,24 +70,26 @@ NOT_RUN = {
     "it needs several hosts": [
         ("docs/multihost.md", "srun python scripts/doctor.py"),
         ("docs/multihost.md", "python scripts/launch.py -n 1 --nnodes 2"),
-        ("docs/elastic.md", "RAY_ADDRESS=10.0.0.1:6379 jaxdist elastic"),
-        ("docs/ray.md", "jaxdist launch --ray -n 1 --nnodes 2"),
         ("docs/tutorials/several_hosts.md", "jaxdist launch -n 8 --nnodes 2"),
         ("docs/tutorials/several_hosts.md", "jaxdist launch -n 8 --nnodes 2"),
     ],
     "it needs the right to make network namespaces": [
         ("docs/multihost.md", "sudo python scripts/virtual_hosts.py"),
-        ("docs/slow_links.md", "python scripts/bench/slow_links.py"),
         ("docs/parameter_server.md", "sudo python scripts/bench/parameter_server.py"),
+        ("docs/slow_links.md", "python scripts/bench/slow_links.py"),
     ],
     "it installs packages, or needs some that are not in the extra `test`": [
         ("docs/course/README.md", "python -m pip install jupytext"),
         ("docs/course/README.md", "python scripts/docs/course.py"),
-        ("docs/elastic.md", "python -m pip install"),
-        ("docs/elastic.md", "jaxdist elastic quickstart"),  # tests/elastic runs both
-        ("docs/elastic.md", "jaxdist replay runs/elastic"),
         ("docs/plan.md", "python -m pip install"),
         ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
+    ],
+    "it needs Ray, which is not in the extra `test`": [
+        ("docs/elastic.md", "python -m pip install"),
+        ("docs/elastic.md", "jaxdist elastic quickstart"),
+        ("docs/elastic.md", "jaxdist replay runs/elastic"),
+        ("docs/elastic.md", "RAY_ADDRESS="),
+        ("docs/ray.md", "jaxdist launch --ray"),
     ],
     "it takes minutes": [
         ("docs/bert.md", "python scripts/train.py --config configs/bert_stdlib.yaml"),
@@ -98,6 +97,7 @@ NOT_RUN = {
         ("docs/distillation.md", "jaxdist train distill_quickstart distill.teacher=runs/teacher"),
         ("docs/distillation.md", "jaxdist distill distill_quickstart"),
         ("docs/distillation.md", "jaxdist train distill_quickstart distill.cache=runs/logits"),
+        ("docs/local_sgd.md", "python scripts/bench/local_sgd.py losses"),
         ("docs/own_loss.md", "python scripts/train.py --config configs/resnet_digits.yaml"),
         ("docs/report.md", "jaxdist report runs/NAME --remedies"),
     ],

@@ -55,7 +55,9 @@ def test_gradients_of_a_gpt_are_those_of_one_device(balanced: bool) -> None:
         labels["weights"] = np.random.default_rng(2).random(labels["weights"].shape).astype(np.float32)
         params = oracle.drawn(jax.eval_shape(case.init, jax.random.key(0))[0])
         found = gradients(case, params, (inputs, labels), balanced=balanced)
-        want = functools.partial(oracle.loss, batch=inputs | labels, config=GPT.resolved())
+        wide = {"int32": jnp.int64}  # the oracle's own positions are of 64 bits here
+        batch = {name: jnp.asarray(leaf, wide.get(leaf.dtype.name)) for name, leaf in (inputs | labels).items()}
+        want = functools.partial(oracle.loss, batch=batch, config=GPT.resolved())
         loss, grads = jax.jit(jax.value_and_grad(want))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(found.grads)} == {np.dtype("float64")}
         assert abs(float(found.loss) - float(loss)) < EXACT

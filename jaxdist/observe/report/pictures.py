@@ -19,8 +19,10 @@ from jaxdist.observe.report.style import FILLS
 
 _WIDTH, _DOTS = 8.0, 110  # inches, and dots an inch
 _STYLES: dict[str, dict[str, Any]] = {
-    "line": {"linewidth": 1.8}, "thin": {"linewidth": 0.8, "alpha": 0.5}, "dots": {"linestyle": "", "marker": "o"},
-}  # fmt: skip
+    "line": {"linewidth": 1.8},
+    "thin": {"linewidth": 0.8, "alpha": 0.5},
+    "dots": {"linestyle": "", "marker": "o"},
+}
 
 
 @np.errstate(over="ignore", invalid="ignore")  # a damaged file may hold any numbers
