@@ -182,7 +182,7 @@ def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env={**os.environ, **AROUND}
     )
     assert done.returncode == 0, done.stderr
-    others = "bench_", "pipeline_"
+    others = "bench_", "pipeline_", "parameter_server"
     drawn, kept = (
         {path.name: path for path in folder.glob("*_*.svg") if not path.name.startswith(others)}
         for folder in (tmp_path, PICTURES)
