@@ -91,7 +91,8 @@ def mlp(x: jax.Array, params: PyTree, config: Any) -> jax.Array:
 def loss(params: PyTree, batch: PyTree, config: Any) -> jax.Array:
     """Mean cross-entropy over the weights of the whole batch. `config` is a resolved ModelConfig."""
     embed, head = params["embed"], params["head"]
-    starts = jnp.asarray(batch.get("documents", jnp.zeros_like(batch["inputs"])), jnp.int32)  # where each token's document begins
+    # Where the document of each token begins.
+    starts = jnp.asarray(batch.get("documents", jnp.zeros_like(batch["inputs"])), jnp.int32)
     options = {"eps": config.norm_eps, "centre": config.norm == "layernorm"}
     h = embed["tokens"]["table"][batch["inputs"]]
     if config.positions == "learned":

@@ -53,7 +53,9 @@ def logits(params: Any, inputs: jax.Array, config: ModelConfig) -> jax.Array:
         h = h + params["embed"]["positions"]["table"][: h.shape[1]]
     for i in range(config.layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
-        h = h + oracle.attention(oracle.norm(h, block["norm1"], **options), block["attention"], config)
+        h = h + oracle.attention(
+            oracle.norm(h, block["norm1"], **options), block["attention"], config, jnp.zeros(inputs.shape, jnp.int32)
+        )
         h = h + oracle.mlp(oracle.norm(h, block["norm2"], **options), block["mlp"], config)
     table = (params["embed"]["tokens"] if config.tied else params["head"]["projection"])["table"]
     return oracle.norm(h, params["head"]["norm"], **options) @ table.T
