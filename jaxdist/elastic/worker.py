@@ -118,19 +118,14 @@ class Worker:
         return made
 
     def _make_loader(self) -> Any:
-        from jax.sharding import NamedSharding
+        """The batches of the configuration, in an order of this worker's own."""
+        from dataclasses import replace
 
-        from jaxdist.data import make_loader
-        from jaxdist.specs import BATCH_SPEC
+        from jaxdist.trainer.batches.load import loader_of
 
-        data, seed = self.job.config.data, self.job.config.train.seed
-        return make_loader(
-            self.job.source,
-            seq_len=data.seq_len,
-            global_batch=data.global_batch,
-            seed=(seed + 1_000_003 * (1 + worker_index(self.name))) % _SEEDS,
-            sharding=NamedSharding(self.job.mesh, BATCH_SPEC),
-        )
+        job, train = self.job, self.job.config.train
+        seed = (train.seed + 1_000_003 * (1 + worker_index(self.name))) % _SEEDS
+        return loader_of(replace(job.config, train=replace(train, seed=seed)), job.source, job.mesh)
 
     def numbers(self) -> np.ndarray:
         """The parameters that a run begins with, alike for all workers."""

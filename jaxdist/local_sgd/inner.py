@@ -33,9 +33,8 @@ from jaxdist.specs import STACKED, PyTree, batch_spec, without_idle
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics
 
-SUMMED_OVER = tuple(
-    axis for axis in BATCH_LIKE if axis != REPLICAS
-)  # axes over which one replica's gradients are summed
+# The axes over which one replica's loss and weight are summed.
+SUMMED_OVER = tuple(axis for axis in BATCH_LIKE if axis != REPLICAS)
 Gradients = Callable[[TrainState, PyTree], tuple[jax.Array, jax.Array, jax.Array, PyTree]]
 
 
