@@ -82,8 +82,8 @@ def poisoned(config: ModelConfig, *, max_length: int, param_dtype: Any = jnp.flo
     def embed(params: PyTree, batch: PyTree, keys: jax.Array) -> jax.Array:
         return _infinite(model.embed(_spoiled("embed", params), batch, keys), params["poison"])
 
-    def block(params: PyTree, h: jax.Array, keys: jax.Array) -> jax.Array:
-        return _infinite(model.block(_spoiled(STACKED, params), h, keys), params["poison"])
+    def block(params: PyTree, h: jax.Array, keys: jax.Array, rows: PyTree) -> jax.Array:
+        return _infinite(model.block(_spoiled(STACKED, params), h, keys, rows), params["poison"])
 
     def head(params: PyTree, tied: PyTree | None, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         table = None if tied is None else {name: leaf for name, leaf in tied.items() if name != "poison"}

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +71,10 @@ def cluster(*, cpus: float = 1, gpus: float = 0, address: str | None = None) -> 
         check_answers(address)
         options = {}
     try:
-        context = ray.init(address=address, configure_logging=False, log_to_driver=False, **options)
+        with warnings.catch_warnings():
+            # Ray starts its processes by fork and exec: jax's warning of forks is about processes that go on in Python.
+            warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+            context = ray.init(address=address, configure_logging=False, log_to_driver=False, **options)
         try:
             found = ray.cluster_resources()
             check_resources(ray, {"CPU": cpus, "GPU": gpus}, found, own)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from elastic_toy import Toy
 from syntax import ROOT
@@ -41,6 +42,7 @@ def ray() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
         patch.delenv("RAY_ADDRESS", raising=False)
+        jax.devices()  # a program that has begun to use jax is warned of every fork; a warning is a failure here
         with cluster(cpus=8):
             import ray
 
