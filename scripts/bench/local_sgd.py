@@ -96,7 +96,7 @@ def losses_table(result: dict[str, Any]) -> str:
 
 
 def on_hosts(count: int, rate: str, overrides: list[str], *, every: int = 0, alone: bool = False) -> float:
-    """Seconds a step on virtual hosts: the mean over all rounds but the first."""
+    """Seconds a step on virtual hosts: see `seconds_a_step`."""
     given = [*QUIET, "devices={platform: cpu, simulated: 1}", "train.eval_every=0", "optimizer.warmup_steps=0"]
     given += ["mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", *overrides]
     if every:
@@ -120,12 +120,23 @@ def on_hosts(count: int, rate: str, overrides: list[str], *, every: int = 0, alo
         if exit_status(results):
             failed = next(result for result in results if result.status)
             raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr.strip()[-500:]}")
-        found = []
-        for folder in sorted(Path(scratch).iterdir()):
-            times = [line["time"] for line in lines_of(folder)]
-            first = every or 3  # the first round, or the first steps: compilation
-            steps = (len(times) - 1 - first) // first * first
-            found.append((times[first + steps] - times[first]) / steps)
+        times = [[line["time"] for line in lines_of(folder)] for folder in sorted(Path(scratch).iterdir())]
+    return seconds_a_step(times, every or 3)
+
+
+def seconds_a_step(times: list[list[float]], first: int) -> float:
+    """The mean over runs, from when all have made `first` steps (they have compiled) to when the first of them ends.
+
+    Runs that do not wait for each other begin and end at different times, and all share the processor.
+    """
+    begin, end = max(run[first] for run in times), min(run[-1] for run in times)
+    found = []
+    for run in times:
+        inside = [time for time in run if begin <= time <= end]
+        steps = (len(inside) - 1) // first * first  # whole rounds
+        if steps < first:
+            raise UserError(f"--steps: only {len(inside)} steps of a run lie beside all others; allowed: more steps")
+        found.append((inside[steps] - inside[0]) / steps)
     return statistics.mean(found)
 
 
@@ -192,7 +203,7 @@ def main() -> int:
     parser.add_argument("--outer", nargs="+", metavar="NAME", help="rows whose outer optimizer has this in its name")
     parser.add_argument("-n", "--hosts", type=int, default=3)
     parser.add_argument("--rate", type=int, help="of each host's link, in kbit")
-    parser.add_argument("--steps", type=int, default=14, help="of a host alone and of ddp; the first 3 are not counted")
+    parser.add_argument("--steps", type=int, default=41, help="of a host alone and of ddp; the first 3 are not counted")
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
