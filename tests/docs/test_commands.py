@@ -98,6 +98,7 @@ NOT_RUN = {
         ("docs/distillation.md", "jaxdist distill distill_quickstart"),
         ("docs/distillation.md", "jaxdist train distill_quickstart distill.cache=runs/logits"),
         ("docs/local_sgd.md", "python scripts/bench/local_sgd.py losses"),
+        ("docs/local_sgd.md", "sudo python scripts/bench/local_sgd.py hosts"),
         ("docs/own_loss.md", "python scripts/train.py --config configs/resnet_digits.yaml"),
         ("docs/report.md", "jaxdist report runs/NAME --remedies"),
     ],
