@@ -71,7 +71,10 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
     subject = _subject(options, given)
     print("\n".join(cost_lines(subject.case, subject.size, subject.link)))
     if options.json is not None:
-        options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
+        try:
+            options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json: {options.json}: {error.strerror}; give another file") from error
     return 0
 
 

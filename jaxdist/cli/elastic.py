@@ -77,9 +77,12 @@ def _check(arguments: Namespace) -> None:
 def _run(config: Config, arguments: Namespace, folder: Path) -> int:
     from jaxdist.elastic.cluster import cluster
     from jaxdist.elastic.outer import make_outer
-    from jaxdist.elastic.run import Settings, run_elastic
+    from jaxdist.elastic.run import run_elastic
+    from jaxdist.elastic.run_directory import Settings
+    from jaxdist.elastic.worker import check_job
     from jaxdist.errors import RunStopped
 
+    check_job(config)
     lr = arguments.outer_lr
     if lr is None:  # where each push counts in full, staleness does harm: docs/elastic.md
         lr = 1.0 if arguments.bound == 0 else 1.0 / arguments.workers

@@ -7,6 +7,7 @@ is tried by a program of its own first (`jaxdist.elastic.probe`), which is ended
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import secrets
 import shutil
@@ -66,7 +67,7 @@ def cluster(*, cpus: float = 1, gpus: float = 0, address: str | None = None) -> 
         if os.environ[MODE].lower() == "token" and not has_token():
             os.environ[RAY_TOKEN] = secrets.token_hex(32)
         folder = tempfile.mkdtemp(prefix="jaxdist-ray-", dir="/tmp")  # short: paths of sockets have 107 characters
-        options: dict[str, Any] = {"num_cpus": max(1, cpus), "include_dashboard": False, "_temp_dir": folder}
+        options: dict[str, Any] = {"num_cpus": math.ceil(max(1, cpus)), "include_dashboard": False, "_temp_dir": folder}
     else:
         check_answers(address)
         options = {}

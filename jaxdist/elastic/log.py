@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxdist.config.json_reader import parse_json
 from jaxdist.elastic.rule import Event
-from jaxdist.errors import UserError
-from jaxdist.files.regular import open_to_append, read_regular
+from jaxdist.errors import RunStopped, UserError
+from jaxdist.files.regular import open_to_append, read_regular, replace_file
 
 LOG_NAME = "elastic.jsonl"
 LOG_BYTES, WORKERS = 1 << 30, 100_000
@@ -47,12 +47,22 @@ class Log:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        data = read_regular(path) if path.exists() else b""
+        if data and not data.endswith(b"\n"):  # cut off, by a kill or a full disk; the next line would join it
+            replace_file(path, data[: data.rfind(b"\n") + 1])
+        self._path = path
         self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
         self._clock, self._start = clock, clock()
 
     def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps({"t": round(self._clock() - self._start, 3), **event}) + "\n")
-        self._file.flush()
+        line = json.dumps({"t": round(self._clock() - self._start, 3), **event}, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+            if event["event"] == "commit":  # before the servers save what it names
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RunStopped(f"elastic: {self._path}: {error.strerror}") from error
 
     def __enter__(self) -> "Log":
         return self

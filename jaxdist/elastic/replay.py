@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxdist.elastic.outer import Outer
+from jaxdist.elastic.outer import make_outer
 from jaxdist.elastic.server import Server
 from jaxdist.errors import UserError
 
@@ -52,7 +52,7 @@ def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Calla
     if (first.size, str(first.dtype)) != (start["numbers"], start["dtype"]):
         found = f"{first.size:,} parameters in {first.dtype}"
         raise UserError(f"replay: the configuration has {found}, the log {start['numbers']:,} in {start['dtype']}")
-    server = Server(0, Outer(start["outer"], start["lr"], start["momentum"]), None)
+    server = Server(0, make_outer(start["outer"], start["lr"], start["momentum"]), None)
     server.begin(first)
     wanted = {event["version"] for event in events if event["event"] == "restored"}
     kept = {0: (server.flat, server.slots)} if 0 in wanted else {}
@@ -81,7 +81,8 @@ def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Calla
         elif kind == "commit":
             for push in event["pushes"]:
                 done = moved(push)
-                off = max(off, abs(done.loss - push.get("loss", done.loss)))
+                if push.get("loss") is not None:
+                    off = max(off, abs(done.loss - push["loss"]))
                 server.stage(push["worker"], done.moved)
             if server.commit([push["worker"] for push in event["pushes"]]) != event["version"]:
                 raise UserError(

@@ -8,6 +8,7 @@ and makes one version. The staleness of a push is the number of versions made si
 never more than the bound, because a commit that would make the work of another one staler than that waits for it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,11 @@ class Push(NamedTuple):
     clock: int
     base: int
     loss: float
+
+
+def told(loss: float | None) -> float | None:
+    """A loss as the log has it: JSON has no number that is not finite."""
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 class BoundedStaleness:
@@ -113,9 +119,9 @@ class BoundedStaleness:
         group = [push for name, push in self.waiting.items() if name == oldest or after - push.base > self.bound]
         for push in group:
             del self.waiting[push.worker], self.bases[push.worker]
-        told = [push._asdict() | {"staleness": self.version - push.base} for push in group]
+        lines = [push._asdict() | {"loss": told(push.loss), "staleness": self.version - push.base} for push in group]
         self.version, self.made[after] = after, len(group)
-        self._log({"event": "commit", "version": after, "pushes": told})
+        self._log({"event": "commit", "version": after, "pushes": lines})
         return group
 
     def restore(self, version: int) -> None:

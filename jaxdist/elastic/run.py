@@ -4,7 +4,6 @@ Parameters and pushes go from actor to actor as Ray's objects; this program hold
 a server come from here, so that all K servers see them in one order: what is read between two commits is one version.
 """
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,42 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.elastic.cluster import load_ray
-from jaxdist.elastic.log import LOG_NAME, Log, read_log
-from jaxdist.elastic.outer import Outer
+from jaxdist.elastic.log import LOG_NAME, Log
 from jaxdist.elastic.replay import made_with, sha256_of
-from jaxdist.elastic.rule import BoundedStaleness
+from jaxdist.elastic.rule import BoundedStaleness, told
+from jaxdist.elastic.run_directory import SERVERS_NAME, Settings, begin_or_resume, first_line, pushes_in
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
-from jaxdist.files.regular import read_regular, replace_file
 from jaxdist.runtime.run_claim import RunClaim
 
 _TURN_S = 0.05  # between two looks at who is silent
 BEATS = 4  # signs of life within the patience
-_RESTARTS = 5  # of servers, and of workers before any has pushed
-
-
-class Settings(NamedTuple):
-    """What `jaxdist elastic` is told, beside the configuration.
-
-    - workers, servers: how many.
-    - bound, patience: see `rule.BoundedStaleness`.
-    - period: steps of a round.
-    - rounds: rounds of all workers together, after which the run ends.
-    - outer: the servers' rule.
-    - gpus: of a worker.
-    - least: workers that are ready before anybody works.
-    """
-
-    workers: int
-    servers: int
-    bound: int
-    patience: float
-    period: int
-    rounds: int
-    outer: Outer
-    gpus: int = 0
-    least: int = 1
+_RESTARTS = 5  # of servers; of workers between two commits, besides as many as there are
 
 
 class Result(NamedTuple):
@@ -92,6 +67,9 @@ class ElasticRun:
         self.rule = BoundedStaleness(bound=settings.bound, patience=settings.patience, log=self._told)
         self.staleness: Counter[int] = Counter()
         self.rule.made = pushes_in(before)
+        errors = self.ray.exceptions
+        self._deaths = errors.RayActorError, errors.OutOfMemoryError  # the second: killed by Ray's memory monitor
+        self._group: Any = None  # of Ray: the CPUs that servers keep, also while one that has died comes back
         self._resumed = bool(before)
         self._number = 1 + max((int(e["worker"][1:]) for e in before if "worker" in e), default=-1)  # names are new
         self.workers: dict[str, Any] = {}
@@ -111,9 +89,22 @@ class ElasticRun:
     # Actors
 
     def start_server(self, index: int) -> Any:
-        """An actor that holds a part."""
-        actor = self.ray.remote(Server).options(**{"num_cpus": 1} | self._options.get("server", {}))
-        return actor.remote(index, self.settings.outer, str(self.folder / "servers"))
+        """An actor that holds a part, in its place of those that are reserved for servers."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        options = {"num_cpus": 1, "scheduling_strategy": place} | self._options.get("server", {})
+        actor = self.ray.remote(Server).options(**options)
+        return actor.remote(index, self.settings.outer, str(self.folder / SERVERS_NAME))
+
+    def _reserve(self) -> None:
+        """Reserve the servers' CPUs before workers start: those may be more than there is place for (`least`)."""
+        from ray.util import placement_group
+
+        needs: dict[str, Any] = {"num_cpus": 1, "resources": {}} | self._options.get("server", {})
+        bundle = {"CPU": needs["num_cpus"], **needs["resources"]}
+        self._group = placement_group([bundle] * self.settings.servers)
+        self.ray.get(self._group.ready())
 
     def start_worker(self) -> None:
         """An actor that trains. Two threads: one works, one gives signs of life."""
@@ -132,7 +123,11 @@ class ElasticRun:
 
     def run(self) -> Result:
         """Work until `rounds` pushes have been committed. Raises `UserError` where the configuration is wrong."""
+        from ray.util import remove_placement_group
+
+        errors = self.ray.exceptions
         try:
+            self._reserve()
             for _ in range(self.settings.workers):
                 self.start_worker()
             while True:
@@ -140,11 +135,21 @@ class ElasticRun:
                     self.turn()
                 try:
                     return self._end()
-                except self.ray.exceptions.RayActorError as error:
+                except errors.RayActorError as error:
                     self._lost_actor(error, None)
+                except errors.OutOfMemoryError:
+                    self._restore()
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from error
+            if isinstance(error.cause, OSError):  # of a server's save
+                raise RunStopped(f"elastic: {error.cause}") from error
+            raise
         finally:
             for actor in [*self.workers.values(), *self.servers]:
                 self.ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
 
     def turn(self) -> None:
         """Take in what has come, say who is lost, commit what may go, and give work to who has none."""
@@ -160,7 +165,7 @@ class ElasticRun:
             self.say(f"{name} has been silent for {self.settings.patience:g} s, and holds up nobody any more")
         # One at a time: servers save what they commit, so that one that dies has lost one version at most.
         if not any(kind == "commit" for kind, _ in self.pending.values()) and (group := self.rule.commit()):
-            names = [push.worker for push in group]
+            names, self._failed = [push.worker for push in group], 0
             for reference in self.call("commit", names):
                 self.pending[reference] = "commit", names
             self.idle += [name for name in names if name in self.workers]
@@ -189,10 +194,11 @@ class ElasticRun:
             self._lost_actor(error, who if kind == "work" else None)
         except (errors.ObjectLostError, errors.OwnerDiedError):  # with its host
             self.lose(who, "host")
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from error
-            raise
+        except errors.OutOfMemoryError as error:
+            if kind in ("stage", "commit"):
+                self._restore()
+            else:
+                self.lose(who, "memory", str(error))
         else:
             getattr(self, f"_on_{kind}")(about, value, now)
 
@@ -253,10 +259,12 @@ class ElasticRun:
             if self.servers:
                 self.call("drop", name)
         self._asked = bool(self.servers)
-        self._failed += self.rule.pushes == 0
-        if self._failed > _RESTARTS:
+        self._failed += 1
+        if self._failed > _RESTARTS + self.settings.workers:
             last = next((line for line in reversed(said.splitlines()) if line.strip()), reason).strip()
-            raise RunStopped(f"elastic: {self._failed} workers have died before any has pushed: {last[-300:]}")
+            raise RunStopped(
+                f"elastic: {self._failed} workers have died, and nobody has pushed meanwhile: {last[-300:]}"
+            )
         self.start_worker()
 
     def _lost_actor(self, error: Any, worker: str | None) -> None:
@@ -274,7 +282,7 @@ class ElasticRun:
     def _alive(self, server: Any) -> bool:
         try:
             self.ray.get(server.saved.remote())
-        except self.ray.exceptions.RayActorError:
+        except self._deaths:
             return False
         return True
 
@@ -287,7 +295,7 @@ class ElasticRun:
         try:
             version = self._newest()
             self.ray.get(self.call("restore", version))
-        except self.ray.exceptions.RayActorError:  # another one
+        except self._deaths:  # another one
             self._restore()
             return
         self.say(f"a server has died; all are back at version {version} of {self.rule.version}")
@@ -303,10 +311,10 @@ class ElasticRun:
         self.idle += [name for name in held if name in self.workers and name not in self.idle]
 
     def _newest(self) -> int:
-        """The newest version that all servers have saved in full."""
-        common = set.intersection(*map(set, self.ray.get(self.call("intact"))))
+        """The newest version that the log has and all servers have saved in full."""
+        common = set.intersection({0, *self.rule.made}, *self.ray.get(self.call("intact")))
         if not common:
-            raise RunStopped(f"elastic: {self.folder / 'servers'} holds no version that all servers have saved")
+            raise RunStopped(f"elastic: {self.folder / SERVERS_NAME} holds no version that all servers have saved")
         return max(common)
 
     def _begin(self, flat: np.ndarray) -> None:
@@ -325,29 +333,13 @@ class ElasticRun:
 
     def _end(self) -> Result:
         """The parameters of the last version, and their loss, by a worker that has nothing to do."""
+        self.ray.get([reference for reference, (kind, _) in self.pending.items() if kind == "commit"])  # it is saved
         parts = self.call("read")
         flat, loss = np.concatenate(self.ray.get(parts)), None
         if self.idle:
             loss = self.ray.get(self.workers[self.idle[0]].evaluate.remote(*parts))
-        self.log({"event": "end", "version": self.rule.version, "sha256": sha256_of(flat), "loss": loss})
+        self.log({"event": "end", "version": self.rule.version, "sha256": sha256_of(flat), "loss": told(loss)})
         return Result(flat, self.rule.version, loss, dict(self.staleness))
-
-
-def first_line(settings: Settings) -> dict[str, Any]:
-    """The first line of a log, without what only a worker knows: all on which the parameters depend, and more."""
-    outer = settings.outer._asdict()
-    return {"event": "start", **settings._asdict(), "outer": outer.pop("name"), **outer}
-
-
-def pushes_in(events: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """The number of pushes in each version of a log, without what was undone."""
-    counts: dict[int, int] = {}
-    for event in events:
-        if event["event"] == "commit":
-            counts[event["version"]] = len(event["pushes"])
-        elif event["event"] == "restored":
-            counts = {version: count for version, count in counts.items() if version <= event["version"]}
-    return counts
 
 
 def run_elastic(
@@ -371,17 +363,7 @@ def run_elastic(
     """
     with RunClaim(folder) as claim:
         path = claim.follow() / LOG_NAME
-        before = read_log(path) if path.exists() and path.stat().st_size else []
-        for key, value in first_line(settings).items():
-            if before and key not in ("workers", "gpus", "rounds", "patience", "least") and before[0].get(key) != value:
-                option = f"--outer-{key}" if key in ("lr", "momentum") else f"--{key}"
-                what = f"{option}: {value}, but the run in {folder} was started with {before[0].get(key)}"
-                raise UserError(f"{what}; set it back, or give another --run-dir")
-        if not before:
-            shutil.rmtree(folder / "servers", ignore_errors=True)  # of a run that was stopped before it began
-            replace_file(folder / "config.yaml", text.encode())
-        elif read_regular(folder / "config.yaml") != text.encode():
-            raise UserError(f"config: other settings than those of {folder}; use these, or give another --run-dir")
+        before = begin_or_resume(settings, text, folder, path)
         with Log(path, time.monotonic) as log:
             run = ElasticRun(settings, text, folder.resolve(), log, before, say, worker, options)
 

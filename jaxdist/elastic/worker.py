@@ -35,6 +35,18 @@ class Done(NamedTuple):
     moved: np.ndarray
 
 
+def check_job(config: Any) -> None:
+    """Raise `UserError` for what a worker cannot do: keep parameters beside those that servers know."""
+    for key, value, off in (
+        ("parallel.local.every", config.parallel.local.every, "0"),
+        ("train.ema", config.train.ema, "null"),
+    ):
+        if value:
+            raise UserError(
+                f"{key}: {value} does not go with jaxdist elastic, whose servers hold the model; allowed: {off}"
+            )
+
+
 @cache  # once a process: the step is compiled for all workers in it
 def make_job(text: str) -> WorkerJob:
     """Start jax as a configuration (its YAML) says, and build its parts. Raises `UserError`."""
@@ -51,7 +63,9 @@ def make_job(text: str) -> WorkerJob:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(text, encoding="utf-8")
-        config = start(load_config(path))
+        config = load_config(path)
+        check_job(config)
+        config = start(config)
     if jax.process_count() > 1:
         raise UserError("elastic: a worker is one process, which may have several devices; start no job around it")
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
@@ -132,12 +146,19 @@ class Worker:
         return _flat(self.state.params)
 
     def work(self, flat: np.ndarray) -> Done:
-        """A round: `period` steps from these parameters."""
+        """A round: `period` steps from these parameters. Raises `UserError` where training has failed."""
+        from jaxdist.precision.loss_scale import is_halted
+
         self._load(flat)
         losses = []
         for _ in range(self.period):
             self.state, metrics = self.job.parts.step(self.state, self._loader.batch(int(self.state.step)))
             losses.append(float(metrics["loss"]))
+        if bool(is_halted(self.state.guard, self.job.parts.options.max_skips)):
+            raise UserError(
+                f"optimizer.lr: {self.name} has no finite loss or gradient in round {self.clock}, at"
+                f" {self.job.config.optimizer.lr:g}; allowed: a smaller one, or train.on_nonfinite=skip"
+            )
         done = Done(self.clock, float(np.mean(losses)), flat - _flat(self.state.params))
         self.clock += 1
         return done

@@ -11,9 +11,11 @@ import pytest
 
 from jaxdist.cli.main import main
 from jaxdist.elastic import cluster as clusters
-from jaxdist.elastic.log import read_log
+from jaxdist.elastic.log import Log, read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import replay
+from jaxdist.elastic.rule import BoundedStaleness
+from jaxdist.elastic.run_directory import Settings, begin_or_resume, first_line
 from jaxdist.elastic.server import Server
 from jaxdist.errors import UserError
 
@@ -184,3 +186,68 @@ def test_a_push_of_another_shape_or_not_finite_is_named() -> None:
     assert server.stage("w0", np.zeros(3, np.float64)) == "float64[3], not float32[3]"
     assert server.stage("w0", np.array([0, np.nan, 0], np.float32)) == "not finite"
     assert server.staged == {}
+
+
+@pytest.mark.parametrize("given", ["parallel.local.every=10", "train.ema=0.99"])
+def test_what_a_worker_would_keep_for_itself_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    key, value = given.split("=")
+    assert main(["elastic", "quickstart", given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{key}: {value} does not go with jaxdist elastic" in said
+
+
+SETTINGS = Settings(1, 1, bound=2, patience=1.0, period=1, rounds=4, outer=Outer("sgd", 1.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_the_folder_of_another_run_is_left_as_it_is(name: str, tmp_path: Path) -> None:
+    (tmp_path / "servers" / "0").mkdir(parents=True)
+    (tmp_path / name).write_text("of another run", encoding="utf-8")
+    (tmp_path / "servers" / "0" / "3.part").write_text("mine", encoding="utf-8")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(UserError, match=f"--run-dir: .* has a {name} of another run"):
+        begin_or_resume(SETTINGS, "train: {}", tmp_path, tmp_path / "elastic.jsonl")
+    assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
+
+def test_a_run_that_was_stopped_before_it_began_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "servers" / "0").mkdir(parents=True)
+    for name in ("config.yaml", "servers/0/3.part", "servers/notes.txt"):
+        (tmp_path / name).write_text("train: {}", encoding="utf-8")
+    (tmp_path / "elastic.jsonl").write_text('{"event": "sta', encoding="utf-8")
+    assert begin_or_resume(SETTINGS, "train: {}", tmp_path, tmp_path / "elastic.jsonl") == []
+    assert (tmp_path / "servers" / "notes.txt").exists() and not (tmp_path / "servers" / "0" / "3.part").exists()
+
+
+def test_a_log_without_its_configuration_is_one_line(tmp_path: Path) -> None:
+    line = START | first_line(SETTINGS)
+    (tmp_path / "elastic.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"has a log without its config\.yaml"):
+        begin_or_resume(SETTINGS, "train: {}", tmp_path, tmp_path / "elastic.jsonl")
+
+
+def test_a_log_that_was_cut_goes_on_with_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "elastic.jsonl"
+    path.write_text(json.dumps(START) + "\n" + '{"event": "pu', encoding="utf-8")
+    with Log(path, lambda: 0.0) as log:
+        log(PULL)
+    assert [event["event"] for event in read_log(path)] == ["start", "pull"]
+
+
+def test_a_loss_that_is_not_finite_leaves_a_log_that_can_be_read(tmp_path: Path) -> None:
+    with Log(tmp_path / "elastic.jsonl", lambda: 0.0) as log:
+        log(START)
+        rule = BoundedStaleness(bound=1, patience=1.0, log=log)
+        rule.pull("w0", 0.0)
+        assert rule.push("w0", 0, float("nan"), 0.0) and rule.commit()
+    assert read_log(tmp_path / "elastic.jsonl")[-1]["pushes"][0]["loss"] is None
+
+
+def test_a_log_with_a_rule_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"--outer: 'zz'; allowed: sgd"):
+        replay([START | {"outer": "zz"}], np.zeros(3, np.float32), lambda name: None)  # type: ignore[arg-type,return-value]
+
+
+def test_the_figures_of_costs_need_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "--json", str(tmp_path)]) == 2
+    assert "Is a directory; give another file" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from elastic_toy import Toy
 from syntax import ROOT
@@ -21,8 +22,10 @@ from jaxdist.elastic.cluster import cluster
 from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import replay, sha256_of
-from jaxdist.elastic.run import ElasticRun, Settings, run_elastic
-from jaxdist.errors import UserError
+from jaxdist.elastic.run import ElasticRun, run_elastic
+from jaxdist.elastic.run_directory import Settings
+from jaxdist.elastic.worker import Worker
+from jaxdist.errors import RunStopped, UserError
 
 pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -49,8 +52,15 @@ def ray() -> Iterator[Any]:
             yield ray
 
 
-def play(settings: Settings, folder: Path, disturb: Any = None) -> Any:
-    return run_elastic(settings, "train: {}\n", folder, print, worker=Toy, disturb=disturb)
+class Dying(Toy):
+    """A worker whose process dies in each round."""
+
+    def work_in_parts(self, *parts: Any) -> tuple[Any, ...]:
+        os._exit(1)
+
+
+def play(settings: Settings, folder: Path, disturb: Any = None, worker: type = Toy) -> Any:
+    return run_elastic(settings, "train: {}\n", folder, print, worker=worker, disturb=disturb)
 
 
 def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]:
@@ -108,6 +118,48 @@ def test_a_run_goes_on_where_it_was_stopped(ray: Any, tmp_path: Path) -> None:
     assert result.version >= 20
     with pytest.raises(UserError, match="--bound: 3, but the run in .* was started with 2"):
         play(SETTINGS._replace(bound=3, rounds=25), tmp_path / "run")
+
+
+def test_servers_have_their_place_beside_more_workers_than_there_is_place_for(ray: Any, tmp_path: Path) -> None:
+    """Also a server that dies: workers that have waited for a place do not get it."""
+    done: list[int] = []
+
+    def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
+        if event["event"] == "commit" and run.rule.version == 5 and not done:
+            done.append(ray.get(run.servers[0].__ray_call__.remote(lambda server: os.getpid())))
+            os.kill(done[0], signal.SIGKILL)
+
+    settings = SETTINGS._replace(workers=9)
+    events = check(tmp_path / "run", settings, play(settings, tmp_path / "run", disturb))
+    assert [event["event"] for event in events].count("restored") == 1
+
+
+def test_workers_that_always_die_end_a_run_that_was_taken_up_again(ray: Any, tmp_path: Path) -> None:
+    settings = SETTINGS._replace(workers=1, rounds=3)
+    play(settings, tmp_path / "run")
+    with pytest.raises(RunStopped, match="7 workers have died, and nobody has pushed meanwhile"):
+        play(settings._replace(rounds=9), tmp_path / "run", worker=Dying)
+
+
+def test_a_save_that_fails_ends_the_run_in_a_line(ray: Any, tmp_path: Path) -> None:
+    """Also that of the last version, which nothing comes after."""
+
+    def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
+        if event["event"] == "commit" and run.rule.pushes == 3:
+            folder = tmp_path / "run" / "servers" / "0"
+            folder.rename(tmp_path / "away")
+            folder.write_text("a file", encoding="utf-8")
+
+    with pytest.raises(RunStopped, match="elastic: .*servers/0"):
+        play(SETTINGS._replace(workers=1, rounds=3), tmp_path / "run", disturb)
+
+
+def test_training_that_has_failed_ends_a_worker_in_a_line() -> None:
+    worker = Worker("w0", TINY, 1)
+    worker.first()
+    assert np.isfinite(worker.work(worker.numbers()).loss)
+    with pytest.raises(UserError, match=r"w0 has no finite loss or gradient in round 1"):
+        worker.work(np.full_like(worker.numbers(), np.nan))
 
 
 def test_the_command_and_its_replay(tmp_path: Path) -> None:
