@@ -248,6 +248,7 @@ def test_a_log_with_a_rule_that_is_not_there_is_one_line() -> None:
         replay([START | {"outer": "zz"}], np.zeros(3, np.float32), lambda name: None)  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.slow  # it counts models
 def test_the_figures_of_costs_need_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cost", "--json", str(tmp_path)]) == 2
     assert "Is a directory; give another file" in capsys.readouterr().err
