@@ -102,8 +102,8 @@ def _size_of(text: str) -> float:
     """Bytes of "172MB", "1.5GB" or "4096"."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?)B?", text)
     size = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 1 <= size <= _MOST:
-        raise UserError(f"--size: {text!r}; allowed: bytes, as 172MB, 1.5GB or 4096")
+    if not 1000 <= size <= _MOST:
+        raise UserError(f"--size: {text!r}; allowed: bytes, as 172MB, 1.5GB or 4096, 1000 or more")
     return size
 
 

@@ -67,6 +67,7 @@ def test_the_tables() -> None:
         (["--link", "0gbit"], "--link: '0gbit' is not known"),
         (["--link", "1.2.3gbit"], "--link: '1.2.3gbit' is not known"),
         (["--size", "12 apples"], "--size: '12 apples'; allowed: bytes, as 172MB"),
+        (["--size", "1.5"], "1000 or more"),
         (["--size", "9" * 40], "--size: "),
         (["--model", "vitbase"], "did you mean vit-base?"),
         (["--model", "gpt2", "--size", "1"], "not allowed with argument"),
