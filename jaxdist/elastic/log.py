@@ -80,15 +80,20 @@ def worker_index(name: str) -> int:
     return int(name[1:])
 
 
-def read_log(path: Path) -> list[Event]:
+def read_log(path: Path, *, may_be_new: bool = False) -> list[Event]:
     """The lines of a log. The last one may be cut off: a killed run leaves that. Raises `UserError` for anything else
-    that no run writes."""
+    that no run writes.
+
+    may_be_new: whether the run may have been stopped before its first line was whole, which gives [].
+    """
     try:
         if path.stat().st_size > LOG_BYTES:
             raise UserError(f"{path}: larger than {LOG_BYTES} bytes; a log of jaxdist elastic is not")
         *lines, _ = read_regular(path).split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the {LOG_NAME} of a run of jaxdist elastic") from error
+    if may_be_new and not lines:
+        return []
     events = []
     for number, line in enumerate(lines, start=1):
         try:

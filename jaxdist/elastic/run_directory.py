@@ -60,7 +60,7 @@ def begin_or_resume(settings: Settings, text: str, folder: Path, log: Path) -> l
     Raises `UserError` where the folder is that of another run, or of another program, and changes nothing then.
     """
     config = folder / CONFIG_NAME
-    before = read_log(log) if log.exists() and b"\n" in read_regular(log) else []
+    before = read_log(log, may_be_new=True) if log.exists() else []
     if not before:
         foreign = [name for name in _FOREIGN if (folder / name).exists()]
         foreign += [CONFIG_NAME] if config.exists() and read_regular(config) != text.encode() else []
