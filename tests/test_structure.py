@@ -16,7 +16,8 @@ from jaxdist.mesh import AXES
 
 # A module imports lower floors and its own part. A part is a folder directly in jaxdist/, or a module there.
 FLOORS = (
-    {"errors", "registry", "mesh", "specs", "processes", "files"},
+    {"errors", "registry", "mesh", "specs", "processes"},
+    {"files"},
     {"config", "jaxpr"},
     {"precision"},
     {"collectives", "data", "model", "optim"},

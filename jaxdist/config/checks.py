@@ -32,6 +32,7 @@ from jaxdist.config.rules.user_loss import LOSS_AXES, check_one_unit
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.config.sections.local import check_local
 from jaxdist.errors import UserError
+from jaxdist.files.user_path import user_path
 
 if TYPE_CHECKING:
     from jaxdist.config.schema import Config, DataConfig
@@ -263,10 +264,5 @@ def _check_paths(data: DataConfig) -> None:
 
 
 def _check_exists(path: str, key: str, allowed: str) -> None:
-    try:
-        found = bool(path) and Path(path).expanduser().exists()
-    except (OSError, RuntimeError) as error:  # too long, a parent folder that may not be read; ~ of a user there is not
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{key}: {show(path)}: {reason}; allowed: {allowed}") from None
-    if not found:
+    if not (path and user_path(path, key=key).exists()):
         raise UserError(f"{key}: {show(path)} does not exist (seen from {Path.cwd()}); allowed: {allowed}")

@@ -12,6 +12,7 @@ from jaxdist.config.checks import check_config
 from jaxdist.config.reader import Dumper, field_of, read_config
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
+from jaxdist.files.user_path import user_path
 
 _PLACES = "jaxdist.pretrained"  # above this folder, for it reads files of models: loaded where a key asks for it
 
@@ -36,8 +37,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
 def _with_tokenizer(config: Config) -> Config:
     """With the tokenizer of the folder that the model or its parameters come from, where `data.tokenizer` is null."""
     if getattr(config.data, "tokenizer", "") is None:
-        for where in (config.model.from_, config.init.from_):
-            if where is not None and (Path(where).expanduser() / "tokenizer.json").is_file():
+        for key, where in (("model.from", config.model.from_), ("init.from", config.init.from_)):
+            if where is not None and (user_path(where, key=key) / "tokenizer.json").is_file():
                 return replace(config, data=config.data.replace(tokenizer=where))
     return config
 
@@ -48,7 +49,8 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
     where = model.get("from") if isinstance(model, dict) else None
     if not isinstance(where, str):
         return {}
-    return {"model": registry.load(_PLACES, "architecture", key="model.from")(where)}
+    folder = user_path(where, key="model.from")  # before what reads models is loaded
+    return {"model": registry.load(_PLACES, "architecture", key="model.from")(folder)}
 
 
 def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> str:

@@ -34,6 +34,7 @@ from jaxdist.distill.model import Mixture, vocabulary_of
 from jaxdist.distill.step import Joint, join, of_student
 from jaxdist.distill.teacher import Teacher, top_program
 from jaxdist.errors import UserError
+from jaxdist.files.user_path import user_path
 from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
@@ -49,7 +50,7 @@ ForwardOnly = Callable[[Config, AnyMesh], tuple[Any, StepOptions]]  # `jaxdist.b
 def teaching_of(config: Config, mesh: AnyMesh, forward_only: ForwardOnly) -> "Live | Cached":
     """The teaching that section distill asks for. Reads no parameters. Raises `UserError` for what does not fit."""
     if config.distill.cache is not None:
-        folder = Path(config.distill.cache).expanduser()
+        folder = user_path(config.distill.cache, key="distill.cache")
         return Cached(config, folder, open_cache(folder))
     return Live(config, load_teacher(config, mesh, forward_only))
 
@@ -220,5 +221,5 @@ def make_cache(
             if (step + 1) % every == 0 or step + 1 == steps:
                 say(f"distill: {step + 1} of {steps} batches")
 
-    write_cache(Path(asked.cache).expanduser(), kept, rows())
+    write_cache(user_path(asked.cache, key="distill.cache"), kept, rows())
     return kept

@@ -21,12 +21,11 @@ def _text(path: Path) -> str:
         raise UserError(f"{_KEY}: {path} is not to be read: {error}") from None
 
 
-def architecture(where: str) -> dict[str, Any]:
+def architecture(folder: Path) -> dict[str, Any]:
     """The keys of section `model` for a Hugging Face folder, by its config.json, or for a run, by its config.yaml.
 
     Raises `UserError` for another place, and for a model that no configuration makes.
     """
-    folder = Path(where).expanduser()
     if (folder / "config.yaml").exists():
         tree = parse_yaml(_text(folder / "config.yaml"), str(folder / "config.yaml"))
         keys = tree.get("model") if isinstance(tree, dict) else None
@@ -35,9 +34,9 @@ def architecture(where: str) -> dict[str, Any]:
     else:
         said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"
         raise UserError(
-            f"{_KEY}: {where!r} {said}; allowed: a Hugging Face folder, or a run directory (a"
+            f"{_KEY}: {str(folder)!r} {said}; allowed: a Hugging Face folder, or a run directory (a"
             " run is resumed without it by its own config.yaml)"
         )
     if not isinstance(keys, dict):
-        raise UserError(f"{_KEY}: {where!r} has no section model in its config.yaml; give another run directory")
+        raise UserError(f"{_KEY}: {str(folder)!r} has no section model in its config.yaml; give another run directory")
     return {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items() if key != "from"}

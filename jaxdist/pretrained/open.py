@@ -5,6 +5,7 @@ from pathlib import Path
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.reader import FOLDER, is_complete
 from jaxdist.errors import UserError
+from jaxdist.files.user_path import user_path
 from jaxdist.pretrained.flat import Flat
 from jaxdist.pretrained.folder import Folder
 from jaxdist.pretrained.saved import Saved
@@ -34,7 +35,7 @@ def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False)
     >>> params["w"].sharding == target.params["w"].sharding
     True
     """
-    path = Path(where).expanduser()
+    path = user_path(where, key=key)
     if path.is_file() and path.suffix == ".safetensors":
         found: Pretrained = Flat(path, key=key)
     elif is_complete(path) or (path / FOLDER).is_dir():

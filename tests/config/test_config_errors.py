@@ -208,6 +208,10 @@ VALUES = [
     case("text-user", b"data: {path: ~no-such-user/folder}\n", "data.path", "~no-such-user"),
     case("text-empty", b"data: {path: ''}\n", "data.path", "does not exist"),
     case("text-long", b"data: {path: %s}\n" % (b"x" * 5000), "data.path", "name too long"),
+    case("model-long", b"model: {from: %s}\n" % (b"x" * 5000), "model.from", "name too long"),
+    case("model-deep", b"model: {from: %s}\n" % (b"x/" * 2045), "model.from", "name too long"),
+    case("model-user", b"model: {from: ~no-such-user/folder}\n", "model.from", "~no-such-user"),
+    case("init-long", b"init: {from: %s}\ndata: {source: jsonl, path: .}\n" % (b"x" * 300), "init.from", "too long"),
     case("tokens-path", b"data: {source: tokens}\n", "data.path", "'stdlib'", "train.bin"),
     case("tokens-val", b"data: {source: tokens, path: ., val_path: no.bin}\n", "data.val_path", "no.bin"),
 ]

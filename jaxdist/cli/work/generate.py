@@ -21,6 +21,7 @@ from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from jaxdist.errors import UserError
+from jaxdist.files.user_path import user_path
 from jaxdist.generation.loop import Generator
 from jaxdist.generation.sampling import Sampling, row_keys
 from jaxdist.generation.texts import Completion, Ends, complete, eos_of, ids_of
@@ -75,7 +76,7 @@ def run_generate(arguments: Namespace) -> int:
 
 def run_config(source: Path) -> Config | None:
     """The configuration of a run, by its directory or the folder of a step; None of what is no run."""
-    folder = source.expanduser().absolute()
+    folder = user_path(source, key="SOURCE").absolute()
     run_dir = folder.parent.parent if folder.parent.name == FOLDER else folder
     return load_config(run_dir / "config.yaml") if (run_dir / "config.yaml").is_file() else None
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxdist.config.json_reader import read_json_file
 from jaxdist.errors import UserError
+from jaxdist.files.user_path import user_path
 
 _FILE, _CONFIG, _SPECIAL, _TEMPLATE = (
     "tokenizer.json",
@@ -188,7 +189,7 @@ def load_tokenizer(folder: Path, *, key: str) -> Tokenizer:
     key: the configuration key or option that messages name. Raises `UserError`: no such folder, no tokenizer.json in
     it, a file that is damaged or too large, the package `tokenizers` is not installed.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder, key=key)
     file = folder if folder.is_file() else folder / _FILE
     folder = file.parent
     if not folder.is_dir():
