@@ -6,7 +6,7 @@ The same tree serves as `in_specs`, `out_specs`, `out_shardings` and restore tar
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -17,6 +17,8 @@ from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, AnyMesh
 
 PyTree = Any
 BATCH_SPEC = P(BATCH_AXES)
+# ZeRO splits parameters over these axes: their devices see other tokens, and would hold the same parameters.
+SHARD_AXES = ("fsdp", "context")
 UNITS = ("embed", "blocks", "head")  # the top level of a `ModelDef`'s parameters, in order of use
 STACKED = "blocks"  # the unit whose leaves stack all blocks along dim 0
 
@@ -43,6 +45,38 @@ def dim_of(spec: P, axis: str) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if axis in entry_axes(entry)), None)
 
 
+class Shard(NamedTuple):
+    """How a strategy has split a parameter: along dim `dim`, over these axes.
+
+    axes: `fsdp` first, then `context` where it is one of them. `fsdp` is named even where its size is 1: by this a
+        gather of a parameter is told from a gather of activations over `context`.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+
+    def parts(self, mesh: AnyMesh) -> int:
+        """The number of shards on this mesh."""
+        return math.prod(mesh.shape[axis] for axis in self.axes)
+
+
+def shard_of(spec: P) -> Shard | None:
+    """How a strategy has split a parameter with this spec; None for one that it has left whole.
+
+    >>> shard_of(P(None, ("tensor", "fsdp", "context")))
+    Shard(dim=1, axes=('fsdp', 'context'))
+    """
+    for dim, entry in enumerate(spec):
+        if split := [axis for axis in entry_axes(entry) if axis in SHARD_AXES]:
+            return Shard(dim, ("fsdp", *(axis for axis in split if axis != "fsdp")))
+    return None
+
+
+def has_shards(specs: PyTree) -> bool:
+    """Whether a strategy has split any parameter of a tree of specs."""
+    return any(shard_of(spec) is not None for spec in spec_leaves(specs))
+
+
 def batch_spec(mesh: AnyMesh) -> P:
     """The PartitionSpec of batches on this mesh: `BATCH_SPEC` without the axes that are off."""
     return without_idle(BATCH_SPEC, mesh)
@@ -64,17 +98,19 @@ def without_idle(spec: P, mesh: AnyMesh) -> P:
 
 
 def split_over(
-    spec: P, shape: jax.ShapeDtypeStruct, *, axis: str, mesh: AnyMesh, min_bytes: int, columns: bool = False
+    spec: P, shape: jax.ShapeDtypeStruct, *, axes: tuple[str, ...], mesh: AnyMesh, min_bytes: int, columns: bool = False
 ) -> P:
-    """The spec of a leaf that is split over one more axis, if it has `min_bytes` and a dim is divisible.
+    """The spec of a leaf that is split over more axes, if it has `min_bytes` and a dim is divisible.
 
     The choice is the first dim that is not split yet, or else the first that can be split further, as ("tensor",
     "fsdp"). The dim along which blocks are stacked (`pipe`) is never chosen.
 
+    axes: of the mesh, counted as one. Where no dim is divisible by them, the last one is left out.
     min_bytes: smaller leaves keep their spec. Of stacked blocks, the bytes of one block count.
     columns: prefer the last dim among those that are not split.
     """
-    n = mesh.shape[axis]
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    n = math.prod(mesh.shape[axis] for axis in axes)
     entries = axes_by_dim(spec, len(shape.shape))
     stack_dim = dim_of(spec, "pipe")
     blocks = 1 if stack_dim is None else shape.shape[stack_dim]
@@ -88,8 +124,8 @@ def split_over(
     # The first dim is best: shards then lie one after the other in the gathered array, and nothing is transposed.
     best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
     if best is None:
-        return P(*spec)
-    entries[best] = (*entries[best], axis)
+        return split_over(spec, shape, axes=axes[:-1], mesh=mesh, min_bytes=min_bytes, columns=columns)
+    entries[best] = (*entries[best], *axes)
     return from_entries(entries)
 
 

@@ -84,7 +84,7 @@ def _aside(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> NamedSh
     spec = from_entries(entries)
     if "pipe" in own:
         others = jax.ShapeDtypeStruct(shape[:dim] + shape[dim + 1 :], np.float32)
-        spec = split_over(spec, others, axis="pipe", mesh=sharding.mesh, min_bytes=0)
+        spec = split_over(spec, others, axes=("pipe",), mesh=sharding.mesh, min_bytes=0)
     entries = axes_by_dim(spec, len(shape) - 1)
     return NamedSharding(sharding.mesh, from_entries([*entries[:dim], (), *entries[dim:]]))
 

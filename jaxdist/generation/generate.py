@@ -16,7 +16,7 @@ from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import check_axes, in_precision
-from jaxdist.specs import PyTree, map_specs, spec_axes, spec_leaves, without_idle
+from jaxdist.specs import PyTree, has_shards, map_specs, without_idle
 from jaxdist.state import specs_of_arrays
 
 
@@ -38,7 +38,7 @@ def _generator(
     """(The generator, parameters on its mesh)."""
     params, mesh, specs = _on_a_mesh(model, params)
     check_axes(model, mesh)
-    sharded = any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
+    sharded = has_shards(specs)
     options = options or StepOptions(strategy="zero3" if sharded else "ddp")
     made = in_precision(model, options.precision)
     return Generator(made, mesh, specs, get_strategy(options), sampling, **given), params

@@ -14,7 +14,7 @@ from jaxdist.parallel.schedule import Schedule, UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
-from jaxdist.specs import PyTree, named_leaves, spec_axes
+from jaxdist.specs import PyTree, named_leaves, shard_of
 
 
 def get_schedule(name: Any) -> Schedule:
@@ -59,15 +59,15 @@ def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
 def check_placed(
     params: PyTree, model: ModelDef | UserLoss, strategy: Strategy, mesh: AnyMesh, options: StepOptions
 ) -> None:
-    """Raise `UserError` if the strategy shards parameters over `fsdp`, and all of these are whole: a step would train
+    """Raise `UserError` if the strategy shards parameters, and all of these are whole: a step would train
     with them, and save no memory. Where the `rules` of `init_state` say so, all may be whole."""
     found = [leaf.sharding.spec for leaf in jax.tree.leaves(params)]
     # With rules specs are written out, P(None, None); without, those of a tree of somebody's own begin as P().
-    if any("fsdp" in spec_axes(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):
+    if any(shard_of(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):
         return
     whole = model.specs if isinstance(model, ModelDef) else jax.tree.map(lambda _: P(), params)
     for name, spec in named_leaves(strategy.place(params, whole, mesh)):
-        if "fsdp" in spec_axes(spec):
+        if shard_of(spec):
             chosen = f"strategy={options.strategy!r:.60}"
             rules = "" if isinstance(model, ModelDef) else f"; or rules=[({name!r}, P())], if they are to be whole"
             raise UserError(

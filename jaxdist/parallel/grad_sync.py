@@ -1,6 +1,7 @@
 """Sums of gradients over devices: their algorithm, order and format."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,17 +28,7 @@ from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.optim import check_order
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import rounded
-from jaxdist.specs import (
-    UNITS,
-    PyTree,
-    claimed_axes,
-    dim_of,
-    map_named,
-    map_specs,
-    path_name,
-    spec_leaves,
-    without_idle,
-)
+from jaxdist.specs import UNITS, PyTree, Shard, claimed_axes, map_named, map_specs, path_name, spec_leaves, without_idle
 
 
 def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
@@ -119,12 +110,18 @@ def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) 
     return jax.tree.map(scaled, sums)
 
 
-def reduce_late(grads: PyTree, specs: PyTree, axis: str, *, sync: GradSync, reduce_dtype: Any) -> PyTree:
-    """Gradients of shards over `axis`, from gradients of the whole parameters: a reduce-scatter of each leaf."""
+def reduce_late(
+    grads: PyTree, specs: PyTree, shard_of: Callable[[P], Shard | None], *, sync: GradSync, reduce_dtype: Any
+) -> PyTree:
+    """Gradients of shards, from gradients of the whole parameters: a reduce-scatter of each leaf.
+
+    shard_of: spec -> how the leaf is split; None: it stays whole.
+    """
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
-        dim = dim_of(spec, axis)
-        return leaf if dim is None else reduce_scatter(leaf.astype(reduce_dtype), axis, dim=dim, **sync.reduction)
+        if (shard := shard_of(spec)) is None:
+            return leaf
+        return reduce_scatter(leaf.astype(reduce_dtype), shard.axes, dim=shard.dim, **sync.reduction)
 
     with jax.named_scope("gradient"):  # by which the ledger tells hand-written ones from gathers
         return map_named(one, specs, grads)

@@ -10,7 +10,7 @@ from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.grad_sync import check_sync, finish, order_of_work, reduce_late
 from jaxdist.precision.policy import Precision, make_precision
-from jaxdist.specs import PyTree
+from jaxdist.specs import PyTree, shard_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepOptions:
 
     def finish_whole(self, grads: PyTree, residual: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
         """`finish` for strategies with whole gradients of sharded parameters, which it reduce-scatters first."""
-        shards = reduce_late(grads, specs, "fsdp", sync=self.grad_sync, reduce_dtype=self.precision.reduce)
+        shards = reduce_late(grads, specs, shard_of, sync=self.grad_sync, reduce_dtype=self.precision.reduce)
         return self.finish(shards, residual, specs)
 
 

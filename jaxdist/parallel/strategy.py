@@ -1,6 +1,6 @@
 """The type of a strategy, and the pieces that strategies are made of.
 
-Every piece works on one parameter or one tree, and reads PartitionSpecs: a spec that names `fsdp` is that of a shard.
+Every piece works on one parameter or one tree, and reads PartitionSpecs: `specs.shard_of` tells a shard.
 Casts and gathers are `custom_vjp`s with an explicit reduce dtype. A plain cast followed by an all-gather would
 transpose to a reduce-scatter in the compute dtype, and sum gradients in bf16.
 """
@@ -18,7 +18,18 @@ from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_vary
 from jaxdist.config.rules.grad_sync import refuse_in_conditions
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.specs import PyTree, dim_of, is_model, map_named, map_specs, spec_axes, spec_leaves, split_over, unit_specs
+from jaxdist.specs import (
+    SHARD_AXES,
+    PyTree,
+    Shard,
+    has_shards,
+    is_model,
+    map_named,
+    map_specs,
+    shard_of,
+    split_over,
+    unit_specs,
+)
 
 
 class Strategy(NamedTuple):
@@ -65,12 +76,12 @@ class Strategy(NamedTuple):
 
 def regathers(strategy: Strategy, specs: PyTree) -> bool:
     """Whether the backward pass gathers parameters of this unit again."""
-    return strategy.drops and any("fsdp" in spec_axes(spec) for spec in spec_leaves(specs))
+    return strategy.drops and has_shards(specs)
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Specs with `fsdp` on one dim of every parameter that is large enough and divisible; the others stay whole."""
-    split = functools.partial(split_over, axis="fsdp", mesh=mesh, min_bytes=min_shard_bytes)
+    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole."""
+    split = functools.partial(split_over, axes=SHARD_AXES, mesh=mesh, min_bytes=min_shard_bytes)
     if not is_model(specs):
         return map_specs(split, specs, shapes)
     # Columns of the embedding can be looked up without being gathered.
@@ -103,29 +114,31 @@ def value_of(leaf: jax.Array | Frozen) -> jax.Array:
     return leaf.value if isinstance(leaf, Frozen) else lax.stop_gradient(leaf)
 
 
-def connect(value: jax.Array, leaf: jax.Array | Frozen, dim: int | None, options: StrategyOptions) -> jax.Array:
+def connect(value: jax.Array, leaf: jax.Array | Frozen, shard: Shard | None, options: StrategyOptions) -> jax.Array:
     """The value, whose gradient goes to a leaf of diff, in the parameters' dtype by way of the reduce dtype.
 
-    dim: the gradient is reduce-scattered over `fsdp` along it; None: it stays whole. A frozen leaf gets none.
+    shard: how the gradient is reduce-scattered; None: it stays whole. A frozen leaf gets none.
 
     Cast and gather of a parameter stay outside: inside a custom_vjp a remat policy would not see the all_gather, and
     would keep what it should drop (`blocks.remat`).
     """
-    return value if isinstance(leaf, Frozen) else _connect(value, leaf, dim, options)
+    return value if isinstance(leaf, Frozen) else _connect(value, leaf, shard, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _connect(value: jax.Array, leaf: jax.Array, dim: int | None, options: StrategyOptions) -> jax.Array:
+def _connect(value: jax.Array, leaf: jax.Array, shard: Shard | None, options: StrategyOptions) -> jax.Array:
     return value
 
 
-def _connect_backward(dim: int | None, options: StrategyOptions, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
+def _connect_backward(
+    shard: Shard | None, options: StrategyOptions, _: None, grad: jax.Array
+) -> tuple[None, jax.Array]:
     grad = grad.astype(options.precision.reduce)
-    if dim is not None:
+    if shard is not None:
         # A ppermute waits for all devices of the mesh: in a condition that not all stages take, for ever.
         if options.pipeline_cond and options.grad_sync.algorithm != "native" and active_axes("pipe"):
             refuse_in_conditions(options.grad_sync.algorithm)
-        grad = reduce_scatter(grad, "fsdp", dim=dim, **options.grad_sync.reduction)
+        grad = reduce_scatter(grad, shard.axes, dim=shard.dim, **options.grad_sync.reduction)
     return None, grad.astype(options.precision.param)
 
 
@@ -138,17 +151,17 @@ def cast_leaf(leaf: jax.Array | Frozen, options: StrategyOptions) -> jax.Array:
 
 
 def gather_once(params: PyTree, specs: PyTree, options: StrategyOptions, stacked: str | None) -> PyTree:
-    """Whole copies of shards over `fsdp`, in the dtype that layers receive; () for other parameters.
+    """Whole copies of shards, in the dtype that layers receive; () for other parameters.
 
     Stacked blocks are gathered one after the other: a gather of the stack would need a second copy of it in transit.
     """
 
     def unit(specs: PyTree, params: PyTree) -> PyTree:
         def one(spec: P, leaf: jax.Array) -> jax.Array | tuple[()]:
-            dim = dim_of(spec, "fsdp")
-            if dim is None:
+            if (shard := shard_of(spec)) is None:
                 return ()
-            return all_gather(leaf.astype(options.precision.received), "fsdp", dim=dim, **options.grad_sync.gathering)
+            received = leaf.astype(options.precision.received)
+            return all_gather(received, shard.axes, dim=shard.dim, **options.grad_sync.gathering)
 
         return map_named(one, specs, params)
 
@@ -164,13 +177,13 @@ def gather_once(params: PyTree, specs: PyTree, options: StrategyOptions, stacked
 
 
 def zero_probes(params: PyTree, specs: PyTree) -> PyTree:
-    """Zeros of the whole shape in place of each shard over `fsdp`. Gradients with respect to them are whole, too."""
+    """Zeros of the whole shape in place of each shard. Gradients with respect to them are whole, too."""
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
-        dim = dim_of(spec, "fsdp")
-        if dim is None:
+        if (shard := shard_of(spec)) is None:
             return leaf
-        shape = (*leaf.shape[:dim], leaf.shape[dim] * lax.axis_size("fsdp"), *leaf.shape[dim + 1 :])
+        shape = list(leaf.shape)
+        shape[shard.dim] *= lax.axis_size(shard.axes)
         return to_varying(jnp.zeros(shape, leaf.dtype), varying_axes(leaf))
 
     return map_specs(one, specs, params)

@@ -28,7 +28,7 @@ from jaxdist.collectives import active_axes, all_gather, all_to_all, rank, zeros
 from jaxdist.jaxpr.walk import equations
 from jaxdist.parallel.strategy import regathers
 from jaxdist.parallel.units import Units
-from jaxdist.specs import PyTree, dim_of, map_specs, only
+from jaxdist.specs import PyTree, map_specs, only, shard_of
 
 
 class HeadSlices(NamedTuple):
@@ -84,14 +84,14 @@ class HeadSlices(NamedTuple):
 def dims_of_slices(specs: PyTree, diff: PyTree, read: PyTree, rounds: int) -> PyTree:
     """For each leaf the dim that it is cut along; -1 for a leaf without slices.
 
-    Such a leaf is no shard over fsdp, is not trained, is not read, or has no other dim that is long enough.
+    Such a leaf is no shard, is not trained, is not read, or has no other dim that is long enough.
     """
 
     def one(spec: P, leaf: Any, first: float) -> int:
-        shard = dim_of(spec, "fsdp")
+        shard = shard_of(spec)
         if shard is None or not isinstance(leaf, jax.Array) or math.isinf(first):
             return -1
-        others = [dim for dim in range(leaf.ndim) if dim != shard and leaf.shape[dim] >= rounds]
+        others = [dim for dim in range(leaf.ndim) if dim != shard.dim and leaf.shape[dim] >= rounds]
         return max(others, key=lambda dim: leaf.shape[dim], default=-1)
 
     return map_specs(one, specs, diff, read)
@@ -125,15 +125,18 @@ def only_read(
 
 
 def by_columns(specs: PyTree, shapes: PyTree) -> bool:
-    """Whether all parameters of the embedding are sharded by columns, or can be."""
-    if not active_axes("fsdp"):
+    """Whether all parameters of the embedding are sharded by columns, or can be.
+
+    Not with `context`: its devices look up other positions of the same samples.
+    """
+    if not active_axes("fsdp") or active_axes("context"):
         return False
 
     def fits(spec: P, leaf: Any) -> bool:
-        dim, last = dim_of(spec, "fsdp"), len(leaf.shape) - 1
-        if dim is None:
+        shard, last = shard_of(spec), len(leaf.shape) - 1
+        if shard is None:
             return last >= 0 and leaf.shape[last] % lax.axis_size("fsdp") == 0
-        return dim == last and spec[dim] == "fsdp"
+        return shard.dim == last and spec[last] == "fsdp"
 
     return all(jax.tree.leaves(map_specs(fits, specs, shapes)))
 
@@ -154,7 +157,7 @@ def embed_columns(
     n = lax.axis_size("fsdp")
 
     def own(spec: P, leaf: jax.Array) -> jax.Array:
-        if dim_of(spec, "fsdp") is not None:
+        if shard_of(spec) is not None:
             return leaf
         width = leaf.shape[-1] // n
         return lax.dynamic_slice_in_dim(leaf, rank("fsdp") * width, width, leaf.ndim - 1)

@@ -1,5 +1,6 @@
 """The options of XLA:GPU with which a program that prefetches blocks (`parallel.prefetch: 1`) is compiled."""
 
+import math
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxdist.config.rules.xla_flags import names_given
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, is_model
+from jaxdist.specs import SHARD_AXES, STACKED, PyTree, bytes_per_device, is_model, shard_of
 
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
@@ -32,12 +33,13 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
         return None
 
     def gathered(leaf: Any) -> int:  # elements, of one block; parameters that are no shards do not travel
-        shard = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
-        return shard * mesh.shape["fsdp"] if dim_of(leaf.sharding.spec, "fsdp") is not None else 0
+        own = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
+        shard = shard_of(leaf.sharding.spec)
+        return own * shard.parts(mesh) if shard else 0
 
     block = sum(map(gathered, jax.tree.leaves(params[STACKED])))
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
-    least, parts = 30 * 2**20, mesh.shape["fsdp"]  # the least is XLA's own threshold
+    least, parts = 30 * 2**20, math.prod(mesh.shape[axis] for axis in SHARD_AXES)  # the least is XLA's own threshold
     whole, sums = max(least, int(COMBINED * block * received)), max(least, int(COMBINED * block * reduced))
     limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # XLA counts the outputs of collectives
     if mesh.shape["data"] > 1:

@@ -8,8 +8,8 @@ Are parameters all-gathered once a step, or at each use? Are gradients reduce-sc
 | zero2 | once       | at each use    | a copy of the parameters                       |
 | zero3 | at each use| at each use    | one unit: a block, the embedding, the head     |
 
-Parameters, gradients and optimizer state are sharded over `fsdp` in all three. With `data` > 1 the shards of gradients
-are then all-reduced over `data` (hybrid sharding).
+Parameters, gradients and optimizer state are sharded over `fsdp` and `context` in all three. With `data` > 1 the shards
+of gradients are then all-reduced over `data` (hybrid sharding).
 """
 
 import functools
@@ -28,11 +28,11 @@ from jaxdist.parallel.strategy import (
     value_of,
     zero_probes,
 )
-from jaxdist.specs import PyTree, dim_of, map_specs, named_leaves, spec_structure
+from jaxdist.specs import PyTree, map_specs, named_leaves, shard_of, spec_structure
 
 
 def sharded(options: StrategyOptions, *, gather_each: bool, reduce_each: bool) -> Strategy:
-    """A strategy whose parameters are shards over `fsdp`.
+    """A strategy whose parameters are shards (`specs.shard_of`).
 
     gather_each: whether a unit is all-gathered where it is used, for the backward pass again; else all units at the
     start of a step.
@@ -49,20 +49,20 @@ def sharded(options: StrategyOptions, *, gather_each: bool, reduce_each: bool) -
             return diff, gather_once(shards, specs, options, stacked)
         if reduce_each:
             return diff, nothing
-        return diff, map_specs(lambda spec, leaf: () if dim_of(spec, "fsdp") is None else leaf, specs, shards)
+        return diff, map_specs(lambda spec, leaf: () if shard_of(spec) is None else leaf, specs, shards)
 
     def gather(diff: PyTree, captured: PyTree, specs: PyTree) -> PyTree:
         usable = []
         for name, spec, leaf, copy in named_leaves(specs, diff, captured):
             with jax.named_scope(name):
-                dim = dim_of(spec, "fsdp")
-                if dim is None:
+                if (place := shard_of(spec)) is None:
                     usable.append(cast_leaf(leaf, options))
                     continue
                 if gather_each:
                     shard = value_of(leaf) if reduce_each else copy
-                    copy = lax.all_gather(shard.astype(options.precision.received), "fsdp", axis=dim, tiled=True)
-                usable.append(connect(copy, leaf, dim if reduce_each else None, options))
+                    received = shard.astype(options.precision.received)
+                    copy = lax.all_gather(received, place.axes, axis=place.dim, tiled=True)
+                usable.append(connect(copy, leaf, place if reduce_each else None, options))
         return jax.tree.unflatten(spec_structure(specs), usable)
 
     place = functools.partial(place_sharded, min_shard_bytes=options.min_shard_bytes)

@@ -20,7 +20,7 @@ from optax import MaskedNode
 from jaxdist.collectives import active_axes, to_varying, varying_axes
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import STACKED, PyTree, claimed_axes, map_specs, only, spec_leaves
+from jaxdist.specs import SHARD_AXES, STACKED, PyTree, claimed_axes, map_specs, only, spec_leaves
 
 
 def reducing_in_backward(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
@@ -71,13 +71,14 @@ def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -
     """For each leaf of stacked blocks, whether its gradient is summed during the backward pass.
 
     That is where the gradients of one block that are summed over the same axes fill a bucket together; or where they
-    are shards over `fsdp`, and prefetching has a block's computation to hide them behind.
+    are shards, and prefetching has a block's computation to hide them behind.
     """
     size: Counter[tuple[str, ...]] = Counter()
     for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
         size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize
-    least, beside = options.grad_sync.bucket_mb * 2**20, options.prefetch and active_axes("fsdp")
-    full = {axes for axes, nbytes in size.items() if axes and (nbytes >= least or (beside and "fsdp" not in axes))}
+    least, shards = options.grad_sync.bucket_mb * 2**20, set(active_axes(SHARD_AXES))
+    beside = lambda axes: options.prefetch and shards and not shards & set(axes)  # noqa: E731
+    full = {axes for axes, nbytes in size.items() if axes and (nbytes >= least or beside(axes))}
     return map_specs(lambda spec, _: _axes(spec) in full, specs, blocks)
 
 

@@ -16,7 +16,7 @@ from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.grad_sync import reduce_late
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import STACKED, PyTree, dim_of, is_model, map_named, map_specs, split_over
+from jaxdist.specs import STACKED, PyTree, Shard, dim_of, is_model, map_named, map_specs, split_over
 
 
 def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy:
@@ -25,7 +25,7 @@ def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy
     `pipe` is the last axis of its dim's entry, so that a gather over it gives a shard over `fsdp`, as the strategy
     expects it. `finish` does not sum over `pipe` where a spec names it.
     """
-    split = functools.partial(split_over, axis="pipe", min_bytes=options.min_shard_bytes)
+    split = functools.partial(split_over, axes=("pipe",), min_bytes=options.min_shard_bytes)
 
     def place(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> PyTree:
         placed = strategy.place(shapes, specs, mesh)
@@ -43,15 +43,20 @@ def sharding_over_pipe(strategy: Strategy, options: StrategyOptions) -> Strategy
         sums, residual = strategy.reduce(grads, residual, specs)
         if is_model(specs):
             parts = _others(sums), _others(specs)
-            sums = sums | reduce_late(*parts, "pipe", sync=options.grad_sync, reduce_dtype=options.precision.reduce)
+            sums = sums | reduce_late(*parts, _over_pipe, sync=options.grad_sync, reduce_dtype=options.precision.reduce)
         return sums, residual
 
     return strategy._replace(place=place, begin=begin, reduce=reduce)
 
 
 def _gather(spec: P, leaf: jax.Array) -> jax.Array:
+    shard = _over_pipe(spec)
+    return leaf if shard is None else all_gather(leaf, shard.axes, dim=shard.dim)
+
+
+def _over_pipe(spec: P) -> Shard | None:
     dim = dim_of(spec, "pipe")
-    return leaf if dim is None else all_gather(leaf, "pipe", dim=dim)
+    return None if dim is None else Shard(dim, ("pipe",))
 
 
 def _others(tree: PyTree) -> PyTree:
