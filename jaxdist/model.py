@@ -39,6 +39,7 @@ class ModelDef(NamedTuple):
     scan_blocks: blocks in one round of the loop over blocks; 0: no loop.
     columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.
     collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
+    context: how attention goes over the mesh axis `context` ("all_to_all", "gather", "ring"); None: no layer uses it.
     rows: batch -> what blocks read of it besides h, a pytree of arrays [B, ...] such as a key mask; or None. No
         gradient flows to it.
     metrics: of evaluations, (as for head) -> {name: (sum, weight)}; or None.
@@ -64,6 +65,7 @@ class ModelDef(NamedTuple):
     scan_blocks: int = 1
     columns: bool = False
     collective_matmul: bool = False
+    context: str | None = None
     rows: Callable[[PyTree], PyTree] | None = None
     metrics: Callable[..., Any] | None = None
     cached: Callable[..., Any] | None = None

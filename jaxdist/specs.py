@@ -46,11 +46,7 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 class Shard(NamedTuple):
-    """How a strategy has split a parameter: along dim `dim`, over these axes.
-
-    axes: `fsdp` first, then `context` where it is one of them. `fsdp` is named even where its size is 1: by this a
-        gather of a parameter is told from a gather of activations over `context`.
-    """
+    """How a strategy has split a parameter: along dim `dim`, over these of `SHARD_AXES`, in this order."""
 
     dim: int
     axes: tuple[str, ...]
@@ -67,8 +63,8 @@ def shard_of(spec: P) -> Shard | None:
     Shard(dim=1, axes=('fsdp', 'context'))
     """
     for dim, entry in enumerate(spec):
-        if split := [axis for axis in entry_axes(entry) if axis in SHARD_AXES]:
-            return Shard(dim, ("fsdp", *(axis for axis in split if axis != "fsdp")))
+        if axes := tuple(axis for axis in entry_axes(entry) if axis in SHARD_AXES):
+            return Shard(dim, axes)
     return None
 
 

@@ -36,6 +36,7 @@ from jaxdist.nn import (
     whole_vocab,
 )
 from jaxdist.nn.attention import PackedDocuments, RopeScaling
+from jaxdist.nn.context.positions import own_context
 from jaxdist.nn.linear import MatmulOptions
 
 FACTS = ModelFacts(ids_only=True, kernels=True, documents=True)
@@ -93,7 +94,8 @@ class Head(nnx.Module):
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted token losses in nats, sum of weights)."""
         h_BSD, (table_VD,) = self.features(h_BSD), self.vocabulary(embed)
-        targets_BS, weights_BS = counted_targets(batch["targets"], batch["weights"], h_BSD.dtype)
+        targets_BS, weights_BS = (own_context(batch[name], dim=1) for name in ("targets", "weights"))
+        targets_BS, weights_BS = counted_targets(targets_BS, weights_BS, h_BSD.dtype)
         if chunk := loss_chunk(h_BSD, table_VD, self.chunk):
             total = chunked_cross_entropy(h_BSD, table_VD, targets_BS, weights_BS, chunk=chunk)
         else:
@@ -108,7 +110,7 @@ def _scaling(config: ModelConfig) -> RopeScaling | None:
     return RopeScaling(config.rope_type, config.rope_factor, low=low, high=high, positions=config.rope_positions)
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
+def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None) -> Block:
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     attention = Attention(
@@ -123,6 +125,7 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
         out_scale=out_scale,
         kernel=config.attention.replace("auto", "xla"),
         window=config.window,
+        context=context,
         head_width=config.head_width,
         qkv_bias=config.qkv_bias,
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
@@ -136,9 +139,11 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions) -> Block:
 class GPT(nnx.Module):
     """The whole model as a module; training takes it apart with `model_def`."""
 
-    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions) -> None:
+    def __init__(
+        self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None
+    ) -> None:
         self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
-        self.blocks = nnx.List([_block(config, rngs, matmul) for _ in range(config.layers)])
+        self.blocks = nnx.List([_block(config, rngs, matmul, context) for _ in range(config.layers)])
         self.head = Head(config, rngs, sequence=matmul["sequence"])
 
 
@@ -150,6 +155,7 @@ def gpt(
     fp8: bool = False,
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
+    context: str | None = None,
     lora: LoraConfig | None = None,
 ) -> ModelDef:
     """The `ModelDef` of a GPT. Batches: inputs, targets, weights [B, S]. They may have one more leaf, documents [B, S]:
@@ -163,6 +169,8 @@ def gpt(
         (`jaxdist.nn.sequence_parallel`).
     collective_matmul: whether the blocks' layers send piece by piece while they multiply
         (`jaxdist.nn.matmul.collective`).
+    context: how attention goes over the mesh axis `context`, whose devices have other positions of the same samples:
+        "all_to_all", "gather" or "ring" (`jaxdist.nn.context.forms`). None: the axis must be off.
     lora: adapters of the blocks' layers, see `model_def`.
 
     Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora.
@@ -171,7 +179,7 @@ def gpt(
     full = config.resolved()
     matmul: MatmulOptions = {"fp8": fp8, "sequence": sequence_parallel, "collective_matmul": collective_matmul}
     return model_def(
-        lambda rngs: GPT(full, max_length, rngs, matmul),
+        lambda rngs: GPT(full, max_length, rngs, matmul, context),
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,

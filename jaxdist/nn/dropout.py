@@ -6,12 +6,17 @@ the site inside the layer and, for activations that are split by heads, the glob
 Legend: B batch, h local heads.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import rank
+from jaxdist.nn.context.positions import context_size, own_context
 from jaxdist.nn.sequence_parallel import own_positions
+
+Split = Literal["heads", "queries"]  # what the mesh axis `context` splits of attention
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -23,31 +28,41 @@ def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence: bool = False) -> jax.Array:
     """Dropout of x [B, ...], which all devices of `tensor` have: zero with probability `rate`, else x / (1 - rate).
 
-    sequence: x [B, S / tensor, ...] is this device's positions; the mask is the same as for the whole sequence.
+    With `context`, x is this device's positions, and with sequence, its part of these: [B, S / context / tensor, ...].
+    The mask is the same as for the whole sequence.
     """
     if not rate:
         return x
-    shape = (x.shape[1] * lax.axis_size("tensor"), *x.shape[2:]) if sequence else x.shape[1:]
+    parts = context_size() * (lax.axis_size("tensor") if sequence else 1)
+    shape = x.shape[1:] if parts == 1 else (x.shape[1] * parts, *x.shape[2:])
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
+    keep = own_context(keep, dim=1)
     return _drop(x, own_positions(keep, dim=1) if sequence else keep, rate)
 
 
 def dropout_columns(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
     """Dropout of x [B, ..., D / tensor], whose last dim is split over `tensor`, by the mask of the whole."""
-    shape = (*x.shape[1:-1], x.shape[-1] * lax.axis_size("tensor"))
+    positions = (x.shape[1] * context_size(), *x.shape[2:-1]) if x.ndim > 2 else ()
+    shape = (*positions, x.shape[-1] * lax.axis_size("tensor"))
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
+    keep = own_context(keep, dim=1) if positions else keep
     return _drop(x, own_positions(keep, dim=keep.ndim - 1), rate)
 
 
-def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
-    """Dropout of x [B, h, ...], whose heads are split over `tensor`."""
+def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, split: Split | None = None) -> jax.Array:
+    """Dropout of x [B, h, ...], whose heads are split over `tensor`.
+
+    split: what `context` has split: the heads, too, or the queries, which are dim 2. None: nothing, or it is off.
+    """
     if not rate:
         return x
-    local = x.shape[1]
-    heads = rank("tensor") * local + jnp.arange(local, dtype=jnp.int32)
+    local, count = x.shape[1], context_size()
+    group = rank("tensor") * count + rank("context") if split == "heads" else rank("tensor")
+    heads = group * local + jnp.arange(local, dtype=jnp.int32)
+    shape = (x.shape[2] * count, *x.shape[3:]) if split == "queries" else x.shape[2:]
 
     def mask(key: jax.Array, head: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, site), head), 1 - rate, x.shape[2:])
+        return jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, site), head), 1 - rate, shape)
 
     keep = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys_B)
-    return _drop(x, keep, rate)
+    return _drop(x, own_context(keep, dim=2) if split == "queries" else keep, rate)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank
+from jaxdist.nn.context.positions import own_context
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal, zeros
 from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
@@ -37,6 +38,8 @@ class VocabEmbed(nnx.Module):
     An id outside 0 to V - 1 gets nan, so that the step's guard skips it. Pad with an id of the vocabulary, also where
     nothing counts.
 
+    With `context`, the result is this device's positions (`jaxdist.nn.context.positions`).
+
     sequence: the result is this device's positions, [B, S / tensor, D] (`jaxdist.nn.sequence_parallel`).
     """
 
@@ -46,7 +49,7 @@ class VocabEmbed(nnx.Module):
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         table = self.table[...]
-        local, here, elsewhere = _local_ids(ids_BS, table.shape[0], table.dtype)
+        local, here, elsewhere = _local_ids(own_context(ids_BS, dim=1), table.shape[0], table.dtype)
         # The lookup is in at least fp32, so that the backward pass adds a frequent token's gradients in it.
         rows = table.astype(accumulation_dtype(table.dtype))[local].astype(table.dtype)
         own = jnp.where(here[..., None], rows, elsewhere[..., None])
@@ -65,9 +68,15 @@ class PositionEmbed(nnx.Module):
         self.sequence = sequence
 
     def __call__(self, length: int, positions_BS: jax.Array | None = None) -> jax.Array:
-        """The vectors of positions 0 to length - 1, or of these, [B, S, D]. length: that of the whole sequence."""
+        """The vectors of positions 0 to length - 1, [S, D], or of these, [B, S, D]: with `context` this device's.
+
+        length, positions_BS: of the whole sequence.
+        """
         rows = self.table[...]
-        rows, dim = (rows[:length], 0) if positions_BS is None else (rows[positions_BS], 1)
+        if positions_BS is None:
+            rows, dim = own_context(rows[:length], dim=0), 0
+        else:
+            rows, dim = rows[own_context(positions_BS, dim=1)], 1
         return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=dim) if self.sequence else rows
 
 

@@ -58,8 +58,13 @@ def _check_build(build: Any) -> None:
         raise UserError(f"model_def: build is not called with one argument, an nnx.Rngs ({error}); {give}") from None
 
 
+def _of_layers(module: nnx.Module, option: str) -> list[Any]:
+    """The values of an attribute in all layers that have it."""
+    return [getattr(node, option, None) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+
+
 def _any_layer(module: nnx.Module, option: str) -> bool:
-    return any(getattr(node, option, False) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
+    return any(_of_layers(module, option))
 
 
 def _skeleton(build: Callable[[nnx.Rngs], Any], *, rows: bool) -> Any:
@@ -235,6 +240,7 @@ def _facts(skeleton: Any) -> dict[str, Any]:
         "layers": len(skeleton.blocks),
         "fp8": _any_layer(skeleton, "fp8"),
         "collective_matmul": _any_layer(skeleton, "collective_matmul"),
+        "context": next(filter(None, _of_layers(skeleton, "context")), None),
         "positions": min((length for length, _ in tables), default=None),
     }
 

@@ -82,7 +82,7 @@ def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh) -> None:
     if not isinstance(model, ModelDef):
         return
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}
-    unused = ("context", *{"tensor"} - used)
+    unused = (*(["context"] if model.context is None else []), *{"tensor"} - used)
     for axis in unused:
         check_axis(axis, mesh.shape[axis], unused=unused)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.nn.dropout import dropout_heads
+from jaxdist.nn.dropout import Split, dropout_heads
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
@@ -23,17 +23,20 @@ class PackedDocuments(NamedTuple):
 
     starts_BS: for each token, the position in the row at which its document starts; integers. With a document of three
         tokens and one of two: [0, 0, 0, 3, 3].
+    queries_BS: the same of the queries, where these are other tokens than the keys; None: the same tokens.
     """
 
     starts_BS: jax.Array
+    queries_BS: jax.Array | None = None
 
     def positions(self) -> jax.Array:
         """The position of each token in its document, [B, S]."""
         return jnp.arange(self.starts_BS.shape[1], dtype=self.starts_BS.dtype) - self.starts_BS
 
     def apart(self) -> jax.Array:
-        """Whether a query and a key are in different documents, [B, S, S]."""
-        return self.starts_BS[:, :, None] != self.starts_BS[:, None, :]
+        """Whether a query and a key are in different documents, [B, S, T]."""
+        queries_BS = self.starts_BS if self.queries_BS is None else self.queries_BS
+        return queries_BS[:, :, None] != self.starts_BS[:, None, :]
 
 
 def attention(
@@ -49,6 +52,7 @@ def attention(
     documents: PackedDocuments | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
     site: int = SITE_PROBABILITIES,
+    split: Split | None = None,
 ) -> jax.Array:
     """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
 
@@ -62,6 +66,7 @@ def attention(
     positions: of queries [B, S] and of keys [B, T], by which causal attention goes. None: both are
         0, 1, ...
     site: of dropout, see `jaxdist.nn.dropout`.
+    split: what the mesh axis `context` has split, see `dropout_heads`.
     """
     seen_BT = None if seen_BT is None else seen_BT.astype(bool)
     batch, length, n, groups, width = q_BSnGK.shape
@@ -78,7 +83,7 @@ def attention(
         hidden = apart if hidden is None else jnp.minimum(hidden, apart)
     weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
     by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
-    weights = dropout_heads(by_head, keys_B, site=site, rate=dropout).reshape(weights.shape)
+    weights = dropout_heads(by_head, keys_B, site=site, rate=dropout, split=split).reshape(weights.shape)
     context = jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
     return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
 

@@ -13,6 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
+from jaxdist.nn.context.forms import FORMS, RING
+from jaxdist.nn.context.positions import context_size, own_context
+from jaxdist.nn.context.ring import ring_attention
+from jaxdist.nn.dropout import Split
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
 
@@ -61,8 +65,37 @@ def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: 
         site: Any = {"site": SITE_PROBABILITIES if own else SITE_CROSS, "dropout": layer.dropout}
         mask: Any = {"causal": causal, "window": window, "seen_BT": seen_BT, "documents": documents}
         context = attention(q, k, v, keys_B, positions=positions, **mask, **site)
+    return _projected(layer, context)
+
+
+def _projected(layer: "Attention | CrossAttention", context: jax.Array) -> jax.Array:
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
     return checkpoint_name(layer.out(context), "attention.out")
+
+
+def _attend_over_context(
+    layer: "Attention", q: jax.Array, k: jax.Array, v: jax.Array, keys_B: jax.Array, seen: Any
+) -> jax.Array:
+    """`_attend` where the devices of `context` have other positions of the same samples, each its own q, k and v.
+
+    seen: `PackedDocuments`, or None.
+    """
+    assert layer.causal and layer.context is not None, "only causal attention is split over context"
+    assert seen is None or isinstance(seen, PackedDocuments), "a key mask is not split over context"
+    if layer.context == RING:
+        starts_BS = None if seen is None else seen.starts_BS
+        return _projected(layer, ring_attention(q, k, v, starts_BS, window=layer.window))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, split: Split, positions: Any = None) -> jax.Array:
+        documents = seen
+        if seen is not None and split == "queries":
+            documents = seen._replace(queries_BS=own_context(seen.starts_BS, dim=1))
+        if layer.kernel == "cudnn" and positions is None:
+            return cudnn_attention(q, k, v, window=layer.window, documents=documents)
+        given: Any = {"window": layer.window, "documents": documents, "positions": positions}
+        return attention(q, k, v, keys_B, dropout=layer.dropout, split=split, **given)
+
+    return _projected(layer, FORMS[layer.context](attend, q, k, v))
 
 
 class Attention(nnx.Module):
@@ -73,6 +106,8 @@ class Attention(nnx.Module):
     kernel: "xla", or "cudnn", which has no dropout.
     causal: whether a position sees only those up to its own.
     window: of causal attention, how many of these a position sees. None: all.
+    context: of causal attention, how it goes over the mesh axis `context`: "all_to_all", "gather" or "ring", which has
+        no dropout (`jaxdist.nn.context.forms`). None: the axis must be off.
     head_width: the width of a head; width / heads, if left out.
     qkv_bias: whether queries, keys and values have a bias; as `bias`, if left out.
     qk_norm_eps: epsilon of a norm of each query and of each key over its head, before the rotation, with one scale for
@@ -96,13 +131,15 @@ class Attention(nnx.Module):
         kernel: str = "xla",
         causal: bool = True,
         window: int | None = None,
+        context: str | None = None,
         head_width: int | None = None,
         qkv_bias: bool | None = None,
         qk_norm_eps: float | None = None,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         assert causal or window is None, "a window of positions on both sides is not there"
-        self.kernel, self.causal, self.window = kernel, causal, window
+        assert context != RING or not dropout, "the ring drops nothing"
+        self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
         head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_width, eps=qk_norm_eps)
@@ -132,6 +169,8 @@ class Attention(nnx.Module):
             by_head = q.reshape(*q.shape[:2], -1, q.shape[-1])
             q = rotary(by_head, self.rope_theta, self.rope_scaling, at).reshape(q.shape)
             k = rotary(k, self.rope_theta, self.rope_scaling, at)
+        if context_size() > 1:
+            return _attend_over_context(self, q, k, v, keys_B, seen_BS)
         k, v = (k, v) if cache is None else cache.extend(k, v)
         return _attend(self, q, k, v, keys_B, seen_BS, None if cache is None else cache.seen)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.nn.context.positions import own_numbers
 from jaxdist.precision.policy import accumulation_dtype
 
 
@@ -45,11 +46,11 @@ def rotary(
 ) -> jax.Array:
     """Rotary position embedding (Su et al. 2021). Elements i and K/2 + i of a head are a pair, as in Llama.
 
-    positions_BS: None for 0, 1, ... S - 1.
+    positions_BS: None for those that this device has of the whole sequence, which are 0, 1, ... without `context`.
     """
     half = x_BSHK.shape[-1] // 2
     wide = accumulation_dtype(x_BSHK.dtype)
-    positions = jnp.arange(x_BSHK.shape[1], dtype=wide) if positions_BS is None else positions_BS.astype(wide)
+    positions = own_numbers(x_BSHK.shape[1], wide) if positions_BS is None else positions_BS.astype(wide)
     angles = positions[..., None] * jnp.asarray(frequencies(half, theta, scaling), wide)
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     a, b = jnp.split(x_BSHK.astype(wide), 2, axis=-1)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxdist.collectives import active_axes
 from jaxdist.config.rules.remat import Remat
 from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh, on_cpu
-from jaxdist.specs import PyTree
+from jaxdist.specs import SHARD_AXES, PyTree
 
 BLOCK_INPUT = "block.input"  # the name of the values that "offload" moves to the host
 # Operations that only move, cast or broadcast are cheaper to redo than to keep. And their operand may be a gathered
@@ -22,10 +22,10 @@ def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     """The policy that saves everything but gathered parameters, which are gathered again (ZeRO-3, not ZeRO-2).
 
     Activations that are gathered over `tensor` are saved. The policy sees the all_gather by its own name, because
-    `strategy.connect`, a custom_vjp, does not contain it. One of a parameter names `fsdp`, whatever its size: see
-    `specs.Shard`. A gather made of ppermutes would need another name here.
+    `strategy.connect`, a custom_vjp, does not contain it. Keys and values that are gathered over
+    `context` have a name, and are saved by that. A gather made of ppermutes would need another name here.
     """
-    gathered = prim.name == "all_gather" and "fsdp" in tuple(params["axis_name"])
+    gathered = prim.name == "all_gather" and not {*SHARD_AXES}.isdisjoint(params["axis_name"])
     return not gathered and prim.name not in CHEAP
 
 

@@ -1,0 +1,1 @@
+"""Context parallelism: the devices of the mesh axis `context` have other positions of the same samples."""
