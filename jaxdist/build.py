@@ -4,7 +4,7 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxdist import registry
 from jaxdist.config.checks import prefetches
 from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.resolve import GPU_PLUGINS
+from jaxdist.config.rules.transformer import context_form
 from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
@@ -131,6 +132,9 @@ def make_model(
     for key in ("sequence_parallel", "collective_matmul"):
         if training and getattr(config.parallel, key):
             asked[key] = (f"parallel.{key}: true", "false")
+    form = form_of(config)
+    if form is not None:
+        asked["context"] = (f"mesh.context: {config.mesh.context}", "1")
     try:
         known: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
     except (TypeError, ValueError):  # it is no function, or has no signature: `make` refuses it
@@ -143,6 +147,8 @@ def make_model(
                 f" {name!r} takes no such option; allowed: {allowed}"
             )
     given |= dict.fromkeys(asked, True)
+    if form is not None:  # an evaluation's stages are always in conditions, where no ring can be
+        given["context"] = "gather" if form == "ring" and stages > 1 and not training else form
     if lora.rank:
         given["lora"] = lora if training else replace(lora, dropout=0.0)
     kind: Any = ModelDef | ModuleLoss
@@ -150,6 +156,14 @@ def make_model(
     if isinstance(model, ModuleLoss):
         return model if training else model.evaluation or model
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
+
+
+def form_of(config: Config) -> str | None:
+    """How attention goes over the mesh axis `context` (`context_form`)."""
+    if config.mesh.context == 1:
+        return None
+    model: Any = config.model.resolved() if hasattr(config.model, "resolved") else config.model
+    return context_form(config, model, asdict(config.mesh))
 
 
 def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
@@ -169,6 +183,7 @@ def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
         "precision": precision,
         "prefetch": int(prefetches_on(config, mesh)),
         "offload": config.memory.offload.optimizer,
+        "pipeline_cond": parallel.pipeline_cond and not (form_of(config) == "ring" and mesh.shape["pipe"] > 1),
         "max_skips": config.precision.max_consecutive_skips if skips_steps(config, precision) else 0,
     }
     return StepOptions(**({name: getattr(parallel, name) for name in shared} | resolved))

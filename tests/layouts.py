@@ -24,7 +24,7 @@ from jaxdist.state import TrainState, place_params
 from jaxdist.step import make_train_step
 from jaxdist.train_step import TrainStep
 
-SEQ, VOCAB = 8, 48
+SEQ, VOCAB = 16, 48
 STRATEGIES = tuple(registry.names("jaxdist.parallel.strategies"))
 
 
@@ -46,11 +46,14 @@ class Case(NamedTuple):
     collective_matmul: bool = False  # in a pipeline without conditions
     options: tuple[tuple[str, Any], ...] = ()  # of the model, besides
     documents: bool = False  # several in a row, which do not see each other
+    context: int = 1
+    form: str | None = None  # of attention over context
 
     def __str__(self) -> str:
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
         last = ("collective_matmul",) if self.collective_matmul else ()
         last += tuple(key for key, _ in self.options) + ("documents",) * self.documents
+        last += (f"{self.form}{self.context}",) if self.form else ()
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
 
 
@@ -140,13 +143,15 @@ def reference(config: ModelConfig, size: int, policy: str, *, documents: bool = 
 
 def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, TrainState, TrainStep]:
     """(optimizer, the state as ShapeDtypeStructs, step)."""
-    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
+    data, fsdp, tensor = case.mesh
+    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, pipe=case.pipe, context=case.context)
     model = gpt(
         model_config(case),
         max_length=SEQ,
         param_dtype=POLICIES[policy].param,
         sequence_parallel=case.sequence,
         collective_matmul=case.collective_matmul,
+        context=case.form,
     )
     tx = optimizer(deterministic=case.algorithm == "deterministic")
     target = state_target(model, tx, mesh, strategy=case.strategy)
@@ -162,7 +167,7 @@ def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, Tra
         remat=case.remat,
         prefetch=case.prefetch,
         return_grads=True,
-        pipeline_cond=not case.collective_matmul,
+        pipeline_cond=not case.collective_matmul and case.form != "ring",
     )
     return tx, target, step
 

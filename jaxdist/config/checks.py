@@ -237,7 +237,13 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
         return bool(parallel.prefetch)
     stages = config.mesh.pipe != 1 or parallel.stages or not ScheduleFacts.of(parallel.schedule).one_stage
     one_unit = ModelFacts.of(config.model.name).user_loss
-    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.fsdp == 1 or stages or one_unit:
+    if (
+        not gpu
+        or not StrategyFacts.of(parallel.strategy).regathers
+        or config.mesh.fsdp * config.mesh.context == 1
+        or stages
+        or one_unit
+    ):
         return False
     try:
         _check_blocks(replace(config, parallel=replace(parallel, prefetch=1)))

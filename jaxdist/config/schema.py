@@ -161,6 +161,12 @@ class ParallelConfig:
     collective_matmul: bool = setting(
         False, "with sequence_parallel: layers split over tensor send in pieces while they multiply: docs/compiler.md"
     )
+    context: str = setting(
+        "auto",
+        "how attention goes over the mesh axis context; auto: all_to_all where it divides the key/value heads, else"
+        " ring, or gather with dropout: docs/long_context.md",
+        choices=("auto", "all_to_all", "gather", "ring"),
+    )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSync = section(GradSync, "how gradients are reduced")
     local: LocalConfig = section(LocalConfig, "replicas that train by themselves", shorthand="every")

@@ -1,5 +1,6 @@
 """The loop of generation: compiled programs that draw tokens, and what the host does between them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import to_varying
 from jaxdist.errors import UserError
 from jaxdist.generation.forward import cached_passes, whole_passes, why_no_cache
 from jaxdist.generation.sampling import Sampling, draw
-from jaxdist.mesh import BATCH_AXES, batch_shards
+from jaxdist.mesh import AXES, BATCH_AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import PyTree, batch_spec
+from jaxdist.specs import SHARD_AXES, PyTree, axes_by_dim, batch_spec, from_entries, map_specs, shard_of
 
 SHORTEST = 16  # the shortest of the lengths for which programs are compiled; each other one is twice the one before
 
@@ -27,6 +28,30 @@ def bucket(length: int, most: int | None = None) -> int:
     """The length of the program for this length: a power of two, and at most `most`."""
     rounded = max(SHORTEST, 1 << (length - 1).bit_length())
     return rounded if most is None else max(length, min(rounded, most))
+
+
+def whole_sequences(mesh: Mesh, specs: PyTree) -> tuple[Mesh, PyTree]:
+    """The same devices with those of `context` counted to `fsdp`, and the specs of the parameters there.
+
+    A text gets one new position at a time, which cannot be split: the devices of `context` have other texts instead.
+    Shards stay where they are, but for parameters that `fsdp` and `context` do not both split, which become whole.
+    """
+    if mesh.shape["context"] == 1:
+        return mesh, specs
+    fsdp, context = (AXES.index(axis) for axis in SHARD_AXES)
+    grid = np.moveaxis(mesh.devices, context, fsdp + 1)
+    sizes = list(mesh.devices.shape)
+    sizes[fsdp], sizes[context] = sizes[fsdp] * sizes[context], 1
+
+    def one(spec: P) -> P:
+        shard, both = shard_of(spec), math.prod(mesh.shape[axis] for axis in SHARD_AXES)
+        kept = ("fsdp",) if shard and shard.parts(mesh) == both else ()
+        entries = [tuple(axis for axis in entry if axis not in SHARD_AXES) for entry in axes_by_dim(spec, len(spec))]
+        if shard:
+            entries[shard.dim] += kept
+        return from_entries(entries)
+
+    return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES)), map_specs(one, specs)
 
 
 class Generator:
@@ -53,7 +78,7 @@ class Generator:
         cache: bool = True,
         chunk: int = 16,
     ) -> None:
-        assert mesh.shape["context"] == 1, "generation runs the model on whole sequences"
+        mesh, specs = whole_sequences(mesh, specs)
         self.mesh, self.chunk, self.sampling = mesh, chunk, sampling
         self.positions = min((each for each in (positions, model.positions) if each is not None), default=None)
         self.why_no_cache = "it is switched off" if not cache else why_no_cache(model, mesh)

@@ -102,5 +102,8 @@ class Units(NamedTuple):
 
     def check_conditions(self, *, inside: bool) -> None:
         """Raise `UserError` if blocks that run inside conditions would send by ppermute there."""
+        taken = inside and bool(active_axes("pipe"))
         if self.model.collective_matmul:
-            check_conditions(pipeline_cond=inside and bool(active_axes("pipe")))
+            check_conditions(pipeline_cond=taken)
+        if self.model.context == "ring" and active_axes("context"):
+            check_conditions(pipeline_cond=taken, key="context", value="ring")

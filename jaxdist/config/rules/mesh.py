@@ -16,6 +16,9 @@ def check_axis(axis: str, size: int, model: str = "the model", *, unused: Contai
     if axis == "tensor":  # jaxdist has layers for it, and the model has none of them
         why = f"no layer of {model} is split over this axis, so that all its devices would compute the same"
         more = ", or build layers of jaxdist.nn.ColumnParallelLinear and RowParallelLinear"
+    if axis == "context":
+        why = f"no attention of {model} is split over this axis"
+        more = ", or build the model for it, as gpt(..., context='all_to_all')"
     if size != 1:
         raise UserError(f"mesh.{axis}: {size} is given, but {why}; allowed: 1; use {use} instead{more}")
 

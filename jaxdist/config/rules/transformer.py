@@ -1,6 +1,8 @@
-"""Keys that all transformers have, and what their sizes must be: of the model itself, and of what `tensor` splits."""
+"""Keys that all transformers have, and what their sizes must be: of the model itself, and of what `tensor` and
+`context` split."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.config.rules.fields import setting
@@ -110,3 +112,49 @@ def check_sequence(config: Any, tensor: int) -> None:
             f" parallel.sequence_parallel splits it; lengths that work: {near(works, length)}; or"
             " parallel.sequence_parallel=false"
         )
+
+
+def context_form(config: Any, model: Any, sizes: Mapping[str, int]) -> str | None:
+    """How attention goes over the mesh axis `context`, as `parallel.context` says; None where the axis is off.
+
+    auto: all_to_all, which sends least, where its devices can share the key/value heads. Else ring; or gather where
+    attention drops out, which the ring does not.
+    """
+    if sizes["context"] == 1:
+        return None
+    if (asked := config.parallel.context) != "auto":
+        return str(asked)
+    if (model.kv_heads or model.heads) % (sizes["tensor"] * sizes["context"]) == 0:
+        return "all_to_all"
+    return "gather" if model.dropout else "ring"
+
+
+def check_context(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` for what does not go with the mesh axis `context`, if it is on."""
+    count, tensor, length = sizes["context"], sizes["tensor"], config.data.seq_len
+    if (form := context_form(config, model, sizes)) is None:
+        return
+    parts = 2 * count * (tensor if config.parallel.sequence_parallel else 1)
+    if length % parts:
+        raise UserError(
+            f"data.seq_len: {length} is not divisible by {parts}, two chunks for each of mesh.context {count}"
+            + (f" and mesh.tensor {tensor}" if parts > 2 * count else "")
+            + f"; lengths that work: {near(multiples_around(length, parts), length)}; or mesh.context=1"
+        )
+    heads = model.kv_heads or model.heads
+    if form == "all_to_all" and heads % (tensor * count):
+        raise UserError(
+            f"parallel.context: 'all_to_all' shares model.kv_heads {heads} among mesh.tensor {tensor} x mesh.context"
+            f" {count} devices, which do not divide them; allowed: ring, gather; or context sizes that work:"
+            f" {near(divisors(heads // tensor), count)}"
+        )
+    if form == "ring" and model.dropout:
+        raise UserError(
+            f"parallel.context: 'ring' drops nothing inside attention, and model.dropout is {model.dropout:g}; allowed:"
+            " all_to_all, gather; or model.dropout=0"
+        )
+    others = {"parallel.local.every": config.parallel.local.every, "distill.mixing": config.distill.mixing}
+    on = {"parallel.local.every": config.parallel.local.on, "distill.mixing": config.distill.on}
+    for key, value in others.items():
+        if on[key]:
+            raise UserError(f"{key}: {value} does not go with mesh.context {count} yet; allowed: 0; or mesh.context=1")

@@ -7,6 +7,7 @@ from typing import Self
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.transformer import (
     attention_setting,
+    check_context,
     check_heads,
     check_rotary,
     check_sequence,
@@ -16,7 +17,7 @@ from jaxdist.config.rules.transformer import (
 )
 from jaxdist.config.schema import Config, ModelConfig
 
-UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
+UNUSED_AXES = ("expert",)  # of the mesh: no layer uses it yet
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,4 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     check_rotary(model)
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])
+    check_context(config, model, mesh)
