@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from jaxdist.config.schema import Config
 from jaxdist.plan import budget
+from jaxdist.plan.context import context_text
 from jaxdist.plan.explain import explain, explanation_to_json
 from jaxdist.plan.remedies import remedies
 from jaxdist.plan.report import pipeline, text
@@ -20,6 +21,8 @@ def run_explain(config: Config, arguments: Namespace) -> list[str]:
             found, rows=arguments.rows, parameters=arguments.parameters, activations=arguments.activations
         )
     )
+    if (over_context := context_text(config)) is not None:
+        print("", over_context, sep="\n")
     table = None
     if arguments.remedies:
         table = remedies(config, progress=lambda text: print(text, file=sys.stderr, flush=True))

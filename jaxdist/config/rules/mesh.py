@@ -18,7 +18,7 @@ def check_axis(axis: str, size: int, model: str = "the model", *, unused: Contai
         more = ", or build layers of jaxdist.nn.ColumnParallelLinear and RowParallelLinear"
     if axis == "context":
         why = f"no attention of {model} is split over this axis"
-        more = ", or build the model for it, as gpt(..., context='all_to_all')"
+        more = ", or model.name=gpt; from Python, gpt(..., context='all_to_all')"
     if size != 1:
         raise UserError(f"mesh.{axis}: {size} is given, but {why}; allowed: 1; use {use} instead{more}")
 

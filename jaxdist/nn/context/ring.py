@@ -60,7 +60,7 @@ def _halves(x: jax.Array) -> Halves:
     return first, second
 
 
-def _seen(before: jax.Array, x: Any) -> Any:
+def queries_of_round(before: jax.Array, x: Any) -> Any:
     """The chunks of queries that see keys in this round, side by side in the batch: [2 B, c, ...]. before: whether the
     keys are those of a device before this one."""
 
@@ -71,8 +71,8 @@ def _seen(before: jax.Array, x: Any) -> Any:
     return jax.tree.map(one, x)
 
 
-def _seeing(before: jax.Array, x: Any) -> Any:
-    """The chunks of keys that `_seen`'s queries see, in the same order."""
+def keys_of_round(before: jax.Array, x: Any) -> Any:
+    """The chunks of keys that the queries of `queries_of_round` see, in the same order."""
 
     def one(x: jax.Array) -> jax.Array:
         first, second = _halves(x)
@@ -82,7 +82,7 @@ def _seeing(before: jax.Array, x: Any) -> Any:
 
 
 def _back(before: jax.Array, x: jax.Array, *, queries: bool) -> jax.Array:
-    """Gradients of the chunks of `_seen` (queries) or `_seeing`, [2 B, c, ...], at their places: [B, 2 c, ...]."""
+    """Gradients of a round's chunks of queries, or of keys, [2 B, c, ...], at their places: [B, 2 c, ...]."""
     sure, other = jnp.split(x, 2)
     none = jnp.zeros_like(sure)
     own = [none, sure] if queries else [sure, none]
@@ -120,7 +120,7 @@ class _Masks:
         if not self.special:
             return None
         queries, keys = self.tokens(self.group.rank), self.tokens((self.group.rank - i) % self.group.n)
-        return hidden(_seen(before, queries), _seeing(before, keys), self.window, self.dtype)
+        return hidden(queries_of_round(before, queries), keys_of_round(before, keys), self.window, self.dtype)
 
 
 def _forward(
@@ -136,8 +136,8 @@ def _forward(
         keys, before = travel, group.rank >= i
         if i < group.n - 1:
             travel = _hop(group, *travel)
-        k_i, v_i = _seeing(before, keys)
-        found = tile(_seen(before, q), k_i, v_i, masks.of_round(i, before))
+        k_i, v_i = keys_of_round(before, keys)
+        found = tile(queries_of_round(before, q), k_i, v_i, masks.of_round(i, before))
         out, lse = _added(before, Result(out, lse), found)
     out, lse = (checkpoint_name(x, "attention.context") for x in (out.astype(q.dtype), lse))
     return out, (q, k, v, starts_BS, out, lse)
@@ -170,8 +170,8 @@ def _backward(window: int | None, saved: Any, dout: jax.Array) -> tuple[jax.Arra
         keys, before = travel, group.rank >= i
         if i < group.n - 1:
             travel = _hop(group, *travel)
-        q_i, dout_i, lse_i, delta_i = _seen(before, (q, dout, lse, delta))
-        k_i, v_i = _seeing(before, keys)
+        q_i, dout_i, lse_i, delta_i = queries_of_round(before, (q, dout, lse, delta))
+        k_i, v_i = keys_of_round(before, keys)
         dq_i, *own = tile_gradients(q_i, k_i, v_i, masks.of_round(i, before), dout_i, lse_i, delta_i)
         dq = dq + _back(before, dq_i, queries=True)
         dk_i, dv_i = (_back(before, each, queries=False) for each in own)

@@ -1,0 +1,73 @@
+"""What attention sends over the mesh axis `context`: closed forms, which tests compare with the ledger."""
+
+from typing import NamedTuple
+
+from jaxdist.config.rules.transformer import context_form
+from jaxdist.config.schema import Config
+from jaxdist.precision.policy import accumulation_dtype, precision_of
+from jaxdist.specs import format_bytes
+
+FORMS = ("all_to_all", "gather", "ring")
+
+
+class Traffic(NamedTuple):
+    """Bytes that a device sends for one block and microbatch: forward, backward, and for what is computed again."""
+
+    forward: float
+    backward: float
+    again: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return sum(self)
+
+
+def traffic(
+    form: str, *, queries: float, keys: float, devices: int, remat: str | tuple[str, ...] = "none", widened: float = 1
+) -> Traffic:
+    """What attention sends in a form of `jaxdist.nn.context.forms`.
+
+    - queries, keys: bytes of one device's queries, and of its keys and values together.
+    - remat: `memory.remat`. What "sqrt" computes a third time is not counted.
+    - widened: by how much gradients are wider than keys; 2 in bf16, whose sums the ring sends in fp32.
+    """
+    others, kept = devices - 1, not isinstance(remat, str) and "attention.context" in remat
+    if form == "all_to_all":  # queries, keys and values there, the result back
+        there = (queries + keys) * others / devices
+        once = backward = there + queries * others / devices
+        kept_again = there
+    elif form == "gather":
+        once = backward = kept_again = keys * others
+    else:
+        once, backward, kept_again = keys * others, (1 + widened) * keys * others, 0.0
+    again = 0.0 if remat == "none" else kept_again if kept else once
+    return Traffic(once, backward, again)
+
+
+def context_text(config: Config) -> str | None:
+    """A line that says what a token costs in each form; None where `context` is off."""
+    model, mesh = config.model.resolved() if hasattr(config.model, "resolved") else config.model, config.mesh
+    sizes = {"context": mesh.context, "tensor": mesh.tensor}
+    if (form := context_form(config, model, sizes)) is None:
+        return None
+    dtype = precision_of(config.precision).compute
+    of_a_head = (model.head_width or model.width // model.heads) * dtype.itemsize / mesh.tensor
+    heads, kv_heads = model.heads, model.kv_heads or model.heads
+    costs = {
+        each: traffic(
+            each,
+            queries=heads * of_a_head,
+            keys=2 * kv_heads * of_a_head,
+            devices=mesh.context,
+            remat=config.memory.remat,
+            widened=accumulation_dtype(dtype).itemsize / dtype.itemsize,
+        ).total
+        for each in FORMS
+        if each != "all_to_all" or kv_heads % (mesh.tensor * mesh.context) == 0
+    }
+    others = ", ".join(f"{format_bytes(cost)} by {each}" for each, cost in costs.items() if each != form)
+    return (
+        f"context={mesh.context}: of each token and block a device sends {format_bytes(costs[form])} for attention by"
+        f" {form} ({others})"
+    )
