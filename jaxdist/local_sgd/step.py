@@ -93,6 +93,10 @@ class LocalStep(TrainStep):
             self._outer[index] = self._build_outer[index](state)
         return self._outer[index]
 
+    def waits(self, number: int) -> bool:
+        """Whether the call of step `number` returns only when it has finished: on CPU devices, with an outer step."""
+        return self._on_cpu and bool(self.local.due(number, self._last))
+
     def inner_metrics(self, state: TrainState, batch: PyTree) -> Metrics:
         """The metrics of an inner step [R], as ShapeDtypeStructs."""
         found: Metrics = jax.eval_shape(self.jitted(state), state, batch)[1]
@@ -104,10 +108,10 @@ class LocalStep(TrainStep):
         state, metrics = super().__call__(state, batch)
         shown, due = of_own_replicas(metrics), self.local.due(number, self._last)
         for index in due:
-            if self._on_cpu:  # two programs that communicate at once may leave each other without threads
+            if self.waits(number):  # two programs that communicate at once may leave each other without threads
                 jax.block_until_ready(metrics)
             state, shown = self.outer(index, state)(state, metrics)
-            if self._on_cpu:
+            if self.waits(number):
                 jax.block_until_ready(shown)
         self._known = state.step, number
         return state, shown
