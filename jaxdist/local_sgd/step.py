@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxdist.config.sections.local import LocalConfig
+from jaxdist.config.sections.local import LocalConfig, check_fragments
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.local_sgd.inner import make_inner_step
@@ -173,6 +173,7 @@ def make_local_step(
     """
     check_axes(check_has_blocks(model), mesh)
     local.check()
+    check_fragments(local.fragments, model.layers)
     options = make_options(options, keywords).on(mesh)
     outer = outer or outer_optimizer(local)
     steps = [make_outer_step(outer, mesh, options, local, index=index) for index in range(local.fragments)]

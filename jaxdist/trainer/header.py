@@ -50,7 +50,7 @@ def describe_local(local: LocalConfig, replicas: int, steps: int) -> str:
         text += f", sent by {local.algorithm}" + (f" ({local.wire_dtype})" if local.wire_dtype else "")
     if replicas == 1:
         text += "\nwarning: mesh.data is 1: a replica alone has no other to meet"
-    if local.every > steps:
+    elif local.every > steps:
         text += (
             f"\nwarning: {LOCAL}.every is {local.every}, train.steps is {steps}: replicas meet after the last step only"
         )
@@ -126,7 +126,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
         + (", prefetching" if parts.options.prefetch else ""),
-        "state": f"{near:.2f} MiB a device (parameters and optimizer)"
+        "state": f"{near:.2f} MiB a device ({'anchor, ' if parallel.local.on else ''}parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
     asked, steps = config.optimizer.warmup_steps, config.train.steps

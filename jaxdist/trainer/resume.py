@@ -91,7 +91,7 @@ def check_replicas(saved: dict[str, Any], config: Config, folder: Path) -> None:
     elif config.parallel.local.on:
         held = _held(before)
         differs = next((key for key, value in _held(now).items() if value != held[key]), "")
-        kept = "what outer steps with that need, and nothing else"
+        kept = "the state of outer steps for that"
     if differs:
         key = f"{LOCAL}.{differs}"
         raise UserError(

@@ -80,6 +80,7 @@ def test_a_resumed_run_says_when_its_last_evaluation_was(
     said = capsys.readouterr().out
     assert "held-out text: " in said and "evaluated after" not in said  # no step was left to take
     assert "local SGD  2 replicas, outer step every 3 steps (nesterov, lr 1, momentum 0)\n" in said
+    assert " MiB a device (anchor, parameters and optimizer)\n" in said
     with pytest.raises(UserError, match=r"^parallel\.local\.outer\.momentum: 0\.5, but the run in .* had 0\.0, and"):
         train(configure("parallel.local.outer.momentum=0.5"), tmp_path / "run")
     assert train(configure("train.eval_every=0", "train.steps=7"), tmp_path / "run") == 0

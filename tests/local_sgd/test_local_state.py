@@ -129,6 +129,11 @@ def test_a_checkpoint_in_mid_round_goes_on_with_the_same_bits_and_with_another_n
     assert "round_loss" in metrics
 
 
+def test_a_step_from_python_has_no_more_fragments_than_blocks() -> None:
+    with pytest.raises(UserError, match=r"^parallel\.local\.fragments: 9, but the model has \d+ blocks"):
+        local_parts(case(2), LocalConfig(every=9, fragments=9), SGD, "fp32")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
