@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxdist.config.sections.local import LocalConfig
+from jaxdist.config.sections.local import LocalConfig, check_fragments
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.local_sgd.inner import make_inner_step
@@ -93,6 +93,10 @@ class LocalStep(TrainStep):
             self._outer[index] = self._build_outer[index](state)
         return self._outer[index]
 
+    def waits(self, number: int) -> bool:
+        """Whether the call of step `number` returns only when it has finished: on CPU devices, with an outer step."""
+        return self._on_cpu and bool(self.local.due(number, self._last))
+
     def inner_metrics(self, state: TrainState, batch: PyTree) -> Metrics:
         """The metrics of an inner step [R], as ShapeDtypeStructs."""
         found: Metrics = jax.eval_shape(self.jitted(state), state, batch)[1]
@@ -104,10 +108,10 @@ class LocalStep(TrainStep):
         state, metrics = super().__call__(state, batch)
         shown, due = of_own_replicas(metrics), self.local.due(number, self._last)
         for index in due:
-            if self._on_cpu:  # two programs that communicate at once may leave each other without threads
+            if self.waits(number):  # two programs that communicate at once may leave each other without threads
                 jax.block_until_ready(metrics)
             state, shown = self.outer(index, state)(state, metrics)
-            if self._on_cpu:
+            if self.waits(number):
                 jax.block_until_ready(shown)
         self._known = state.step, number
         return state, shown
@@ -169,6 +173,7 @@ def make_local_step(
     """
     check_axes(check_has_blocks(model), mesh)
     local.check()
+    check_fragments(local.fragments, model.layers)
     options = make_options(options, keywords).on(mesh)
     outer = outer or outer_optimizer(local)
     steps = [make_outer_step(outer, mesh, options, local, index=index) for index in range(local.fragments)]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.resolve import warmup_of
 from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.local import LOCAL, LocalConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
 from jaxdist.observe import redact, redact_settings
 from jaxdist.optim import leave_out
@@ -33,6 +34,27 @@ def describe_sync(sync: GradSync) -> str:
     if sync.deterministic:
         return f"ordered ({sync.virtual_shards} virtual shards)"
     return sync.algorithm + (f" ({sync.wire_dtype})" if sync.wire_dtype else "")
+
+
+def describe_local(local: LocalConfig, replicas: int, steps: int) -> str:
+    """Such as "4 replicas, outer step every 10 steps (nesterov, lr 1, momentum 0)", and a line for what has no use.
+
+    steps: of the whole run.
+    """
+    outer, every = local.outer, f"{local.every} {plural('step', local.every)}"
+    text = f"{replicas} {plural('replica', replicas)}, outer step every {every}"
+    text += f" ({outer.name}, lr {outer.lr:g}, momentum {outer.momentum:g})"
+    text += f", {local.fragments} fragments" if local.fragments > 1 else ""
+    text += f", keep {local.keep:g}" if local.keep else ""
+    if local.algorithm != "native":
+        text += f", sent by {local.algorithm}" + (f" ({local.wire_dtype})" if local.wire_dtype else "")
+    if replicas == 1:
+        text += "\nwarning: mesh.data is 1: a replica alone has no other to meet"
+    elif local.every > steps:
+        text += (
+            f"\nwarning: {LOCAL}.every is {local.every}, train.steps is {steps}: replicas meet after the last step only"
+        )
+    return text
 
 
 def with_commas(number: int | None) -> str:
@@ -104,10 +126,12 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
         + (", prefetching" if parts.options.prefetch else ""),
-        "state": f"{near:.2f} MiB a device (parameters and optimizer)"
+        "state": f"{near:.2f} MiB a device ({'anchor, ' if parallel.local.on else ''}parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
     asked, steps = config.optimizer.warmup_steps, config.train.steps
+    if parallel.local.on:
+        rows["local SGD"] = describe_local(parallel.local, mesh.shape["data"], steps)
     if (warmup := warmup_of(asked, steps)) != asked:
         rows["warm-up"] = f"{warmup} {plural('step', warmup)} in place of {asked}: train.steps is {steps}"
     if ModelFacts.of(config.model.name).kernels:

@@ -53,16 +53,20 @@ class Recorder:
         self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
         self._max_skips = plan.parts.options.max_skips
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
+        self._finished: tuple[dict[str, float], dict[str, float]] | None = None  # its values and its times
         self._unwritten = False
         self._rates, self._recorded = work.rates, work.recorded
         # XLA:CPU computes within the call of a step, or lets it wait; with GPUs it returns at once.
         self._calls_wait = on_cpu(plan.mesh)
+        self._replicas = plan.parts.replicas
         self._clock, self._figures = measured
         self._clock.restart()
         self.awaited = self._clock.awaited
 
-    def calling(self) -> AbstractContextManager[None]:
-        """The context in which a step is called."""
+    def calling(self, step: int) -> AbstractContextManager[None]:
+        """The context in which a step is called. step: its number."""
+        if self._dispatched is not None and self._replicas is not None and self._replicas.step.waits(step):
+            self._wait()  # else the time of the step before would include that of this one
         return self._clock.spending("device") if self._calls_wait else nullcontext()
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -77,13 +81,21 @@ class Recorder:
         Returns that evaluation, {} without one."""
         return self._record(evaluate)
 
+    def _wait(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Wait for the dispatched step, whose time ends now. Returns its values and its times."""
+        if self._finished is None:
+            assert self._dispatched is not None
+            with self._clock.spending("device"):
+                values = {name: float(value) for name, value in jax.device_get(self._dispatched[1]).items()}
+            self._finished = values, self._clock.finished()
+        return self._finished
+
     def _record(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
         """Wait for the dispatched step, if there is one, and record it. Returns its evaluation."""
         if self._dispatched is None:
             return {}
-        (step, waiting), self._dispatched = self._dispatched, None
-        with self._clock.spending("device"):
-            values = {name: float(value) for name, value in jax.device_get(waiting).items()}
+        (values, times), step = self._wait(), self._dispatched[0]
+        self._dispatched = self._finished = None
         self._crumbs.at_step("record")
         shared = "skipped_in_a_row" in values  # else the values are of this process, and the others' are not judged
         loss, norm = values.pop("loss"), values["grad_norm"]
@@ -91,7 +103,7 @@ class Recorder:
         metrics = {"loss": loss, **values}
         if self._rates is not None:  # the optimizer has not counted skipped steps
             metrics["lr"] = float(self._rates[step - 1 - skipped + (in_a_row > 0)])
-        metrics |= self._clock.finished()
+        metrics |= times
         metrics |= self._figures.metrics(metrics["step_s"])
         metrics |= {"skipped": skipped} if in_a_row else {}
         self._outputs.console.step(step, metrics)

@@ -1,7 +1,7 @@
 """Resuming: the record beside a checkpoint, which settings must not differ from it, and which may but are said."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,38 @@ def record(
     )
 
 
+def _held(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What says which arrays a checkpoint holds for outer steps, by key. settings: by their full keys."""
+    of = {key: settings[f"{LOCAL}.{key}"] for key in ("outer.name", "outer.momentum", "fragments", "wire_dtype")}
+    adam = of["outer.name"] == "adam"  # has its two means with any momentum
+    return of | {
+        "outer.name": adam,
+        "outer.momentum": adam or of["outer.momentum"] > 0,
+        "wire_dtype": of["wire_dtype"] == "int8",  # keeps errors
+    }
+
+
 def check_replicas(saved: dict[str, Any], config: Config, folder: Path) -> None:
-    """Raise `UserError` where either the checkpoint or the run has replicas that train by themselves, and not both.
+    """Raise `UserError` where either the checkpoint or the run has replicas that train by themselves, and not both; or
+    where both have them and the checkpoint holds other arrays than the run's outer steps need.
 
     saved: the record of the checkpoint.
     """
-    before, now = saved.get("config", {}).get(f"{LOCAL}.every", 0), config.parallel.local.every
-    if bool(before) != bool(now):
-        kept = "what each replica keeps" if before else "nothing that replicas keep"
+    now = settings_by_key(config)
+    before = now | {f"{LOCAL}.every": 0} | saved.get("config", {})
+    differs, kept = "", ""
+    if bool(before[f"{LOCAL}.every"]) != config.parallel.local.on:
+        differs = "every"
+        kept = "nothing that replicas keep" if config.parallel.local.on else "what each replica keeps"
+    elif config.parallel.local.on:
+        held = _held(before)
+        differs = next((key for key, value in _held(now).items() if value != held[key]), "")
+        kept = "the state of outer steps for that"
+    if differs:
+        key = f"{LOCAL}.{differs}"
         raise UserError(
-            f"{LOCAL}.every: {now}, but the run in {folder} had {before}, and its checkpoint holds {kept}; set it back,"
-            " or start another run with --run-dir and init.from"
+            f"{key}: {json.dumps(now[key])}, but the run in {folder} had {json.dumps(before[key])}, and its checkpoint"
+            f" holds {kept}; set it back, or start another run with --run-dir and init.from"
         )
 
 

@@ -193,12 +193,13 @@ def write_summary(run: TrainingRun, samples: str) -> None:
                 give_pictures(run, record)
     evaluations = [record for record in records if "eval/bits_per_byte" in record]
     if evaluations:
-        bits = evaluations[-1]["eval/bits_per_byte"]
+        bits, step, last = evaluations[-1]["eval/bits_per_byte"], evaluations[-1]["step"], records[-1]["step"]
         marks = [
             f"{'below' if bits < mark else 'NOT below'} the {name} model's {mark:.3f}"
             for name, mark in run.baselines.items()
         ]
-        console.line(", ".join([f"held-out text: {bits:.3f} bits per byte", *marks]))
+        when = "" if step == last else f" (evaluated after step {step}, not since)"
+        console.line(", ".join([f"held-out text: {bits:.3f} bits per byte{when}", *marks]))
     waited = data_wait(records)
     if waited > WAIT_LIMIT:
         console.line(f"waited for data {waited:.0%} of the time: docs/data.md says what helps")

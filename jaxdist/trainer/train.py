@@ -137,7 +137,7 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal, measur
             profile.before(step + 1)
             with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
-                with recorder.calling():
+                with recorder.calling(step + 1):
                     progress.state, metrics = plan.parts.step(progress.state, batch)
                 step += 1
                 measured.figures.begin(batch)

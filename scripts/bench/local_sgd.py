@@ -13,6 +13,7 @@ the one at which the ring takes 0.275 / 0.4 of the computation, as in the case o
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.shipped import find_config
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on
 
-CONFIG = "configs/quickstart.yaml"
+CONFIG = find_config("quickstart")
 TRAIN = [sys.executable, "-m", "jaxdist.cli.main", "train", "--config", CONFIG]
 QUIET = ("observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000")
 REPLICAS, ROWS = 4, 32
@@ -55,7 +57,7 @@ def train(overrides: list[str]) -> dict[str, Any]:
 
 def cases(every: list[int], outers: list[str]) -> dict[str, list[str]]:
     """{name of a row: its overrides}. All are evaluated once, after the last step."""
-    common = ["mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", f"train.eval_every={max(every) * 100}"]
+    common = ["mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", f"train.eval_every={math.lcm(*every) * 100}"]
     replicas = [*common, f"mesh.data={REPLICAS}", f"data.global_batch={ROWS}"]
     # Evaluation batches have as many rows as those of training: so all are evaluated on the same windows.
     alone = ["mesh.data=1", f"data.global_batch={ROWS // REPLICAS}", f"train.eval_batches={8 * REPLICAS}"]
@@ -206,7 +208,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=41, help="of a host alone and of ddp; the first 3 are not counted")
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_intermixed_args()
+    words = sys.argv[1:]
+    settings = [word for word in words if "=" in word and not word.startswith("-")]  # else --every would take them
+    arguments = parser.parse_intermixed_args([word for word in words if word not in settings])
+    arguments.overrides += settings
     if arguments.hosts < 2 or arguments.seeds < 1 or min(arguments.every) < 1:
         raise UserError("-n must be at least 2, --seeds and --every at least 1")
     result = losses(arguments) if arguments.what == "losses" else hosts(arguments)

@@ -8,8 +8,11 @@ import pytest
 from layouts import Case, optimizer
 from replicas import local_parts, placed
 
+from jaxdist.config.load import load_config
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.plan.compiled.hlo import compiled_collectives
+from jaxdist.plan.explain import explain
+from jaxdist.plan.report.text import explanation_text
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.plan.traced.outer_steps import outer_ledgers, sent_by_outer
 from jaxdist.specs import bytes_per_device
@@ -76,3 +79,11 @@ def test_only_outer_steps_send_between_replicas(case: Case, local: LocalConfig) 
     assert sent == 2 * (replicas - 1) / replicas * whole
     rest = 2 * (replicas - 1) / replicas * 4 * 8 * local.fragments
     assert sent_by_outer(step, state, batch) == pytest.approx((sent + rest) / local.every, rel=1e-12)
+
+
+def test_explain_says_how_often_something_is_sent() -> None:
+    given = ["mesh={data: 4, fsdp: 1, tensor: 1}", "parallel.local.every=10"]
+    said = explanation_text(explain(load_config("configs/quickstart.yaml", given, planned=True)))
+    assert said.startswith("Inner step: it has no collective, each replica trains by itself\n\nOuter step, once in 10 ")
+    rows = [line for line in said.splitlines() if line.startswith("psum")]
+    assert rows and all("  once an outer step  " in row for row in rows) and "once a step" not in said

@@ -18,6 +18,7 @@ from jaxdist.errors import UserError
 from jaxdist.local_sgd.replicas import Replicas
 from jaxdist.local_sgd.state import outer_optimizer
 from jaxdist.state import TrainState
+from jaxdist.trainer.failures.same_program import settings_by_key
 from jaxdist.trainer.resume import check_replicas
 
 SGD = optax.sgd(0.3, 0.9)
@@ -128,6 +129,11 @@ def test_a_checkpoint_in_mid_round_goes_on_with_the_same_bits_and_with_another_n
     assert "round_loss" in metrics
 
 
+def test_a_step_from_python_has_no_more_fragments_than_blocks() -> None:
+    with pytest.raises(UserError, match=r"^parallel\.local\.fragments: 9, but the model has \d+ blocks"):
+        local_parts(case(2), LocalConfig(every=9, fragments=9), SGD, "fp32")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -154,3 +160,29 @@ def test_a_run_with_replicas_is_not_resumed_without_them(tmp_path: Path) -> None
     check_replicas({"config": {"parallel.local.every": 20}}, config, tmp_path)
     with pytest.raises(UserError, match=r"parallel\.local\.every: 10, but the run in .* had 0"):
         check_replicas({"config": {}}, config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "now", "before"),
+    [
+        ("outer.momentum", "0.5", "0.0"),
+        ("outer.name", '"adam"', '"nesterov"'),
+        ("fragments", "2", "1"),
+        ("wire_dtype", '"int8"', "null"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_arrays_for_its_outer_steps(
+    tmp_path: Path, key: str, now: str, before: str
+) -> None:
+    base = ["parallel.local.every=10", "parallel.local.algorithm=ring"]
+    first, other = (
+        load_config("configs/quickstart.yaml", [*base, *more]) for more in ([], [f"parallel.local.{key}={now}"])
+    )
+    for saved, config, texts in ((first, other, (now, before)), (other, first, (before, now))):
+        with pytest.raises(UserError) as caught:
+            check_replicas({"config": settings_by_key(saved)}, config, tmp_path)
+        said = f"parallel.local.{key}: {texts[0]}, but the run in {tmp_path} had {texts[1]}, and its checkpoint holds"
+        assert str(caught.value).startswith(said) and "set it back, or start another run" in str(caught.value)
+    for more in ("outer.lr=0.5", "outer.name=sgd", "keep=0.5", "every=20", "algorithm=tree"):
+        config = load_config("configs/quickstart.yaml", [*base, f"parallel.local.{more}"])
+        check_replicas({"config": settings_by_key(first)}, config, tmp_path)

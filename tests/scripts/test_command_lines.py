@@ -77,3 +77,31 @@ def test_the_line_names_the_argument(
     assert status_of(ROOT / "scripts" / script, arguments, monkeypatch) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(begins) and f"{Path(script).name} --help" in line.replace("export ", "")
+
+
+def test_local_sgd_is_measured_from_any_folder_with_settings_in_any_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = loaded(ROOT / "scripts" / "bench" / "local_sgd.py")
+    runs: list[list[str]] = []
+    monkeypatch.setattr(script, "train", lambda overrides: runs.append(overrides) or {"eval/loss": 1.0})
+    words = [
+        "losses",
+        "train.steps=8",
+        "--every",
+        "2",
+        "3",
+        "train.seed=1",
+        "--outer",
+        "sgd",
+        "model.width=8",
+        "--seeds",
+    ]
+    monkeypatch.setattr(sys, "argv", ["local_sgd.py", *words, "1"])
+    assert script.main() == 0
+    assert "| H=3, sgd, lr 1 |" in capsys.readouterr().out
+    assert len(runs) == 4
+    for overrides in runs:
+        assert {"train.steps=8", "train.seed=1", "model.width=8", "train.eval_every=600"} <= set(overrides)
+    assert script.parameters([]) == 842496

@@ -6,6 +6,7 @@ import pytest
 
 from jaxdist.cli.runs.bench import main
 from jaxdist.config.load import load_config
+from jaxdist.errors import UserError
 from jaxdist.plan.explain import explain
 from jaxdist.trainer.measures.bench import Timing, time_step, timing_table
 
@@ -58,3 +59,11 @@ def test_mistakes_are_lines(
     assert main([str(configuration(tmp_path)), *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_local_sgd_is_not_timed_without_its_outer_steps(tmp_path: Path) -> None:
+    given = ["mesh={data: 2, fsdp: 4}", "train.eval_every=0", "parallel.local.every=9"]
+    with pytest.raises(
+        UserError, match=r"^parallel\.local\.every: 9, but a step is timed without outer steps here; set"
+    ):
+        time_step("local", load_config(configuration(tmp_path), given), 3)

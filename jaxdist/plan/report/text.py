@@ -25,6 +25,9 @@ def explanation_text(
     rows = rows or max(len(explanation.ledger.collectives), len(explanation.activations))
     text = explanation.ledger.lines(rows, rest="--rows 0 shows all")
     if explanation.every:
+        text[0] = text[0].replace("one step", "one inner step")
+        if not explanation.ledger.collectives:
+            text = ["Inner step: it has no collective, each replica trains by itself"]
         text += _outer_steps(explanation, rows)
     if explanation.added is not None:
         extra = format_bytes(sum(each.wire_bytes for each in explanation.added))

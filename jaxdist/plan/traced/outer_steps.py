@@ -8,6 +8,8 @@ from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
+PHASE = "once an outer step"  # in place of "once a step"
+
 
 def outer_ledgers(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_host: int = 8) -> list[Ledger]:
     """The ledger of each fragment's outer step, which runs once in `step.local.every` steps.
@@ -17,7 +19,8 @@ def outer_ledgers(step: TrainStep, state: TrainState, batch: PyTree, *, devices_
     assert isinstance(step, LocalStep)
     metrics = step.inner_metrics(state, batch)
     traced = [step.outer(index, state).trace(state, metrics) for index in range(step.local.fragments)]
-    return [ledger_of(without_dead_code(each.jaxpr), state, devices_per_host=devices_per_host) for each in traced]
+    found = [ledger_of(without_dead_code(each.jaxpr), state, devices_per_host=devices_per_host) for each in traced]
+    return [each._replace(collectives=tuple(one._replace(phase=PHASE) for one in each.collectives)) for each in found]
 
 
 def sent_by_outer(step: TrainStep, state: TrainState, batch: PyTree) -> float:

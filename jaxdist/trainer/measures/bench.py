@@ -61,6 +61,11 @@ def time_step(name: str, config: Config, steps: int) -> Timing:
     """The timing of a configuration. All processes of a job must call it. Raises `UserError` as a run would."""
     if config.distill.on:
         raise UserError("distill: a step is timed without its teacher here; set distill.mixing=0")
+    if config.parallel.local.on:
+        raise UserError(
+            f"parallel.local.every: {config.parallel.local.every}, but a step is timed without outer steps here; set it"
+            " to 0, or read step_s in the metrics.jsonl of a run"
+        )
     config = start(config)
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts, source = assemble(config, mesh), load_data(config)
