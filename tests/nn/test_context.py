@@ -249,14 +249,14 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
     overrides, text = REFUSED[name]
-    always = ("mesh={context: 4}", "model={name: gpt, heads: 4, width: 64}")
+    always = ("mesh={data: 1, fsdp: 1, tensor: 1, context: 4}", "model={name: gpt, heads: 4, width: 64}")
     with pytest.raises(UserError, match=re.escape(text)):
         load_config("configs/quickstart.yaml", [*always, *overrides], planned=True)
 
 
 def test_auto_takes_the_form_that_fits() -> None:
     def form(*overrides: str) -> str | None:
-        always = ("mesh={context: 4}", "model={name: gpt, heads: 4, width: 64}")
+        always = ("mesh={data: 1, fsdp: 1, tensor: 1, context: 4}", "model={name: gpt, heads: 4, width: 64}")
         return form_of(load_config("configs/quickstart.yaml", [*always, *overrides], planned=True))
 
     assert form() == "all_to_all"
