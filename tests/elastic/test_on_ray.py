@@ -23,9 +23,10 @@ from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import replay, sha256_of
 from jaxdist.elastic.run import ElasticRun, run_elastic
-from jaxdist.elastic.run_directory import Settings
+from jaxdist.elastic.run_directory import Settings, check_directory, log_so_far
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
+from jaxdist.runtime.run_claim import RunClaim
 
 pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -60,7 +61,11 @@ class Dying(Toy):
 
 
 def play(settings: Settings, folder: Path, disturb: Any = None, worker: type = Toy) -> Any:
-    return run_elastic(settings, "train: {}\n", folder, print, worker=worker, disturb=disturb)
+    text = "train: {}\n"
+    with RunClaim(folder) as claim:
+        before = log_so_far(folder / LOG_NAME)
+        check_directory(settings, text, folder, before)
+        return run_elastic(settings, text, claim, before, print, worker=worker, disturb=disturb)
 
 
 def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]:
