@@ -19,15 +19,16 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, cast
 
 from jaxdist.errors import UserError
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.runtime.network.connection import reach
 
 REACH_S, PROBE_S, FREE_S = 5.0, 15.0, 8.0  # for a connection, an answer of Ray's, and resources to become free
+RAY_TELLS = "ray_listen_error_messages"  # the name of Ray's thread
 ADDRESS, MODE, RAY_TOKEN = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 OLDEST = (2, 60)  # of Ray; pyproject.toml has the same range
 START_ONE = "start one on this machine by leaving RAY_ADDRESS unset"
@@ -101,12 +102,32 @@ def cluster(
             raise KeyboardInterrupt
         found = ray.cluster_resources()
         check_resources(ray, {"CPU": cpus, "GPU": gpus}, found, own, asker)
-        yield Cluster(str(context.address_info["gcs_address"]), own, found)
+        with redirect_stdout(cast(TextIO, FirstSentences(sys.stdout))):
+            yield Cluster(str(context.address_info["gcs_address"]), own, found)
     finally:
         with noted_signals([]):  # a second Ctrl-C would leave some of its processes
             ray.shutdown()
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)  # what still writes there ends with its parent
+
+
+class FirstSentences:
+    """A stream in which what Ray itself tells, in a thread of its own, is cut to the first sentence: of a process that
+    has died it goes on with 900 letters of identities and possible causes, and has no option for less."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        if threading.current_thread().name == RAY_TELLS:
+            sentence, stop, _ = text.partition(". ")
+            self._stream.write(sentence + stop.strip())
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager
@@ -138,6 +159,7 @@ def load_ray(*, secure: bool = False) -> Any:
             f"elastic: Ray {version} is installed; allowed: {oldest} or newer; pip install 'jaxdist[elastic]'"
         )
     stale = secure and MODE not in os.environ and "ray" in sys.modules
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of tasks whose result nobody needs any more
     if secure:
         os.environ.setdefault(MODE, "token")  # Ray joins without it, and is refused, unless the variable says so

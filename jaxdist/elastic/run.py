@@ -271,6 +271,7 @@ class ElasticRun:
         self._failed += 1
         if self._failed > _RESTARTS + self.settings.workers:
             last = next((line for line in reversed(said.splitlines()) if line.strip()), reason).strip()
+            last = last.partition(" Worker exit type:")[0]  # what follows are possible causes
             raise RunStopped(
                 f"elastic: {self._failed} workers have died, and nobody has pushed meanwhile: {last[-300:]}"
             )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,22 @@ def test_a_signal_waits_until_ray_has_started(number: int, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt), clusters.cluster(address="local"):
         pass
     assert done == ["started", "ended"] and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_ray_tells_is_cut_to_its_first_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray = SimpleNamespace(init=lambda **_: SimpleNamespace(address_info={"gcs_address": "a:1"}), shutdown=lambda: None)
+    ray.cluster_resources = ray.available_resources = lambda: {"CPU": 1.0}
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(clusters, "load_ray", lambda secure: ray)
+    told = "(raylet) A worker died. To troubleshoot, check the logs. Worker exit detail: 900 letters."
+    with clusters.cluster(address="local"):
+        thread = threading.Thread(target=print, args=(told,), name="ray_listen_error_messages")
+        thread.start()
+        thread.join()
+        print("Mine. All of it.")
+    assert capsys.readouterr().out == "(raylet) A worker died.\nMine. All of it.\n"
 
 
 def test_a_stop_names_the_folder(

@@ -248,7 +248,28 @@ def test_a_log_with_a_rule_that_is_not_there_is_one_line() -> None:
         replay([START | {"outer": "zz"}], np.zeros(3, np.float32), lambda name: None)  # type: ignore[arg-type,return-value]
 
 
-@pytest.mark.slow  # it counts models
 def test_the_figures_of_costs_need_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is said before anything is computed."""
     assert main(["cost", "--json", str(tmp_path)]) == 2
-    assert "Is a directory; give another file" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"{tmp_path}: is a folder; give a file, as {tmp_path}/cost.json" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ("25", "dgx-b200; where bits a second are meant: 25gbit\n"),
+        ("25Gbit/s", "dgx-b200; where bits a second are meant: 25gbit\n"),
+        ("100Mbps", "where bits a second are meant: 100mbit\n"),
+        ("h100", "dgx-b200; did you mean nvlink-h100?\n"),
+        ("H100", "dgx-b200; did you mean nvlink-h100?\n"),
+        ("t4", "it has no NVLink"),
+        ("p4d.24xl", "did you mean p4d.24xlarge?"),
+        ("0", "'0' is not known; allowed: a rate such as 10gbit, or pcie3"),
+        ("zzz", "dgx-b200\n"),
+    ],
+)
+def test_a_link_that_is_nearly_one_gets_a_hint(link: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "--link", link]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1, err

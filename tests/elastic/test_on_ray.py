@@ -142,8 +142,9 @@ def test_servers_have_their_place_beside_more_workers_than_there_is_place_for(ra
 def test_workers_that_always_die_end_a_run_that_was_taken_up_again(ray: Any, tmp_path: Path) -> None:
     settings = SETTINGS._replace(workers=1, rounds=3)
     play(settings, tmp_path / "run")
-    with pytest.raises(RunStopped, match="7 workers have died, and nobody has pushed meanwhile"):
+    with pytest.raises(RunStopped, match="7 workers have died, and nobody has pushed meanwhile") as stopped:
         play(settings._replace(rounds=9), tmp_path / "run", worker=Dying)
+    assert "Some common causes" not in str(stopped.value)
 
 
 def test_a_save_that_fails_ends_the_run_in_a_line(ray: Any, tmp_path: Path) -> None:
