@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from syntax import ROOT
 
+from jaxdist.cli.elastic import _COUNTS
 from jaxdist.cli.main import main
 from jaxdist.config.load import load_config, to_yaml
 from jaxdist.elastic import cluster as clusters
@@ -278,3 +280,9 @@ def test_a_changed_loss_in_the_log_of_a_stopped_run_is_seen(
     said = capsys.readouterr().out
     assert "OTHER LOSSES: 1 of 1, first w0's round 0 (in version 1): 0.25 is logged, and 0.5 comes out" in said
     assert "the same bits" not in said
+
+
+def test_the_page_has_the_defaults() -> None:
+    page = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8")
+    for name, (default, *_) in _COUNTS.items():
+        assert f"| `--{name}` | {default} | " in page, name
