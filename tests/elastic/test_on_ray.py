@@ -88,9 +88,11 @@ def test_workers_are_killed_stopped_and_started(ray: Any, tmp_path: Path) -> Non
 
     def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
         if event["event"] == "commit" and run.rule.pushes >= 8 * (1 + len(done)) and len(done) < 2:
-            pid = ray.get(next(reversed(run.workers.values())).pid.remote())
-            os.kill(pid, (signal.SIGKILL, signal.SIGSTOP)[len(done)])
-            done.append(pid)
+            name, worker = next(reversed(run.workers.items()))
+            pid = ray.get(worker.pid.remote())  # which waits until it has started
+            if name in run.rule.seen:  # or else nobody would miss it
+                os.kill(pid, (signal.SIGKILL, signal.SIGSTOP)[len(done)])
+                done.append(pid)
 
     result = play(SETTINGS, tmp_path / "run", disturb)
     events = check(tmp_path / "run", SETTINGS, result)
