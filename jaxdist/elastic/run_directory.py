@@ -113,8 +113,8 @@ def _check_config(saved: Path, text: str, folder: Path) -> None:
     also = f"; besides, {show_changes(changed, 5)}" if changed else ""
     more = " (--rounds makes a run longer)" if key == "train.steps" else ""
     raise UserError(
-        f"{key}: {json.dumps(value)} (was {json.dumps(was)} in {folder}){also}; allowed in that folder: what it"
-        f" was{more}"
+        f"{key}: {json.dumps(value)} (was {json.dumps(was)} in {folder}){also}; put it back{more}, or use"
+        " another --run-dir"
     )
 
 

@@ -152,9 +152,9 @@ def test_a_run_that_goes_on_keeps_what_is_not_given(folder: Path, started: list[
         ),
         (["--outer-momentum", "0.4"], "--outer-momentum: 0.4, but the run in r was started with 0.3"),
         (["--bound", "0"], "--bound: 0, but the run in r was started with 4"),
-        (["optimizer.lr=0.02"], "optimizer.lr: 0.02 (was 0.01 in r); allowed in that folder: what it was"),
+        (["optimizer.lr=0.02"], "optimizer.lr: 0.02 (was 0.01 in r); put it back, or use another --run-dir"),
         (["train.steps=30", "train.seed=7"], "train.steps: 30 (was 20 in r); besides, train.seed "),
-        (["train.steps=30"], "allowed in that folder: what it was (--rounds makes a run longer)"),
+        (["train.steps=30"], "put it back (--rounds makes a run longer), or use another"),
     ],
 )
 def test_what_a_run_cannot_change_is_named_before_ray_starts(
