@@ -62,20 +62,29 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
             raise UserError(f"--{name}: {getattr(options, name)}; allowed: {least} to 1,000,000")
     if options.compute is not None and not 0 < options.compute < _MOST:
         raise UserError(f"--compute: {options.compute}; allowed: seconds above 0")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UserError(f"--json: {options.json}: its folder does not exist; make it first")
+    if options.json is not None:
+        _check_file(options.json)
     given = None if options.size is None else _size_of(options.size)
 
     from jaxdist.cli.work.cost import cost_lines, figures_of
 
     subject = _subject(options, given)
-    print("\n".join(cost_lines(subject.case, subject.size, subject.link)))
+    lines = cost_lines(subject.case, subject.size, subject.link)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--json: {options.json}: {error.strerror}; give another file") from error
+    print("\n".join(lines))
     return 0
+
+
+def _check_file(path: Path) -> None:
+    """Raise `UserError` where no file can be written, before anything is computed."""
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--json: {path}: its folder does not exist; make it first")
+    if path.is_dir():
+        raise UserError(f"--json: {path}: is a folder; give a file, as {path / 'cost.json'}")
 
 
 def _subject(options: Any, given: float | None) -> Subject:
@@ -116,5 +125,21 @@ def _rate_of(text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
     rate = link_rate(text) if found and float(found[1]) else None
     if rate is None:
-        raise UserError(f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}")
+        raise UserError(
+            f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}{_meant(text)}"
+        )
     return rate
+
+
+def _meant(text: str) -> str:
+    """A hint for what is nearly a rate or a name; "" without one."""
+    from jaxdist.plan.machines import DEVICES, LINK_RATES
+
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?)(b|bit|bits|bps|bit/s|bits/s|b/s)?", text, re.IGNORECASE)
+    if number and float(number[1]):
+        return f"; where bits a second are meant: {number[1]}{number[2].lower() or 'g'}bit"
+    if text.lower() in DEVICES:
+        linked = f"nvlink-{text.lower()}"
+        return f"; did you mean {linked}?" if linked in LINK_RATES else "; it has no NVLink"
+    near = nearest(text, LINK_RATES)
+    return f"; did you mean {near}?" if near else ""

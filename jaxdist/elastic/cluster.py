@@ -11,20 +11,24 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, cast
 
 from jaxdist.errors import UserError
+from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.runtime.network.connection import reach
 
 REACH_S, PROBE_S, FREE_S = 5.0, 15.0, 8.0  # for a connection, an answer of Ray's, and resources to become free
+RAY_TELLS = "ray_listen_error_messages"  # the name of Ray's thread
 ADDRESS, MODE, RAY_TOKEN = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 OLDEST = (2, 60)  # of Ray; pyproject.toml has the same range
 START_ONE = "start one on this machine by leaving RAY_ADDRESS unset"
@@ -43,8 +47,24 @@ class Cluster(NamedTuple):
     resources: dict[str, float]
 
 
+class Asker(NamedTuple):
+    """Who asks for resources, for errors.
+
+    - name: the command or the option at fault.
+    - fewer: how to need less of them.
+    """
+
+    name: str
+    fewer: str
+
+
+ELASTIC = Asker("elastic", "start fewer workers or servers")
+
+
 @contextmanager
-def cluster(*, cpus: float = 1, gpus: float = 0, address: str | None = None) -> Iterator[Cluster]:
+def cluster(
+    *, cpus: float = 1, gpus: float = 0, address: str | None = None, asker: Asker = ELASTIC
+) -> Iterator[Cluster]:
     """Join the Ray cluster at `address`, by default RAY_ADDRESS, or start one on this machine, and leave it at the end.
 
     A cluster of this machine has the CPUs that are asked for, whatever the machine has: its processes share them.
@@ -54,9 +74,11 @@ def cluster(*, cpus: float = 1, gpus: float = 0, address: str | None = None) -> 
         cpus: The CPUs that all actors take together.
         gpus: The GPUs that they take together.
         address: HOST:PORT, "auto" (a cluster that runs on this machine), or "local".
+        asker: Named in errors.
 
     Raises `UserError`, within 30 s, where Ray is missing, where the cluster does not answer, has another token or
-    another version, or where it has too little.
+    another version, or where it has too little. Raises `KeyboardInterrupt` once Ray has started if SIGINT, SIGTERM or
+    SIGHUP came meanwhile.
     """
     address = address or os.environ.get(ADDRESS) or "local"
     ray = load_ray(secure=address == "local" or has_token())
@@ -72,19 +94,57 @@ def cluster(*, cpus: float = 1, gpus: float = 0, address: str | None = None) -> 
         check_answers(address)
         options = {}
     try:
-        with warnings.catch_warnings():
+        with _signals_wait() as signals, warnings.catch_warnings():
             # Ray starts its processes by fork and exec: jax's warning of forks is about processes that go on in Python.
             warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
             context = ray.init(address=address, configure_logging=False, log_to_driver=False, **options)
-        try:
-            found = ray.cluster_resources()
-            check_resources(ray, {"CPU": cpus, "GPU": gpus}, found, own)
+        if signals:
+            raise KeyboardInterrupt
+        found = ray.cluster_resources()
+        check_resources(ray, {"CPU": cpus, "GPU": gpus}, found, own, asker)
+        with redirect_stdout(cast(TextIO, FirstSentences(sys.stdout))):
             yield Cluster(str(context.address_info["gcs_address"]), own, found)
-        finally:
-            ray.shutdown()
     finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # what still writes there ends with its parent
+        with noted_signals([]):  # a second Ctrl-C would leave some of its processes
+            ray.shutdown()
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)  # what still writes there ends with its parent
+
+
+class FirstSentences:
+    """A stream in which what Ray itself tells, in a thread of its own, is cut to the first sentence: of a process that
+    has died it goes on with 900 letters of identities and possible causes, and has no option for less."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        if threading.current_thread().name == RAY_TELLS:
+            sentence, stop, _ = text.partition(". ")
+            self._stream.write(sentence + stop.strip())
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[list[int]]:
+    """Signals that come while Ray starts are noted in the list: an exception in the midst of it leaves processes, and
+    crashes this one at its end. So does the handler of SIGTERM that Ray puts in place, which is therefore kept out."""
+    signals = list[int]()
+    if threading.current_thread() is not threading.main_thread():  # no signal interrupts another one
+        yield signals
+        return
+    with noted_signals(signals):
+        put = signal.signal
+        signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
+        try:
+            yield signals
+        finally:
+            signal.signal = put
 
 
 def load_ray(*, secure: bool = False) -> Any:
@@ -99,6 +159,7 @@ def load_ray(*, secure: bool = False) -> Any:
             f"elastic: Ray {version} is installed; allowed: {oldest} or newer; pip install 'jaxdist[elastic]'"
         )
     stale = secure and MODE not in os.environ and "ray" in sys.modules
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of tasks whose result nobody needs any more
     if secure:
         os.environ.setdefault(MODE, "token")  # Ray joins without it, and is refused, unless the variable says so
@@ -155,14 +216,14 @@ def probe(address: str) -> tuple[int | None, str]:
     return ended.returncode, ended.stderr.decode(errors="replace")
 
 
-def check_resources(ray: Any, needed: Mapping[str, float], found: Mapping[str, float], own: bool) -> None:
+def check_resources(ray: Any, needed: Mapping[str, float], found: Mapping[str, float], own: bool, asker: Asker) -> None:
     """Raise `UserError` where a cluster lacks resources, or where they do not become free within `FREE_S`."""
     where = "this machine" if own else "the cluster"
     for name, amount in needed.items():
         if found.get(name, 0) < amount:
             raise UserError(
-                f"elastic: {where} has {found.get(name, 0):g} {name}s, and {amount:g} are needed; "
-                "start fewer workers or servers, or join a larger cluster"
+                f"{asker.name}: {where} has {found.get(name, 0):g} {name}s, and {amount:g} are needed; "
+                f"{asker.fewer}, or join a larger cluster by {ADDRESS}"
             )
     deadline = time.monotonic() + FREE_S
     while short := {name: amount for name, amount in needed.items() if ray.available_resources().get(name, 0) < amount}:
@@ -170,7 +231,7 @@ def check_resources(ray: Any, needed: Mapping[str, float], found: Mapping[str, f
             name, amount = next(iter(short.items()))
             free = ray.available_resources().get(name, 0)
             raise UserError(
-                f"elastic: {where} has {free:g} of {found.get(name, 0):g} {name}s free, and {amount:g} are needed; "
-                "end another program there, or start fewer workers or servers"
+                f"{asker.name}: {where} has {free:g} of {found.get(name, 0):g} {name}s free, and {amount:g} are needed;"
+                f" end another program there, or {asker.fewer}"
             )
         time.sleep(0.2)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.elastic.cluster import cluster, load_ray
+from jaxdist.elastic.cluster import Asker, cluster, load_ray
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.launcher import exec_rank
 from jaxdist.launcher.note_signals import noted_signals
@@ -27,6 +27,7 @@ from jaxdist.runtime.network.addresses import format_address, free_port, port_pr
 from jaxdist.runtime.network.job_token import TOKEN, new_token, read_token
 
 RESERVE_S, READ_S, EACH_S = 5.0, 0.5, 0.2  # for hosts to become free; of one look at a host's output, and for signals
+FEWER = Asker("--nnodes", "give fewer, less of --host-cpus or --host-gpus")
 CHOSEN = ("--node-rank", "--coordinator", "--token-file")  # by Ray, for each host
 
 
@@ -219,17 +220,25 @@ def run_on_ray(arguments: Sequence[str], prog: str = "jaxdist launch") -> int:
     """Run a job on hosts of a Ray cluster, as a command line with `--ray` says. Returns the exit status."""
     plan, signals = make_ray_plan(arguments, prog), list[int]()
     token = read_token(os.environ) or new_token()
-    with (
-        cluster(cpus=plan.hosts * plan.cpus, gpus=plan.hosts * plan.gpus),
-        noted_signals(signals, SAME_S),  # after Ray, which puts a handler of its own in their place
-        reserved(load_ray(), plan) as hosts,
-    ):
-        ray = load_ray()
-        where = format_address(*ray.get(hosts[0].where.remote()))
-        folder = str(Path.cwd())
-        try:
-            starts = [host.start.remote(plan.arguments(n, where), token, folder) for n, host in enumerate(hosts)]
-            ray.get(starts)
-        except ray.exceptions.RayTaskError as error:
-            raise UserError(str(error.cause)) from error
-        return follow_hosts(ray, hosts, signals, Screen())
+    try:
+        with (
+            cluster(cpus=plan.hosts * plan.cpus, gpus=plan.hosts * plan.gpus, asker=FEWER),
+            noted_signals(signals, SAME_S),
+            reserved(load_ray(), plan) as hosts,
+        ):
+            return _start_and_follow(plan, hosts, token, signals)
+    except KeyboardInterrupt:  # while Ray started; later ones are in `signals`
+        print("stopped    before the job began", file=sys.stderr)
+        return STOPPED
+
+
+def _start_and_follow(plan: RayPlan, hosts: Sequence[Any], token: str, signals: list[int]) -> int:
+    ray = load_ray()
+    where = format_address(*ray.get(hosts[0].where.remote()))
+    folder = str(Path.cwd())
+    try:
+        starts = [host.start.remote(plan.arguments(n, where), token, folder) for n, host in enumerate(hosts)]
+        ray.get(starts)
+    except ray.exceptions.RayTaskError as error:
+        raise UserError(str(error.cause)) from error
+    return follow_hosts(ray, hosts, signals, Screen())

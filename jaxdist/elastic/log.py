@@ -80,6 +80,14 @@ def worker_index(name: str) -> int:
     return int(name[1:])
 
 
+def progress_line(commit: Event, done: int, rounds: int) -> str:
+    """What the console is told of a commit. done: the rounds that are done after it."""
+    losses = [push["loss"] for push in commit["pushes"] if push["loss"] is not None]
+    loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
+    staleness = max(push["staleness"] for push in commit["pushes"])
+    return f"round      {done}/{rounds}, loss {loss}, staleness {staleness}"
+
+
 def read_log(path: Path, *, may_be_new: bool = False) -> list[Event]:
     """The lines of a log. The last one may be cut off: a killed run leaves that. Raises `UserError` for anything else
     that no run writes.

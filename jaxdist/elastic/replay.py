@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxdist.elastic.outer import make_outer
+from jaxdist.elastic.rule import told
 from jaxdist.elastic.server import Server
 from jaxdist.errors import UserError
 
@@ -21,11 +22,17 @@ class Works(Protocol):
 
 
 class Replayed(NamedTuple):
-    """The parameters at the end, their version, and the largest difference of a loss from the logged one."""
+    """What a replay gives.
+
+    - flat, version: the parameters at the end.
+    - losses: how many were compared.
+    - wrong: a line for each loss that has other bits than the logged one.
+    """
 
     flat: np.ndarray
     version: int
-    loss_off: float
+    losses: int
+    wrong: list[str]
 
 
 def sha256_of(flat: np.ndarray) -> str:
@@ -36,6 +43,11 @@ def sha256_of(flat: np.ndarray) -> str:
 def made_with() -> dict[str, str]:
     """What the bits of a run depend on besides its configuration, and a log names."""
     return {"python": platform.python_version(), "jax": importlib.metadata.version("jax")}
+
+
+def _other_loss(push: dict[str, Any], loss: float, version: int) -> str:
+    where = f"{push['worker']}'s round {push['clock']} (in version {version})"
+    return f"{where}: {repr(push['loss'])[:40]} is logged, and {loss} comes out"
 
 
 def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Callable[[str], Works]) -> Replayed:
@@ -58,18 +70,18 @@ def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Calla
     kept = {0: (server.flat, server.slots)} if 0 in wanted else {}
     workers: dict[str, Works] = {}
     pulled: dict[str, np.ndarray] = {}
-    off = 0.0
+    losses, wrong = 0, list[str]()
 
-    def moved(told: dict[str, Any]) -> Any:
+    def moved(end: dict[str, Any]) -> Any:
         """What a worker did in the round that ends here."""
-        name = told["worker"]
+        name = end["worker"]
         if name not in pulled:
-            raise UserError(f"replay: {name} ends round {told['clock']}, and has not pulled; the log is not whole")
+            raise UserError(f"replay: {name} ends round {end['clock']}, and has not pulled; the log is not whole")
         if name not in workers:
             workers[name] = worker_of(name)
         done = workers[name].work(pulled.pop(name))
-        if done.clock != told["clock"]:
-            raise UserError(f"replay: {name} ends round {told['clock']} after {done.clock - 1}; the log is not whole")
+        if done.clock != end["clock"]:
+            raise UserError(f"replay: {name} ends round {end['clock']} after {done.clock - 1}; the log is not whole")
         return done
 
     for event in events:
@@ -81,8 +93,9 @@ def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Calla
         elif kind == "commit":
             for push in event["pushes"]:
                 done = moved(push)
-                if push.get("loss") is not None:
-                    off = max(off, abs(done.loss - push["loss"]))
+                losses += "loss" in push
+                if told(done.loss) != push.get("loss", told(done.loss)):
+                    wrong.append(_other_loss(push, done.loss, event["version"]))
                 server.stage(push["worker"], done.moved)
             if server.commit([push["worker"] for push in event["pushes"]]) != event["version"]:
                 raise UserError(
@@ -95,4 +108,4 @@ def replay(events: Sequence[dict[str, Any]], first: np.ndarray, worker_of: Calla
                 raise UserError(f"replay: goes back to version {event['version']}, which was not made")
             server.flat, server.slots = kept[event["version"]]
             server.version, server.staged = event["version"], {}
-    return Replayed(server.flat, server.version, off)
+    return Replayed(server.flat, server.version, losses, wrong)

@@ -4,8 +4,8 @@ Parameters and pushes go from actor to actor as Ray's objects; this program hold
 a server come from here, so that all K servers see them in one order: what is read between two commits is one version.
 """
 
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.elastic.cluster import load_ray
-from jaxdist.elastic.log import LOG_NAME, Log
+from jaxdist.elastic.log import LOG_NAME, Log, progress_line
 from jaxdist.elastic.replay import made_with, sha256_of
 from jaxdist.elastic.rule import BoundedStaleness, told
-from jaxdist.elastic.run_directory import SERVERS_NAME, Settings, begin_or_resume, first_line, pushes_in
+from jaxdist.elastic.run_directory import SERVERS_NAME, Settings, begin, first_line, pushes_in, staleness_in
 from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.runtime.run_claim import RunClaim
 
 _TURN_S = 0.05  # between two looks at who is silent
+SAY_S = 10.0  # between two lines about progress
 BEATS = 4  # signs of life within the patience
 _RESTARTS = 5  # of servers; of workers between two commits, besides as many as there are
 
@@ -65,7 +66,7 @@ class ElasticRun:
         self.ray, self.settings, self.text, self.folder = load_ray(), settings, text, folder
         self.log, self.say, self._worker, self._options = log, say, worker, options or {}
         self.rule = BoundedStaleness(bound=settings.bound, patience=settings.patience, log=self._told)
-        self.staleness: Counter[int] = Counter()
+        self.staleness = staleness_in(before)
         self.rule.made = pushes_in(before)
         errors = self.ray.exceptions
         self._deaths = errors.RayActorError, errors.OutOfMemoryError  # the second: killed by Ray's memory monitor
@@ -81,10 +82,15 @@ class ElasticRun:
         self._open = False  # the first workers are ready
         self._asked = False  # a worker is asked for the first parameters
         self._restarts = self._failed = 0
+        self._began, self._said = time.monotonic(), -math.inf  # when the run began, and when it last told of progress
 
     def _told(self, event: dict[str, Any]) -> None:
-        self.staleness.update(push["staleness"] for push in event.get("pushes", ()))
+        self.staleness.update(staleness_in([event]))
         self.log(event)
+        now = time.monotonic()
+        if event["event"] == "commit" and now - self._said > SAY_S:
+            self._said = now
+            self.say(progress_line(event, self.rule.pushes, self.settings.rounds))
 
     # Actors
 
@@ -169,7 +175,10 @@ class ElasticRun:
             for reference in self.call("commit", names):
                 self.pending[reference] = "commit", names
             self.idle += [name for name in names if name in self.workers]
-        self._open = self._open or (bool(self.servers) and len(self.idle) >= self.settings.least)
+        if not self._open and self.servers and len(self.idle) >= self.settings.least:
+            self._open = True
+            ready_s = f"{now - self._began:.0f} s after the start"
+            self.say(f"ready      {len(self.idle)} of {self.settings.workers} workers, {ready_s}")
         while self._open and self.idle and self.rule.may_pull() and self.rule.pushes < self.settings.rounds:
             self._give_work(self.idle.pop(0))
 
@@ -262,6 +271,7 @@ class ElasticRun:
         self._failed += 1
         if self._failed > _RESTARTS + self.settings.workers:
             last = next((line for line in reversed(said.splitlines()) if line.strip()), reason).strip()
+            last = last.partition(" Worker exit type:")[0]  # what follows are possible causes
             raise RunStopped(
                 f"elastic: {self._failed} workers have died, and nobody has pushed meanwhile: {last[-300:]}"
             )
@@ -345,7 +355,8 @@ class ElasticRun:
 def run_elastic(
     settings: Settings,
     text: str,
-    folder: Path,
+    claim: RunClaim,
+    before: Sequence[dict[str, Any]],
     say: Callable[[str], None],
     *,
     worker: type = Worker,
@@ -356,21 +367,21 @@ def run_elastic(
     and what servers save; where it has them already, the run goes on.
 
     Args:
-        settings, text, folder, say, worker, options: As of `ElasticRun`.
+        settings, text, before, say, worker, options: As of `ElasticRun`. `run_directory.check_directory` has held them
+            against the run directory.
+        claim: Of this program on the run directory.
         disturb: Is given the run and every event, for tests that kill.
-
-    Raises `UserError` where the run directory is that of another run, or of another program.
     """
-    with RunClaim(folder) as claim:
-        path = claim.follow() / LOG_NAME
-        before = begin_or_resume(settings, text, folder, path)
-        with Log(path, time.monotonic) as log:
-            run = ElasticRun(settings, text, folder.resolve(), log, before, say, worker, options)
+    folder = claim.follow()
+    if not before:
+        begin(text, folder)
+    with Log(folder / LOG_NAME, time.monotonic) as log:
+        run = ElasticRun(settings, text, folder.resolve(), log, before, say, worker, options)
 
-            def both(event: dict[str, Any]) -> None:
-                log(event)
-                if disturb is not None:
-                    disturb(run, event)
+        def both(event: dict[str, Any]) -> None:
+            log(event)
+            if disturb is not None:
+                disturb(run, event)
 
-            run.log = both
-            return run.run()
+        run.log = both
+        return run.run()

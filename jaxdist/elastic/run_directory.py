@@ -1,10 +1,14 @@
 """The run directory of an elastic run: begun, or taken up again where an earlier program has left it."""
 
+import json
+import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.elastic.log import read_log
+from jaxdist.config.json_reader import parse_json
+from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.errors import UserError
 from jaxdist.files.regular import read_regular, replace_file
@@ -54,32 +58,68 @@ def pushes_in(events: Sequence[dict[str, Any]]) -> dict[int, int]:
     return counts
 
 
-def begin_or_resume(settings: Settings, text: str, folder: Path, log: Path) -> list[dict[str, Any]]:
-    """The lines of the log so far; [] for a new run, whose configuration is written. text: the configuration as YAML.
+def staleness_in(events: Sequence[dict[str, Any]]) -> Counter[int]:
+    """How many pushes of a log had which staleness, with what was undone."""
+    return Counter(push["staleness"] for event in events if event["event"] == "commit" for push in event["pushes"])
 
-    Raises `UserError` where the folder is that of another run, or of another program, and changes nothing then.
-    """
+
+def log_so_far(path: Path) -> list[dict[str, Any]]:
+    """The lines of the log that a run directory has; [] for a new run. Raises `UserError`."""
+    return read_log(path, may_be_new=True) if path.exists() else []
+
+
+def check_directory(settings: Settings, text: str, folder: Path, before: Sequence[dict[str, Any]]) -> None:
+    """Raise `UserError` where a folder is that of another run, or of another program. text: the configuration as YAML.
+    before: its log so far."""
     config = folder / CONFIG_NAME
-    before = read_log(log, may_be_new=True) if log.exists() else []
     if not before:
         foreign = [name for name in _FOREIGN if (folder / name).exists()]
         foreign += [CONFIG_NAME] if config.exists() and read_regular(config) != text.encode() else []
         if foreign:
             raise UserError(
-                f"--run-dir: {folder} has a {foreign[0]} of another run, and no {log.name}; allowed: a new folder, or"
+                f"--run-dir: {folder} has a {foreign[0]} of another run, and no {LOG_NAME}; allowed: a new folder, or"
                 " that of a run of jaxdist elastic"
             )
-        for part in (folder / SERVERS_NAME).glob("[0-9]*/*.part"):  # of a run that was stopped before it began
-            part.unlink()
-        replace_file(config, text.encode())
-        return before
+        return
     for key, value in first_line(settings).items():
         if key not in _MAY_CHANGE and before[0].get(key) != value:
             option = f"--outer-{key}" if key in ("lr", "momentum") else f"--{key}"
             what = f"{option}: {value}, but the run in {folder} was started with {before[0].get(key)}"
-            raise UserError(f"{what}; set it back, or give another --run-dir")
+            raise UserError(f"{what}; leave it out, or give another --run-dir")
     if not config.exists():
         raise UserError(f"--run-dir: {folder} has a log without its {CONFIG_NAME}; put it back, or give another folder")
     if read_regular(config) != text.encode():
-        raise UserError(f"config: other settings than those of {folder}; use these, or give another --run-dir")
-    return before
+        _check_config(config, text, folder)
+
+
+def _check_config(saved: Path, text: str, folder: Path) -> None:
+    """Raise `UserError` for the first key that differs. A file that says the same in other words may stay."""
+    from jaxdist.config.load import load_config
+    from jaxdist.observe import redact_settings
+    from jaxdist.trainer.failures.same_program import settings_by_key
+    from jaxdist.trainer.resume import changed_settings, show_changes
+
+    with tempfile.TemporaryDirectory() as other:
+        path = Path(other) / CONFIG_NAME
+        path.write_text(text, encoding="utf-8")
+        now = load_config(path)
+    # Lists in place of tuples, as in a checkpoint's record.
+    before = parse_json(json.dumps(settings_by_key(load_config(saved))), any_number=True)
+    changed = {k: redact_settings(values, k) for k, values in changed_settings({"config": before}, now).items()}
+    if not changed:
+        return
+    key = next(iter(changed))
+    was, value = changed.pop(key)
+    also = f"; besides, {show_changes(changed, 5)}" if changed else ""
+    more = " (--rounds makes a run longer)" if key == "train.steps" else ""
+    raise UserError(
+        f"{key}: {json.dumps(value)} (was {json.dumps(was)} in {folder}){also}; put it back{more}, or use"
+        " another --run-dir"
+    )
+
+
+def begin(text: str, folder: Path) -> None:
+    """Write the configuration of a new run, and remove what one has left that was stopped before it began."""
+    for part in (folder / SERVERS_NAME).glob("[0-9]*/*.part"):
+        part.unlink()
+    replace_file(folder / CONFIG_NAME, text.encode())

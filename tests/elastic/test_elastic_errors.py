@@ -15,7 +15,7 @@ from jaxdist.elastic.log import Log, read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import replay
 from jaxdist.elastic.rule import BoundedStaleness
-from jaxdist.elastic.run_directory import Settings, begin_or_resume, first_line
+from jaxdist.elastic.run_directory import Settings, begin, check_directory, first_line, log_so_far
 from jaxdist.elastic.server import Server
 from jaxdist.errors import UserError
 
@@ -79,11 +79,11 @@ def test_an_address_where_nobody_is() -> None:
 def test_too_few_resources_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = SimpleNamespace(available_resources=lambda: {"CPU": 1.0})
     with pytest.raises(UserError, match="the cluster has 4 CPUs, and 5 are needed"):
-        clusters.check_resources(ray, {"CPU": 5}, {"CPU": 4.0}, own=False)
+        clusters.check_resources(ray, {"CPU": 5}, {"CPU": 4.0}, False, clusters.ELASTIC)
     monkeypatch.setattr(clusters, "FREE_S", 0.0)
     with pytest.raises(UserError, match="the cluster has 1 of 4 CPUs free, and 2 are needed"):
-        clusters.check_resources(ray, {"CPU": 2}, {"CPU": 4.0}, own=False)
-    clusters.check_resources(ray, {"CPU": 1, "GPU": 0}, {"CPU": 4.0}, own=False)
+        clusters.check_resources(ray, {"CPU": 2}, {"CPU": 4.0}, False, clusters.ELASTIC)
+    clusters.check_resources(ray, {"CPU": 1, "GPU": 0}, {"CPU": 4.0}, False, clusters.ELASTIC)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_folder_of_another_run_is_left_as_it_is(name: str, tmp_path: Path) -
     (tmp_path / "servers" / "0" / "3.part").write_text("mine", encoding="utf-8")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     with pytest.raises(UserError, match=f"--run-dir: .* has a {name} of another run"):
-        begin_or_resume(SETTINGS, "train: {}", tmp_path, tmp_path / "elastic.jsonl")
+        check_directory(SETTINGS, "train: {}", tmp_path, [])
     assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
 
 
@@ -215,15 +215,15 @@ def test_a_run_that_was_stopped_before_it_began_begins_anew(tmp_path: Path) -> N
     for name in ("config.yaml", "servers/0/3.part", "servers/notes.txt"):
         (tmp_path / name).write_text("train: {}", encoding="utf-8")
     (tmp_path / "elastic.jsonl").write_text('{"event": "sta', encoding="utf-8")
-    assert begin_or_resume(SETTINGS, "train: {}", tmp_path, tmp_path / "elastic.jsonl") == []
+    assert log_so_far(tmp_path / "elastic.jsonl") == []
+    check_directory(SETTINGS, "train: {}", tmp_path, [])
+    begin("train: {}", tmp_path)
     assert (tmp_path / "servers" / "notes.txt").exists() and not (tmp_path / "servers" / "0" / "3.part").exists()
 
 
 def test_a_log_without_its_configuration_is_one_line(tmp_path: Path) -> None:
-    line = START | first_line(SETTINGS)
-    (tmp_path / "elastic.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"has a log without its config\.yaml"):
-        begin_or_resume(SETTINGS, "train: {}", tmp_path, tmp_path / "elastic.jsonl")
+        check_directory(SETTINGS, "train: {}", tmp_path, [START | first_line(SETTINGS)])
 
 
 def test_a_log_that_was_cut_goes_on_with_whole_lines(tmp_path: Path) -> None:
@@ -248,7 +248,28 @@ def test_a_log_with_a_rule_that_is_not_there_is_one_line() -> None:
         replay([START | {"outer": "zz"}], np.zeros(3, np.float32), lambda name: None)  # type: ignore[arg-type,return-value]
 
 
-@pytest.mark.slow  # it counts models
 def test_the_figures_of_costs_need_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is said before anything is computed."""
     assert main(["cost", "--json", str(tmp_path)]) == 2
-    assert "Is a directory; give another file" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"{tmp_path}: is a folder; give a file, as {tmp_path}/cost.json" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ("25", "dgx-b200; where bits a second are meant: 25gbit\n"),
+        ("25Gbit/s", "dgx-b200; where bits a second are meant: 25gbit\n"),
+        ("100Mbps", "where bits a second are meant: 100mbit\n"),
+        ("h100", "dgx-b200; did you mean nvlink-h100?\n"),
+        ("H100", "dgx-b200; did you mean nvlink-h100?\n"),
+        ("t4", "it has no NVLink"),
+        ("p4d.24xl", "did you mean p4d.24xlarge?"),
+        ("0", "'0' is not known; allowed: a rate such as 10gbit, or pcie3"),
+        ("zzz", "dgx-b200\n"),
+    ],
+)
+def test_a_link_that_is_nearly_one_gets_a_hint(link: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "--link", link]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1, err

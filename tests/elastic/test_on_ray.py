@@ -3,11 +3,14 @@
 Slow, for a cluster takes seconds to start; skipped where Ray is not installed, which `.ci/run` does install.
 """
 
+import contextlib
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,10 @@ from jaxdist.elastic.log import LOG_NAME, read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import replay, sha256_of
 from jaxdist.elastic.run import ElasticRun, run_elastic
-from jaxdist.elastic.run_directory import Settings
+from jaxdist.elastic.run_directory import Settings, check_directory, log_so_far
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
+from jaxdist.runtime.run_claim import RunClaim
 
 pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -37,6 +41,8 @@ optimizer: {name: adamw, lr: 3e-3}
 train: {steps: 6, eval_every: 6, eval_batches: 1}
 devices: {platform: cpu, simulated: 1}
 """
+# Runs a command with the default handler of SIGINT, which those in the background of a script do not have.
+IN_FRONT = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 SETTINGS = Settings(3, 2, bound=2, patience=PATIENCE, period=1, rounds=40, outer=Outer("nesterov", 0.7, 0.5))
 
 
@@ -60,7 +66,11 @@ class Dying(Toy):
 
 
 def play(settings: Settings, folder: Path, disturb: Any = None, worker: type = Toy) -> Any:
-    return run_elastic(settings, "train: {}\n", folder, print, worker=worker, disturb=disturb)
+    text = "train: {}\n"
+    with RunClaim(folder) as claim:
+        before = log_so_far(folder / LOG_NAME)
+        check_directory(settings, text, folder, before)
+        return run_elastic(settings, text, claim, before, print, worker=worker, disturb=disturb)
 
 
 def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]:
@@ -78,9 +88,11 @@ def test_workers_are_killed_stopped_and_started(ray: Any, tmp_path: Path) -> Non
 
     def disturb(run: ElasticRun, event: dict[str, Any]) -> None:
         if event["event"] == "commit" and run.rule.pushes >= 8 * (1 + len(done)) and len(done) < 2:
-            pid = ray.get(next(reversed(run.workers.values())).pid.remote())
-            os.kill(pid, (signal.SIGKILL, signal.SIGSTOP)[len(done)])
-            done.append(pid)
+            name, worker = next(reversed(run.workers.items()))
+            pid = ray.get(worker.pid.remote())  # which waits until it has started
+            if name in run.rule.seen:  # or else nobody would miss it
+                os.kill(pid, (signal.SIGKILL, signal.SIGSTOP)[len(done)])
+                done.append(pid)
 
     result = play(SETTINGS, tmp_path / "run", disturb)
     events = check(tmp_path / "run", SETTINGS, result)
@@ -137,8 +149,9 @@ def test_servers_have_their_place_beside_more_workers_than_there_is_place_for(ra
 def test_workers_that_always_die_end_a_run_that_was_taken_up_again(ray: Any, tmp_path: Path) -> None:
     settings = SETTINGS._replace(workers=1, rounds=3)
     play(settings, tmp_path / "run")
-    with pytest.raises(RunStopped, match="7 workers have died, and nobody has pushed meanwhile"):
+    with pytest.raises(RunStopped, match="7 workers have died, and nobody has pushed meanwhile") as stopped:
         play(settings._replace(rounds=9), tmp_path / "run", worker=Dying)
+    assert "Some common causes" not in str(stopped.value)
 
 
 def test_a_save_that_fails_ends_the_run_in_a_line(ray: Any, tmp_path: Path) -> None:
@@ -162,18 +175,51 @@ def test_training_that_has_failed_ends_a_worker_in_a_line() -> None:
         worker.work(np.full_like(worker.numbers(), np.nan))
 
 
+def without_ray(**more: str) -> dict[str, str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return environ | {"PYTHONPATH": str(ROOT)} | more
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_ray_starts_leaves_nothing(number: int, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
+    mark = f"mark-{secrets.token_hex(8)}"
+    program = [sys.executable, "-m", "jaxdist.cli.main", "elastic", "tiny.yaml", "--run-dir", "run"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": without_ray(MARK=mark), "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", IN_FRONT, *program], **options) as process:
+        assert process.stdout is not None and any("Ray starts" in line for line in process.stdout)
+        while len(marked(mark)) < 3:  # some of Ray's, and not all
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        said = process.stdout.read()
+        assert process.wait(60) == 75 and "with --run-dir run goes on" in said, said
+    end = time.monotonic() + 30
+    while marked(mark) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not marked(mark)
+
+
+def marked(mark: str) -> list[str]:
+    """Processes with a word in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
 def test_the_command_and_its_replay(tmp_path: Path) -> None:
     """A cluster of the command's own, of which nothing is left, and jobs that train; then the log, in one process."""
     (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
     counts = ["--workers", "2", "--servers", "2", "--period", "2", "--rounds", "6", "--bound", "1"]
     for command, said in (
-        (["elastic", "tiny.yaml", *counts, "--patience", "60", "--run-dir", "run"], "done       version"),
+        (["elastic", "tiny.yaml", *counts, "--patience", "60", "--run-dir", "run"], "\nround      "),
         (["replay", "run"], "the same bits"),
     ):
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        environ["PYTHONPATH"] = str(ROOT)
         program = [sys.executable, "-m", "jaxdist.cli.main", *command]
-        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(program, cwd=tmp_path, env=without_ray(), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
     events = read_log(tmp_path / "run" / LOG_NAME)
     assert 2 < events[-1]["loss"] < 6

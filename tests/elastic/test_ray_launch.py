@@ -10,10 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import child
 import pytest
 
+from jaxdist.cli.main import main
+from jaxdist.elastic import cluster as clusters
 from jaxdist.elastic.launch import check_hosts, make_ray_plan
 from jaxdist.errors import UserError
 from jaxdist.launcher.options import make_plan
@@ -72,6 +75,19 @@ def test_too_few_hosts_are_one_line() -> None:
     check_hosts(plan, [fits, fits, small, fits])
     with pytest.raises(UserError, match="--nnodes: 3 hosts with 1 CPUs and 4 GPUs each, and the cluster has 2; give"):
         check_hosts(plan, [fits, dead, small, fits])
+
+
+def test_a_machine_without_gpus_is_told_of_the_options_of_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    nothing = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None, cluster_resources=lambda: {"CPU": 1.0})
+    monkeypatch.setattr(clusters, "load_ray", lambda secure: nothing)
+    assert main(["launch", "--ray", "-n", "1", "--host-gpus", "8", "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert "--nnodes: this machine has 0 GPUs, and 8 are needed; give fewer, less of --host-cpus or --host-gpus" in said
+    assert "worker" not in said and said.count("\n") == 1
 
 
 def test_ray_options_need_ray() -> None:
