@@ -1,5 +1,7 @@
 """Make a training state, laid out from its first byte."""
 
+import fnmatch
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +12,108 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
-from jaxdist.mesh import AnyMesh, check_mesh, has_host_memory
+from jaxdist.mesh import HOST, AnyMesh, check_mesh, has_host_memory
 from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.grad_sync import residual_target
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.specs import PyTree, apply_rules, check_divisible, leaves_by_name, map_specs, path_name, without_idle
-from jaxdist.state import TrainState, abstract_state, allocate, on_host, place_params, shardings_of
+from jaxdist.specs import (
+    PyTree,
+    claimed_axes,
+    entry_axes,
+    leaves_by_name,
+    map_specs,
+    path_name,
+    spec_axes,
+    without_idle,
+)
+from jaxdist.state import TrainState, abstract_state, allocate, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | ModuleLoss | Callable[[jax.Array], PyTree] | PyTree
+
+
+def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
+    """The specs after sharding rules: a leaf gets the spec of the first rule whose pattern fits its path.
+
+    rules: pairs (pattern, spec), as ("blocks.mlp.*", P(None, "fsdp")).
+
+    Raises `UserError` for a rule that no path reaches, and for a spec other than one dim over fsdp, or P().
+    """
+    used = set()
+
+    def one(path: tuple[Any, ...], spec: P) -> P:
+        for i, (pattern, chosen) in enumerate(rules):
+            if fnmatch.fnmatchcase(path_name(path), pattern):
+                used.add(i)
+                return chosen
+        return spec
+
+    for pattern, chosen in rules:
+        if spec_axes(chosen) not in ((), ("fsdp",)):
+            raise UserError(f"rules: {pattern!r}: {chosen}; allowed: one dim over fsdp, as P(None, 'fsdp'), or P()")
+    chosen_specs = jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: isinstance(node, P))
+    if missed := [pattern for i, (pattern, _) in enumerate(rules) if i not in used]:
+        raise UserError(
+            f"rules: {missed[0]!r} is reached by no parameter (the first rule that fits wins); leave it "
+            "out, or put it earlier"
+        )
+    return chosen_specs
+
+
+def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
+    """Raise `UserError` with parameter, dim and axis if a dim is not divisible by the axes over which it is split."""
+
+    def check(path: tuple[Any, ...], spec: P, shape: jax.ShapeDtypeStruct) -> None:
+        if len(spec) > len(shape.shape):
+            raise UserError(f"{path_name(path)}: spec {spec} has more entries than the shape {shape.shape} has dims")
+        for dim, entry in enumerate(spec):
+            parts = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
+            if shape.shape[dim] % parts:
+                raise UserError(
+                    f"{path_name(path)}: dim {dim} of {tuple(shape.shape)} is {shape.shape[dim]}, not divisible by "
+                    f"{'*'.join(entry_axes(entry))}={parts}; change the width or the mesh"
+                )
+
+    jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))
+
+
+def on_host(target: TrainState) -> TrainState:
+    """The target with the arrays of its optimizer state in host memory."""
+
+    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not leaf.ndim:  # counts of steps stay on the device: 4 bytes each, and the step would wait for every one
+            return leaf
+        there = leaf.sharding.with_memory_kind(HOST)
+        if there.memory_kind != HOST:  # meshes of described devices drop the memory kind (jax 0.12)
+            there = NamedSharding(leaf.sharding.mesh.abstract_mesh, leaf.sharding.spec, memory_kind=HOST)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+
+    return target._replace(opt_state=jax.tree.map(one, target.opt_state))
+
+
+def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync) -> tuple[PyTree, PyTree]:
+    """(shapes, specs) of the residual: the errors of each device's int8 encodings, a leaf for each parameter.
+
+    ((), ()) for other formats. The leading dim of a leaf has an entry for each copy of the parameter. A parameter
+    without copies is not summed; its leaf is a zero, [1].
+    """
+    if sync.wire_dtype != "int8":
+        return (), ()
+
+    def copies(spec: P) -> int:
+        return math.prod(mesh.shape[axis] for axis in claimed_axes(spec))
+
+    def shape_of(spec: P, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((copies(spec), *leaf.shape) if copies(spec) > 1 else (1,), jnp.float32)
+
+    def spec_of(spec: P) -> P:
+        return without_idle(P(claimed_axes(spec), *spec), mesh) if copies(spec) > 1 else P()
+
+    return map_specs(shape_of, specs, shapes), map_specs(spec_of, specs)
 
 
 def _is_init(source: Any) -> bool:

@@ -56,6 +56,9 @@ class Shard(NamedTuple):
         return math.prod(mesh.shape[axis] for axis in self.axes)
 
 
+ShardOf = Callable[[P], Shard | None]
+
+
 def shard_of(spec: P) -> Shard | None:
     """How a strategy has split a parameter with this spec; None for one that it has left whole.
 
@@ -168,34 +171,6 @@ def unit_specs(specs: PyTree) -> PyTree:
     return {**specs, STACKED: map_specs(lambda spec: P(*spec[1:]), specs[STACKED])}
 
 
-def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
-    """The specs after sharding rules: a leaf gets the spec of the first rule whose pattern fits its path.
-
-    rules: pairs (pattern, spec), as ("blocks.mlp.*", P(None, "fsdp")).
-
-    Raises `UserError` for a rule that no path reaches, and for a spec other than one dim over fsdp, or P().
-    """
-    used = set()
-
-    def one(path: tuple[Any, ...], spec: P) -> P:
-        for i, (pattern, chosen) in enumerate(rules):
-            if fnmatch.fnmatchcase(path_name(path), pattern):
-                used.add(i)
-                return chosen
-        return spec
-
-    for pattern, chosen in rules:
-        if spec_axes(chosen) not in ((), ("fsdp",)):
-            raise UserError(f"rules: {pattern!r}: {chosen}; allowed: one dim over fsdp, as P(None, 'fsdp'), or P()")
-    chosen_specs = jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: isinstance(node, P))
-    if missed := [pattern for i, (pattern, _) in enumerate(rules) if i not in used]:
-        raise UserError(
-            f"rules: {missed[0]!r} is reached by no parameter (the first rule that fits wins); leave it "
-            "out, or put it earlier"
-        )
-    return chosen_specs
-
-
 def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
     """Whether each leaf's path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"), as a tree of bools. What fits one
     after a "!" ("!head.*") does not. Of several patterns that a path fits, the last counts.
@@ -255,23 +230,6 @@ def leaves_by_name(tree: PyTree) -> dict[str, Any]:
             raise UserError(f"{path_name(path)}: two leaves of the tree have this path; rename a key that holds a dot")
         found[path_name(path)] = leaf
     return found
-
-
-def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
-    """Raise `UserError` with parameter, dim and axis if a dim is not divisible by the axes over which it is split."""
-
-    def check(path: tuple[Any, ...], spec: P, shape: jax.ShapeDtypeStruct) -> None:
-        if len(spec) > len(shape.shape):
-            raise UserError(f"{path_name(path)}: spec {spec} has more entries than the shape {shape.shape} has dims")
-        for dim, entry in enumerate(spec):
-            parts = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
-            if shape.shape[dim] % parts:
-                raise UserError(
-                    f"{path_name(path)}: dim {dim} of {tuple(shape.shape)} is {shape.shape[dim]}, not divisible by "
-                    f"{'*'.join(entry_axes(entry))}={parts}; change the width or the mesh"
-                )
-
-    jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))
 
 
 def format_bytes(nbytes: float, digits: str = ".2f") -> str:

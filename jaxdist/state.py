@@ -128,20 +128,6 @@ def abstract_state(
     )
 
 
-def on_host(target: TrainState) -> TrainState:
-    """The target with the arrays of its optimizer state in host memory."""
-
-    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not leaf.ndim:  # counts of steps stay on the device: 4 bytes each, and the step would wait for every one
-            return leaf
-        there = leaf.sharding.with_memory_kind(HOST)
-        if there.memory_kind != HOST:  # meshes of described devices drop the memory kind (jax 0.12)
-            there = NamedSharding(leaf.sharding.mesh.abstract_mesh, leaf.sharding.spec, memory_kind=HOST)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-
-    return target._replace(opt_state=jax.tree.map(one, target.opt_state))
-
-
 def updated(
     optimizer: optax.GradientTransformation,
     grads: PyTree,

@@ -10,12 +10,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
+from jaxdist.init import check_divisible
 from jaxdist.mesh import AXES, batch_shards, make_mesh, sizes_of
 from jaxdist.specs import (
     BATCH_SPEC,
     batch_spec,
     bytes_per_device,
-    check_divisible,
     claimed_axes,
     dim_of,
     shard_count,

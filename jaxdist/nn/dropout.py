@@ -6,17 +6,13 @@ the site inside the layer and, for activations that are split by heads, the glob
 Legend: B batch, h local heads.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import rank
-from jaxdist.nn.context.positions import context_size, own_context
+from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.sequence_parallel import own_positions
-
-Split = Literal["heads", "queries"]  # what the mesh axis `context` splits of attention
 
 
 def _drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -49,7 +45,9 @@ def dropout_columns(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) 
     return _drop(x, own_positions(keep, dim=keep.ndim - 1), rate)
 
 
-def dropout_heads(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, split: Split | None = None) -> jax.Array:
+def dropout_heads(
+    x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, split: ContextSplit | None = None
+) -> jax.Array:
     """Dropout of x [B, h, ...], whose heads are split over `tensor`.
 
     split: what `context` has split: the heads, too, or the queries, which are dim 2. None: nothing, or it is off.

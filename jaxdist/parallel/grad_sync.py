@@ -1,7 +1,5 @@
 """Sums of gradients over devices: their algorithm, order and format."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +26,7 @@ from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.optim import check_order
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import rounded
-from jaxdist.specs import UNITS, PyTree, Shard, claimed_axes, map_named, map_specs, path_name, spec_leaves, without_idle
+from jaxdist.specs import UNITS, PyTree, ShardOf, claimed_axes, map_named, path_name, spec_leaves
 
 
 def check_sync(sync: GradSync, reduce_dtype: Any) -> None:
@@ -45,27 +43,6 @@ def order_of_work(sync: GradSync, mesh: AnyMesh, schedule: Any, microbatches: in
         return schedule, microbatches
     check_shards(sync.virtual_shards, mesh.shape, microbatches=microbatches, schedule=schedule)
     return "pairwise", sync.virtual_shards // batch_shards(mesh)
-
-
-def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync) -> tuple[PyTree, PyTree]:
-    """(shapes, specs) of the residual: the errors of each device's int8 encodings, a leaf for each parameter.
-
-    ((), ()) for other formats. The leading dim of a leaf has an entry for each copy of the parameter. A parameter
-    without copies is not summed; its leaf is a zero, [1].
-    """
-    if sync.wire_dtype != "int8":
-        return (), ()
-
-    def copies(spec: P) -> int:
-        return math.prod(mesh.shape[axis] for axis in claimed_axes(spec))
-
-    def shape_of(spec: P, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((copies(spec), *leaf.shape) if copies(spec) > 1 else (1,), jnp.float32)
-
-    def spec_of(spec: P) -> P:
-        return without_idle(P(claimed_axes(spec), *spec), mesh) if copies(spec) > 1 else P()
-
-    return map_specs(shape_of, specs, shapes), map_specs(spec_of, specs)
 
 
 def check_update(
@@ -110,13 +87,8 @@ def divide(sums: PyTree, weight: jax.Array, dtype: Any, *, deterministic: bool) 
     return jax.tree.map(scaled, sums)
 
 
-def reduce_late(
-    grads: PyTree, specs: PyTree, shard_of: Callable[[P], Shard | None], *, sync: GradSync, reduce_dtype: Any
-) -> PyTree:
-    """Gradients of shards, from gradients of the whole parameters: a reduce-scatter of each leaf.
-
-    shard_of: spec -> how the leaf is split; None: it stays whole.
-    """
+def reduce_late(grads: PyTree, specs: PyTree, shard_of: ShardOf, *, sync: GradSync, reduce_dtype: Any) -> PyTree:
+    """Gradients of shards (`shard_of`), from gradients of the whole parameters: a reduce-scatter of each leaf."""
 
     def one(spec: P, leaf: jax.Array) -> jax.Array:
         if (shard := shard_of(spec)) is None:

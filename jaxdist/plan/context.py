@@ -2,12 +2,10 @@
 
 from typing import NamedTuple
 
-from jaxdist.config.rules.transformer import context_form
+from jaxdist.config.rules.transformer import CONTEXT_FORMS, context_form
 from jaxdist.config.schema import Config
 from jaxdist.precision.policy import accumulation_dtype, precision_of
 from jaxdist.specs import format_bytes
-
-FORMS = ("all_to_all", "gather", "ring")
 
 
 class Traffic(NamedTuple):
@@ -63,7 +61,7 @@ def context_text(config: Config) -> str | None:
             remat=config.memory.remat,
             widened=accumulation_dtype(dtype).itemsize / dtype.itemsize,
         ).total
-        for each in FORMS
+        for each in CONTEXT_FORMS
         if each != "all_to_all" or kv_heads % (mesh.tensor * mesh.context) == 0
     }
     others = ", ".join(f"{format_bytes(cost)} by {each}" for each, cost in costs.items() if each != form)

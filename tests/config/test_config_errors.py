@@ -416,7 +416,8 @@ TOGETHER = [
         args=(CPU,),
     ),
     case("mesh-pipe", b"mesh: {pipe: 2}\n", "mesh.pipe", "2", "accumulate", "one stage"),
-    case("context", b"mesh: {context: 2}\n", "mesh.context", "2", "no layer of model gpt"),
+    case("context", b"mesh: {context: 2}\nmodel: {name: bert}\n", "mesh.context", "2", "no attention of model bert"),
+    case("context-length", b"mesh: {context: 2}\ndata: {seq_len: 130}\n", "data.seq_len", "130", "divisible by 4"),
     case("expert", b"mesh: {expert: 2}\n", "mesh.expert", "2", "no layer of model gpt"),
 ]
 

@@ -93,8 +93,8 @@ def in_a_row(device: Any, devices: int) -> tuple[Any, Any]:
     return 2 * device, 2 * device + 1
 
 
-def sum_of_both(a: tiles.Result, b: tiles.Result) -> tiles.Result:
-    return tiles.Result(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
+def sum_of_both(a: tiles.TileResult, b: tiles.TileResult) -> tiles.TileResult:
+    return tiles.TileResult(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
 
 
 MUTANTS = {

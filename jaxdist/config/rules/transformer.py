@@ -9,6 +9,8 @@ from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 from jaxdist.errors import UserError
 
+CONTEXT_FORMS = ("all_to_all", "gather", "ring")  # of attention over the mesh axis `context`: jaxdist.nn.context.forms
+
 
 def attention_setting() -> Any:
     """The key `attention`."""

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.nn.dropout import Split, dropout_heads
+from jaxdist.nn.context.positions import ContextSplit
+from jaxdist.nn.dropout import dropout_heads
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
@@ -52,7 +53,7 @@ def attention(
     documents: PackedDocuments | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
     site: int = SITE_PROBABILITIES,
-    split: Split | None = None,
+    split: ContextSplit | None = None,
 ) -> jax.Array:
     """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
 

@@ -13,10 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
-from jaxdist.nn.context.forms import FORMS, RING
-from jaxdist.nn.context.positions import context_size, own_context
+from jaxdist.nn.context.forms import OVER_CONTEXT, RING
+from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import ring_attention
-from jaxdist.nn.dropout import Split
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
 
@@ -86,7 +85,7 @@ def _attend_over_context(
         starts_BS = None if seen is None else seen.starts_BS
         return _projected(layer, ring_attention(q, k, v, starts_BS, window=layer.window))
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, split: Split, positions: Any = None) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, split: ContextSplit, positions: Any = None) -> jax.Array:
         documents = seen
         if seen is not None and split == "queries":
             documents = seen._replace(queries_BS=own_context(seen.starts_BS, dim=1))
@@ -95,7 +94,7 @@ def _attend_over_context(
         given: Any = {"window": layer.window, "documents": documents, "positions": positions}
         return attention(q, k, v, keys_B, dropout=layer.dropout, split=split, **given)
 
-    return _projected(layer, FORMS[layer.context](attend, q, k, v))
+    return _projected(layer, OVER_CONTEXT[layer.context](attend, q, k, v))
 
 
 class Attention(nnx.Module):

@@ -18,8 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import all_gather, all_to_all
 from jaxdist.errors import UserError
-from jaxdist.nn.context.positions import by_device, context_size, in_order, own_numbers
-from jaxdist.nn.dropout import Split
+from jaxdist.nn.context.positions import ContextSplit, by_device, context_size, in_order, own_numbers
 
 
 class Attend(Protocol):
@@ -31,7 +30,7 @@ class Attend(Protocol):
         k: jax.Array,
         v: jax.Array,
         *,
-        split: Split,
+        split: ContextSplit,
         positions: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """split: what of the arguments `context` has split. positions: of queries and keys; None: all, in order."""
@@ -58,7 +57,7 @@ def over_queries(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> ja
     return attend(q, k, v, split="queries", positions=positions)
 
 
-FORMS: dict[str, Callable[[Attend, jax.Array, jax.Array, jax.Array], jax.Array]] = {
+OVER_CONTEXT: dict[str, Callable[[Attend, jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "all_to_all": over_heads,
     "gather": over_queries,
 }

@@ -10,12 +10,16 @@ layers that read a batch take this device's with `own_context`. So neither the d
 Legend: C devices of `context`, S positions of the whole sequence, s = S / C those of a device.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying
 from jaxdist.errors import UserError
+
+ContextSplit = Literal["heads", "queries"]  # what of attention is split over `context`
 
 
 def chunks_of(device: int, devices: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.collectives import make_group, to_varying, varying_axes
 from jaxdist.collectives.group import Group, shift
 from jaxdist.nn.context.positions import own_context, own_numbers
-from jaxdist.nn.context.tiles import Result, Tokens, delta_of, hidden, merged, tile, tile_gradients
+from jaxdist.nn.context.tiles import TileResult, Tokens, delta_of, hidden, merged, tile, tile_gradients
 from jaxdist.precision.policy import accumulation_dtype
 
 Halves = tuple[jax.Array, jax.Array]
@@ -138,22 +138,22 @@ def _forward(
             travel = _hop(group, *travel)
         k_i, v_i = keys_of_round(before, keys)
         found = tile(queries_of_round(before, q), k_i, v_i, masks.of_round(i, before))
-        out, lse = _added(before, Result(out, lse), found)
+        out, lse = _added(before, TileResult(out, lse), found)
     out, lse = (checkpoint_name(x, "attention.context") for x in (out.astype(q.dtype), lse))
     return out, (q, k, v, starts_BS, out, lse)
 
 
-def _added(before: jax.Array, so_far: Result, found: Result) -> Result:
+def _added(before: jax.Array, so_far: TileResult, found: TileResult) -> TileResult:
     """The result with the two tiles of a round merged into it."""
     (out1, out2), (lse1, lse2) = _halves(so_far.out), _halves(so_far.lse)
     (a, b), (lse_a, lse_b) = jnp.split(found.out, 2), jnp.split(found.lse, 2)
-    out2, lse2 = merged(Result(out2, lse2), Result(a, lse_a))
-    mine = Result(jnp.where(before, out1, out2), jnp.where(before, lse1, lse2))
-    out, lse = merged(mine, Result(b, lse_b))
+    out2, lse2 = merged(TileResult(out2, lse2), TileResult(a, lse_a))
+    mine = TileResult(jnp.where(before, out1, out2), jnp.where(before, lse1, lse2))
+    out, lse = merged(mine, TileResult(b, lse_b))
     put = lambda new, first, second: jnp.concatenate(  # noqa: E731
         [jnp.where(before, new, first), jnp.where(before, second, new)], 1
     )
-    return Result(put(out, out1, out2), put(lse, lse1, lse2))
+    return TileResult(put(out, out1, out2), put(lse, lse1, lse2))
 
 
 def _backward(window: int | None, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:

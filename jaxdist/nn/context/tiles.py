@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     starts_BS: jax.Array | None
 
 
-class Result(NamedTuple):
+class TileResult(NamedTuple):
     """out: [B, S, n, G, K], in at least fp32. lse: [B, S, n, G]."""
 
     out: jax.Array
@@ -50,12 +50,12 @@ def _scores(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> jax.Array:
     return scores if mask is None else scores + mask
 
 
-def tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> Result:
+def tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> TileResult:
     """The attention of these queries over these keys alone. mask: of `hidden`; None: all keys are seen."""
     scores = _scores(q, k, mask)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - lse[..., None])
-    return Result(einsum_fp32("BnGST,BTnK->BSnGK", weights.astype(v.dtype), v), lse.transpose(0, 3, 1, 2))
+    return TileResult(einsum_fp32("BnGST,BTnK->BSnGK", weights.astype(v.dtype), v), lse.transpose(0, 3, 1, 2))
 
 
 def tile_gradients(
@@ -75,11 +75,11 @@ def tile_gradients(
     return einsum_fp32("BnGST,BTnK->BSnGK", dscores, k), einsum_fp32("BnGST,BSnGK->BTnK", dscores, q), dv
 
 
-def merged(a: Result, b: Result) -> Result:
+def merged(a: TileResult, b: TileResult) -> TileResult:
     """The attention over the keys of both, for the same queries."""
     lse = jnp.logaddexp(a.lse, b.lse)
     shares = (jnp.exp(each.lse - lse)[..., None] * each.out for each in (a, b))
-    return Result(sum(shares, start=jnp.zeros_like(a.out)), lse)
+    return TileResult(sum(shares, start=jnp.zeros_like(a.out)), lse)
 
 
 def delta_of(out: jax.Array, dout: jax.Array) -> jax.Array:

@@ -9,17 +9,9 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.init import check_divisible
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import (
-    PyTree,
-    check_divisible,
-    entry_axes,
-    path_name,
-    shard_count,
-    spec_axes,
-    spec_leaves,
-    without_idle,
-)
+from jaxdist.specs import PyTree, entry_axes, path_name, shard_count, spec_axes, spec_leaves, without_idle
 
 
 class Row(NamedTuple):
