@@ -103,6 +103,23 @@ class Head(nnx.Module):
         return total, weights_BS.sum()
 
 
+class HeadByPosition(Head):
+    """A head whose evaluations also give the loss of equal parts of a text's positions, of the first ones first."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, sequence: bool) -> None:
+        super().__init__(config, rngs, sequence=sequence)
+        self.parts = config.position_losses
+
+    def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """loss_from_P, for the positions from P of a document on."""
+        weights_BS, documents = batch["weights"], _documents(batch)
+        length = weights_BS.shape[1]
+        positions = jnp.arange(length, dtype=jnp.int32) if documents is None else documents.positions()
+        part_BS = jnp.broadcast_to(positions * self.parts // length, weights_BS.shape)
+        own = lambda part: {**batch, "weights": jnp.where(part_BS == part, weights_BS, jnp.zeros_like(weights_BS))}  # noqa: E731
+        return {f"loss_from_{i * length // self.parts}": self(h_BSD, own(i), embed) for i in range(self.parts)}
+
+
 def _scaling(config: ModelConfig) -> RopeScaling | None:
     if config.rope_type == "default":
         return None
@@ -144,7 +161,8 @@ class GPT(nnx.Module):
     ) -> None:
         self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
         self.blocks = nnx.List([_block(config, rngs, matmul, context) for _ in range(config.layers)])
-        self.head = Head(config, rngs, sequence=matmul["sequence"])
+        kind = HeadByPosition if config.position_losses else Head
+        self.head = kind(config, rngs, sequence=matmul["sequence"])
 
 
 def gpt(

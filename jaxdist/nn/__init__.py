@@ -6,6 +6,7 @@ Layers read sizes and dtypes from their arrays, so that the same code runs on a 
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention import Attention, CrossAttention, QKVProjection, why_not_cudnn
 from jaxdist.nn.block import Block
+from jaxdist.nn.context.positions import own_context
 from jaxdist.nn.dropout import dropout, dropout_heads
 from jaxdist.nn.embedding import (
     PositionEmbed,
@@ -31,7 +32,7 @@ __all__ = [
     "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "Linear", "ModelDef",
     "PositionEmbed", "QKVProjection", "RMSNorm", "RowParallelLinear", "TypeEmbed", "VocabBias", "VocabEmbed",
     "VocabHead", "add_bias", "chunked_cross_entropy", "counted_targets", "dropout", "dropout_heads", "first_position",
-    "gelu_erf", "label_accuracy", "label_cross_entropy", "loss_chunk", "make_norm", "model_def", "normal", "param",
+    "gelu_erf", "label_accuracy", "label_cross_entropy", "loss_chunk", "make_norm", "model_def", "normal", "own_context", "param",
     "product", "vocab_argmax", "vocab_cross_entropy", "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn",
     "zeros",
 ]  # fmt: skip

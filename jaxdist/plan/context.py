@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxdist.config.rules.transformer import CONTEXT_FORMS, context_form
 from jaxdist.config.schema import Config
 from jaxdist.precision.policy import accumulation_dtype, precision_of
@@ -49,7 +51,7 @@ def context_text(config: Config) -> str | None:
     sizes = {"context": mesh.context, "tensor": mesh.tensor}
     if (form := context_form(config, model, sizes)) is None:
         return None
-    dtype = precision_of(config.precision).compute
+    dtype = jnp.dtype(precision_of(config.precision).compute)
     of_a_head = (model.head_width or model.width // model.heads) * dtype.itemsize / mesh.tensor
     heads, kv_heads = model.heads, model.kv_heads or model.heads
     costs = {

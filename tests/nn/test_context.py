@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import re
 import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,12 +40,18 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn.context import ring, tiles
-from jaxdist.plan.context import traffic
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StepOptions
+from jaxdist.plan.context import context_text, traffic
+from jaxdist.plan.report.draw_context import draw_context, rounds_of_tiles
+from jaxdist.plan.report.draw_rounds import data_of
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.specs import has_shards
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
+from jaxdist.trainer.evaluation import make_eval_step
 
+ROOT = Path(__file__).parents[2]
 FORMS = ("all_to_all", "gather", "ring")
 
 
@@ -294,3 +302,45 @@ def test_a_ring_is_refused_in_conditions() -> None:
     step = make_train_step(model, tx, mesh, schedule="one_f_one_b", microbatches=2)
     with pytest.raises(UserError, match="parallel.context: ring sends inside a pipeline's stages"):
         step.lower(state_target(model, tx, mesh), batch_shapes())
+
+
+def test_the_picture_has_every_tile_of_the_mask_once() -> None:
+    for devices in (2, 3, 4, 8):
+        tiles = rounds_of_tiles(devices)
+        assert tiles.keys() == {(q, k) for q in range(2 * devices) for k in range(q + 1)}
+        work = Counter(tiles.values())
+        assert set(work) == {(device, i) for device in range(devices) for i in range(devices)}
+        assert all(count == (2 if i else 3) for (_, i), count in work.items())  # the own chunks: two halves and a whole
+    kept = (ROOT / "docs" / "pictures" / "context.svg").read_text(encoding="utf-8")
+    assert data_of(draw_context()) == data_of(kept), "run scripts/docs/draw_context.py"
+
+
+def test_losses_by_position_add_up_to_the_loss() -> None:
+    config = model_config(LLAMA).replace(position_losses=4)
+    model, mesh = gpt(config, max_length=SEQ, context="all_to_all"), make_mesh(context=2)
+    params = init_state(model, optax.sgd(0.1), mesh).params
+    batch = make_batch(8, 0, documents=True)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+    found = make_eval_step(model, mesh, specs, get_strategy(StepOptions()))(params, batch)
+    parts = {name: found[name] for name in found if name != "loss"}
+    assert list(parts) == ["loss_from_0", "loss_from_12", "loss_from_4", "loss_from_8"]
+    for i in range(2):
+        assert sum(float(part[i]) for part in parts.values()) == pytest.approx(float(found["loss"][i]), rel=1e-5)
+    at = np.arange(SEQ) - batch["documents"]
+    assert float(parts["loss_from_4"][1]) == batch["weights"][(at >= 4) & (at < 8)].sum()
+
+
+def test_explain_says_what_a_token_costs() -> None:
+    def line(*overrides: str) -> str | None:
+        always = (
+            "mesh={data: 1, fsdp: 1, tensor: 2, context: 4}",
+            "model={name: gpt, heads: 8, kv_heads: 8, width: 64}",
+        )
+        return context_text(load_config("configs/quickstart.yaml", [*always, *overrides], planned=True))
+
+    # Of a device: 4 heads of 8 values in fp32 are 128 bytes of queries, 256 of keys and values.
+    assert line("memory.remat=full") == (
+        "context=4: of each token and block a device sends 1.12 KiB for attention by all_to_all (2.25 KiB by gather,"
+        " 3.00 KiB by ring)"
+    )
+    assert line("mesh.context=1") is None

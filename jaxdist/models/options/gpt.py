@@ -63,6 +63,13 @@ class Options(ModelConfig):
     attention: str = attention_setting()
     scan_blocks: int = scan_blocks_setting()
     loss_chunk: int | None = loss_chunk_setting()
+    position_losses: int = setting(
+        0,
+        "evaluations also give the loss of so many equal parts of a text's positions",
+        at_least=0,
+        at_most=64,
+        how=True,
+    )
 
     def resolved(self) -> Self:
         """Every None replaced by what the style implies, but for `loss_chunk`."""
