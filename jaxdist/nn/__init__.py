@@ -32,7 +32,7 @@ __all__ = [
     "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "Linear", "ModelDef",
     "PositionEmbed", "QKVProjection", "RMSNorm", "RowParallelLinear", "TypeEmbed", "VocabBias", "VocabEmbed",
     "VocabHead", "add_bias", "chunked_cross_entropy", "counted_targets", "dropout", "dropout_heads", "first_position",
-    "gelu_erf", "label_accuracy", "label_cross_entropy", "loss_chunk", "make_norm", "model_def", "normal", "own_context", "param",
-    "product", "vocab_argmax", "vocab_cross_entropy", "vocab_logits", "whole_sequence", "whole_vocab", "why_not_cudnn",
-    "zeros",
+    "gelu_erf", "label_accuracy", "label_cross_entropy", "loss_chunk", "make_norm", "model_def", "normal",
+    "own_context", "param", "product", "vocab_argmax", "vocab_cross_entropy", "vocab_logits", "whole_sequence",
+    "whole_vocab", "why_not_cudnn", "zeros",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from flax import nnx
 from layouts import (
     SEQ,
     STRATEGIES,
@@ -39,6 +40,7 @@ from jaxdist.generation.generate import generate
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.nn import Attention
 from jaxdist.nn.context import ring, tiles
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
@@ -344,3 +346,18 @@ def test_explain_says_what_a_token_costs() -> None:
         " 3.00 KiB by ring)"
     )
     assert line("mesh.context=1") is None
+
+
+@pytest.mark.parametrize(
+    ("context", "seen", "text"), [("gather", True, "a key mask is not split"), (None, False, "Attention(..., context=")]
+)
+def test_attention_that_is_not_split_is_one_line(context: str | None, seen: bool, text: str) -> None:
+    def region() -> jax.Array:
+        layer = Attention(nnx.Rngs(0), 16, 2, 2, bias=False, context=context)
+        h, keys = jnp.zeros((1, 4, 16)), jax.random.split(jax.random.key(0), 1)
+        return layer(h, keys, jnp.ones((1, 8), bool) if seen else None)
+
+    with pytest.raises(UserError, match=re.escape(text)):
+        jax.eval_shape(
+            jax.shard_map(region, mesh=abstract_mesh(context=2), in_specs=(), out_specs=jax.P(None, "context"))
+        )

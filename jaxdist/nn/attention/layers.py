@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.errors import UserError
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
@@ -79,8 +80,16 @@ def _attend_over_context(
 
     seen: `PackedDocuments`, or None.
     """
-    assert layer.causal and layer.context is not None, "only causal attention is split over context"
-    assert seen is None or isinstance(seen, PackedDocuments), "a key mask is not split over context"
+    if layer.context is None or not layer.causal:
+        raise UserError(
+            "context: this attention is not split over the mesh axis context; allowed: causal attention that is built"
+            " for it, as Attention(..., context='all_to_all'), or a mesh with context=1"
+        )
+    if seen is not None and not isinstance(seen, PackedDocuments):
+        raise UserError(
+            "context: a key mask is not split over the mesh axis context; allowed: none, PackedDocuments, or a mesh"
+            " with context=1"
+        )
     if layer.context == RING:
         starts_BS = None if seen is None else seen.starts_BS
         return _projected(layer, ring_attention(q, k, v, starts_BS, window=layer.window))
