@@ -45,7 +45,8 @@ def run_foreign(loss: Any, params: Any = None, batch: Any = None, **options: Any
 def test_axes_that_no_layer_uses_are_refused(sizes: dict[str, int]) -> None:
     mesh = make_mesh(**sizes)
     with pytest.raises(
-        UserError, match=f"mesh.{next(iter(sizes))}: .*(has one stage|no layer of the model uses this axis)"
+        UserError,
+        match=f"mesh.{next(iter(sizes))}: .*(has one stage|no layer of the model uses this axis|no attention of the model is split)",
     ):
         make_train_step(MODEL, SGD, mesh)(init_state(MODEL, SGD, mesh), make_batch())
 
@@ -54,7 +55,7 @@ def test_state_of_another_strategy() -> None:
     mesh = make_mesh(fsdp=8)
     state = init_state({"w": jnp.ones((8,))}, SGD, mesh, strategy="zero3")
     step = make_train_step(lambda p, b, k: ((b * p["w"]).sum(), 1.0), SGD, mesh, strategy="ddp")
-    with pytest.raises(UserError, match="'ddp' was given shards over fsdp"):
+    with pytest.raises(UserError, match="'ddp' was given shards"):
         step(state, np.ones((8, 1), np.float32))
 
 

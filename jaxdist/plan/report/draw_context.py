@@ -15,7 +15,7 @@ from jaxdist.nn.context.positions import chunks_of
 from jaxdist.nn.context.ring import keys_of_round, queries_of_round
 from jaxdist.plan.report.draw_rounds import INK, LINE, MUTED, STYLE, svg_text
 
-DEVICES = 4
+DRAWN = 4
 _COLOURS = ("#9cc3ea", "#f3c690", "#a8d8b4", "#e3b1d3")
 
 
@@ -33,7 +33,7 @@ def rounds_of_tiles(devices: int) -> dict[tuple[int, int], tuple[int, int]]:
     return found
 
 
-def draw_context(devices: int = DEVICES) -> str:
+def draw_context(devices: int = DRAWN) -> str:
     """The picture: a strip of chunks, and below it the causal mask in tiles."""
     tiles, chunks = rounds_of_tiles(devices), 2 * devices
     with matplotlib.rc_context(STYLE):
