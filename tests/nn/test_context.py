@@ -162,7 +162,7 @@ REMATS = ("none", "full", ("attention.context",), ("attention.out",))
 def small(context: int, form: str | None, *, tensor: int = 1, **model: Any) -> tuple[Any, Any]:
     """(model, mesh)."""
     config = ModelConfig(
-        style="llama", layers=BLOCKS, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, vocab=VOCAB, mlp_width=64, **model
+        style="llama", layers=BLOCKS, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, mlp_width=64, **{"vocab": VOCAB, **model}
     )
     mesh = make_mesh(context=context, tensor=tensor, devices=jax.devices()[: context * tensor])
     return gpt(config.resolved(), max_length=SEQ, context=form), mesh
@@ -241,22 +241,22 @@ def test_state_is_split_over_fsdp_and_context(strategy: str) -> None:
         assert own * 8 == whole > 20_000
 
 
-def test_generation_and_evaluation_are_those_of_one_device() -> None:
-    """Generation counts the devices of context to fsdp."""
-    model, mesh = small(4, "all_to_all")
-    alone, single = small(1, None)
-    params = jax.tree.map(np.asarray, init_state(alone, optax.sgd(0.1), single).params)
-    target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
-    split = place_params(params, optax.sgd(0.1), target).params
-    prompts = [[1, 2, 3], [4, 5], [6], [7], [8]]
-    given: Any = {"max_tokens": 6, "temperature": 0.0}
-    want = generate(
-        alone,
-        place_params(params, optax.sgd(0.1), state_target(alone, optax.sgd(0.1), single)).params,
-        prompts,
-        **given,
-    )
-    assert [each.ids for each in generate(model, split, prompts, **given)] == [each.ids for each in want]
+@pytest.mark.parametrize(("context", "pipe"), [(4, 1), (2, 2)])
+def test_generation_is_that_of_one_device(context: int, pipe: int) -> None:
+    """Generation counts the devices of context to fsdp. A vocabulary of 49 is whole on all stages of a pipeline, and
+    the columns of its table are split over context and pipe."""
+    (model, _), mesh = small(context, "all_to_all", vocab=49), make_mesh(context=context, pipe=pipe)
+    alone, single = small(1, None, vocab=49)
+    drawn = init_state(alone, optax.sgd(0.1), single).params
+    params = jax.tree.map(lambda leaf: np.linspace(1, 2, leaf.size, dtype=leaf.dtype).reshape(leaf.shape) * leaf, drawn)
+
+    def texts(model: Any, mesh: Any, **given: Any) -> list[Any]:
+        target = state_target(model, optax.sgd(0.1), mesh, **given)
+        placed = place_params(params, optax.sgd(0.1), target).params
+        found = generate(model, placed, [[1, 2, 3], [4, 5], [6], [7], [8]], max_tokens=6, temperature=0.0)
+        return [each.ids for each in found]
+
+    assert texts(model, mesh, strategy="zero3") == texts(alone, single)
 
 
 REFUSED = {
