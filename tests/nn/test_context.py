@@ -31,7 +31,7 @@ from layouts import (
 )
 from levels import levels
 
-from jaxdist.build import form_of
+from jaxdist.build import attention_of, form_of
 from jaxdist.collectives import to_varying
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
@@ -48,6 +48,7 @@ from jaxdist.plan.context import context_text, traffic
 from jaxdist.plan.report.draw_context import draw_context, rounds_of_tiles
 from jaxdist.plan.report.draw_rounds import data_of
 from jaxdist.plan.traced.ledger import ledger
+from jaxdist.precision.policy import precision_of
 from jaxdist.specs import has_shards
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
@@ -162,7 +163,13 @@ REMATS = ("none", "full", ("attention.context",), ("attention.out",))
 def small(context: int, form: str | None, *, tensor: int = 1, **model: Any) -> tuple[Any, Any]:
     """(model, mesh)."""
     config = ModelConfig(
-        style="llama", layers=BLOCKS, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, mlp_width=64, **{"vocab": VOCAB, **model}
+        style="llama",
+        layers=BLOCKS,
+        width=WIDTH,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        mlp_width=64,
+        **{"vocab": VOCAB, **model},
     )
     mesh = make_mesh(context=context, tensor=tensor, devices=jax.devices()[: context * tensor])
     return gpt(config.resolved(), max_length=SEQ, context=form), mesh
@@ -297,6 +304,30 @@ def test_a_model_that_was_not_built_for_it_is_refused() -> None:
     model, mesh = small(2, None)
     with pytest.raises(UserError, match="context='all_to_all'"):
         make_train_step(model, optax.sgd(0.1), mesh)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"context": "rings"}, "context: 'rings' is none; allowed: all_to_all, gather, ring"),
+        ({"context": "gather", "causal": False}, "context: 'gather' is for causal attention"),
+        ({"context": "ring", "dropout": 0.1}, "context: 'ring' drops nothing, and dropout is 0.1"),
+    ],
+)
+def test_a_layer_says_what_it_cannot(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(text)):
+        Attention(nnx.Rngs(0), WIDTH, HEADS, HEADS, bias=False, **given)
+
+
+def test_a_ring_has_no_kernel_of_cudnn() -> None:
+    always = ("mesh={data: 1, fsdp: 1, tensor: 1, context: 4}", "model={name: gpt, heads: 4, width: 64}")
+    for form in ("ring", "gather"):
+        config = load_config("configs/quickstart.yaml", [*always, f"parallel.context={form}"], planned=True)
+        why = f"attention over mesh.context 4 goes by {form}, which computes scores in plain XLA"
+        assert attention_of(config, precision_of(config.precision), abstract_mesh(context=4)) == ("xla", why)
+        asked = dataclasses.replace(config, model=config.model.replace(attention="cudnn"))
+        with pytest.raises(UserError, match=re.escape(why)):
+            attention_of(asked, precision_of(config.precision), abstract_mesh(context=4))
 
 
 def test_a_ring_is_refused_in_conditions() -> None:
