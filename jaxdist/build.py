@@ -107,6 +107,8 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
             masked=(config.data.seq_len,) if ModelFacts.of(model.name).key_mask or config.data.apart else (),
             window=getattr(model, "window", None),
         )
+    if (form := form_of(config)) in ("gather", "ring"):
+        why = f"attention over mesh.context {config.mesh.context} goes by {form}, which computes scores in plain XLA"
     if model.attention == "cudnn" and why is not None:
         raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")
     return ("cudnn" if why is None else "xla"), why

@@ -45,10 +45,12 @@ def whole_sequences(mesh: Mesh, specs: PyTree) -> tuple[Mesh, PyTree]:
 
     def one(spec: P) -> P:
         shard, both = shard_of(spec), math.prod(mesh.shape[axis] for axis in SHARD_AXES)
-        kept = ("fsdp",) if shard and shard.parts(mesh) == both else ()
-        entries = [tuple(axis for axis in entry if axis not in SHARD_AXES) for entry in axes_by_dim(spec, len(spec))]
-        if shard:
-            entries[shard.dim] += kept
+        first = shard.axes[0] if shard and shard.parts(mesh) == both else None
+        # Its place in an entry counts: one over (fsdp, context, pipe) is in order over (fsdp, pipe) only.
+        entries = [
+            tuple("fsdp" if axis == first else axis for axis in entry if axis == first or axis not in SHARD_AXES)
+            for entry in axes_by_dim(spec, len(spec))
+        ]
         return from_entries(entries)
 
     return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES)), map_specs(one, specs)

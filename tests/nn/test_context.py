@@ -31,7 +31,7 @@ from layouts import (
 )
 from levels import levels
 
-from jaxdist.build import form_of
+from jaxdist.build import attention_of, form_of
 from jaxdist.collectives import to_varying
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
@@ -48,6 +48,7 @@ from jaxdist.plan.context import context_text, traffic
 from jaxdist.plan.report.draw_context import draw_context, rounds_of_tiles
 from jaxdist.plan.report.draw_rounds import data_of
 from jaxdist.plan.traced.ledger import ledger
+from jaxdist.precision.policy import precision_of
 from jaxdist.specs import has_shards
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
@@ -162,7 +163,13 @@ REMATS = ("none", "full", ("attention.context",), ("attention.out",))
 def small(context: int, form: str | None, *, tensor: int = 1, **model: Any) -> tuple[Any, Any]:
     """(model, mesh)."""
     config = ModelConfig(
-        style="llama", layers=BLOCKS, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, vocab=VOCAB, mlp_width=64, **model
+        style="llama",
+        layers=BLOCKS,
+        width=WIDTH,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        mlp_width=64,
+        **{"vocab": VOCAB, **model},
     )
     mesh = make_mesh(context=context, tensor=tensor, devices=jax.devices()[: context * tensor])
     return gpt(config.resolved(), max_length=SEQ, context=form), mesh
@@ -241,22 +248,22 @@ def test_state_is_split_over_fsdp_and_context(strategy: str) -> None:
         assert own * 8 == whole > 20_000
 
 
-def test_generation_and_evaluation_are_those_of_one_device() -> None:
-    """Generation counts the devices of context to fsdp."""
-    model, mesh = small(4, "all_to_all")
-    alone, single = small(1, None)
-    params = jax.tree.map(np.asarray, init_state(alone, optax.sgd(0.1), single).params)
-    target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
-    split = place_params(params, optax.sgd(0.1), target).params
-    prompts = [[1, 2, 3], [4, 5], [6], [7], [8]]
-    given: Any = {"max_tokens": 6, "temperature": 0.0}
-    want = generate(
-        alone,
-        place_params(params, optax.sgd(0.1), state_target(alone, optax.sgd(0.1), single)).params,
-        prompts,
-        **given,
-    )
-    assert [each.ids for each in generate(model, split, prompts, **given)] == [each.ids for each in want]
+@pytest.mark.parametrize(("context", "pipe"), [(4, 1), (2, 2)])
+def test_generation_is_that_of_one_device(context: int, pipe: int) -> None:
+    """Generation counts the devices of context to fsdp. A vocabulary of 49 is whole on all stages of a pipeline, and
+    the columns of its table are split over context and pipe."""
+    (model, _), mesh = small(context, "all_to_all", vocab=49), make_mesh(context=context, pipe=pipe)
+    alone, single = small(1, None, vocab=49)
+    drawn = init_state(alone, optax.sgd(0.1), single).params
+    params = jax.tree.map(lambda leaf: np.linspace(1, 2, leaf.size, dtype=leaf.dtype).reshape(leaf.shape) * leaf, drawn)
+
+    def texts(model: Any, mesh: Any, **given: Any) -> list[Any]:
+        target = state_target(model, optax.sgd(0.1), mesh, **given)
+        placed = place_params(params, optax.sgd(0.1), target).params
+        found = generate(model, placed, [[1, 2, 3], [4, 5], [6], [7], [8]], max_tokens=6, temperature=0.0)
+        return [each.ids for each in found]
+
+    assert texts(model, mesh, strategy="zero3") == texts(alone, single)
 
 
 REFUSED = {
@@ -297,6 +304,30 @@ def test_a_model_that_was_not_built_for_it_is_refused() -> None:
     model, mesh = small(2, None)
     with pytest.raises(UserError, match="context='all_to_all'"):
         make_train_step(model, optax.sgd(0.1), mesh)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"context": "rings"}, "context: 'rings' is none; allowed: all_to_all, gather, ring"),
+        ({"context": "gather", "causal": False}, "context: 'gather' is for causal attention"),
+        ({"context": "ring", "dropout": 0.1}, "context: 'ring' drops nothing, and dropout is 0.1"),
+    ],
+)
+def test_a_layer_says_what_it_cannot(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(text)):
+        Attention(nnx.Rngs(0), WIDTH, HEADS, HEADS, bias=False, **given)
+
+
+def test_a_ring_has_no_kernel_of_cudnn() -> None:
+    always = ("mesh={data: 1, fsdp: 1, tensor: 1, context: 4}", "model={name: gpt, heads: 4, width: 64}")
+    for form in ("ring", "gather"):
+        config = load_config("configs/quickstart.yaml", [*always, f"parallel.context={form}"], planned=True)
+        why = f"attention over mesh.context 4 goes by {form}, which computes scores in plain XLA"
+        assert attention_of(config, precision_of(config.precision), abstract_mesh(context=4)) == ("xla", why)
+        asked = dataclasses.replace(config, model=config.model.replace(attention="cudnn"))
+        with pytest.raises(UserError, match=re.escape(why)):
+            attention_of(asked, precision_of(config.precision), abstract_mesh(context=4))
 
 
 def test_a_ring_is_refused_in_conditions() -> None:

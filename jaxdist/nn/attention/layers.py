@@ -14,7 +14,7 @@ from jaxdist.errors import UserError
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
-from jaxdist.nn.context.forms import OVER_CONTEXT, RING
+from jaxdist.nn.context.forms import OVER_CONTEXT, RING, check_form
 from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import ring_attention
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
@@ -146,7 +146,7 @@ class Attention(nnx.Module):
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         assert causal or window is None, "a window of positions on both sides is not there"
-        assert context != RING or not dropout, "the ring drops nothing"
+        check_form(context, causal=causal, dropout=dropout)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
         head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)
