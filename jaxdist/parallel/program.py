@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.collectives import active_axes
 from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import refuse_stages
@@ -99,6 +100,16 @@ def program_and_region(
     return user_program(model, strategy, specs, mesh, options), unchecked_region
 
 
+def _check_own_positions(h: jax.Array, batch: PyTree) -> None:
+    """Raise `UserError` for an embedding that gives all positions where each device of `context` has its own."""
+    lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch) if leaf.ndim > 1}
+    if active_axes("context") and h.ndim > 1 and h.shape[1] in lengths:
+        raise UserError(
+            f"embed: gives all {h.shape[1]} positions of a sample, and each device of context has its own; take these"
+            " in embedding and head by jaxdist.nn.own_context(batch['inputs'], dim=1)"
+        )
+
+
 def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: StepOptions | None = None) -> Program:
     """The program of a model. Its microbatches are dicts of arrays [b, ...]; "keys" holds a dropout key per sample.
 
@@ -126,7 +137,9 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
     def embed(diff: PyTree, captured: PyTree, batch: PyTree) -> jax.Array:
         with jax.named_scope("embed"):
             params = strategy.gather(diff, captured, units.specs["embed"])
-        return units.run("embed", model.embed, params, batch, fold(batch["keys"], EMBED_LAYER))
+        h: jax.Array = units.run("embed", model.embed, params, batch, fold(batch["keys"], EMBED_LAYER))
+        _check_own_positions(h, batch)
+        return h
 
     embed = rematerialise(embed, options.remat, gathers=units.gathers_again("embed"), in_scan=False)
 

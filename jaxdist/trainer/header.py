@@ -125,6 +125,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         f"{jax.process_count()} {plural('process', jax.process_count())}{f', {idle} more idle' if idle else ''})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
+        + (f", attention by {form}" if (form := getattr(parts.model, "context", None)) else "")
         + (", prefetching" if parts.options.prefetch else ""),
         "state": f"{near:.2f} MiB a device ({'anchor, ' if parallel.local.on else ''}parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),

@@ -305,7 +305,7 @@ WRONG = [
     (["model.mlp_width=33"], r"mesh.tensor: 2 does not divide model.mlp_width 33; tensor sizes that work: 1; .*32, 34"),
     (["data.source=text"], r"data.source: 'text' gives inputs, targets, weights, and model.name 'vit' takes image, l"),
     (["data.source=lines"], r".*attention_mask, label, and model.name 'vit' .*; allowed: digits, images, iterable; or"),
-    (["mesh.context=2"], r"mesh.context: 2 is given, but no layer of model vit uses this axis"),
+    (["mesh.context=2"], r"mesh.context: 2 is given, but no attention of model vit is split over this axis"),
     (["parallel.sequence_parallel=true"], r"parallel.sequence_parallel: true needs a model that .*'vit' takes no such"),
 ]
 

@@ -40,7 +40,7 @@ from jaxdist.generation.generate import generate
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.nn import Attention
+from jaxdist.nn import Attention, model_def, normal, own_context
 from jaxdist.nn.context import ring, tiles
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
@@ -392,3 +392,47 @@ def test_attention_that_is_not_split_is_one_line(context: str | None, seen: bool
         jax.eval_shape(
             jax.shard_map(region, mesh=abstract_mesh(context=2), in_specs=(), out_specs=jax.P(None, "context"))
         )
+
+
+class Ids(nnx.Module):
+    """An embedding of ids that takes this device's positions, or forgets to."""
+
+    def __init__(self, rngs: nnx.Rngs, *, own: bool) -> None:
+        self.table, self.own = normal(rngs, (VOCAB, 16), 0.1, (None, None)), own
+
+    def __call__(self, batch: Any, keys: jax.Array) -> jax.Array:
+        found = self.table[...][batch["inputs"]]
+        return own_context(found, dim=1) if self.own else found
+
+
+class Squares(nnx.Module):
+    """A head that reads no positions of the batch."""
+
+    def __call__(self, h: jax.Array, batch: Any, embed: Any) -> tuple[jax.Array, jax.Array]:
+        return (h**2).sum(), jnp.ones((), h.dtype)
+
+
+class Alone(nnx.Module):
+    """A block of one attention."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention = Attention(rngs, 16, 2, 2, bias=False, context="ring")
+
+    def __call__(self, h: jax.Array, keys: jax.Array) -> jax.Array:
+        return h + self.attention(h, keys)
+
+
+class Own(nnx.Module):
+    """A model of somebody else's."""
+
+    def __init__(self, rngs: nnx.Rngs, *, own: bool) -> None:
+        self.embed, self.blocks, self.head = Ids(rngs, own=own), nnx.List([Alone(rngs)]), Squares()
+
+
+def test_an_embedding_that_forgets_its_positions_is_one_line() -> None:
+    tx, mesh, batch = optax.sgd(0.1), make_mesh(context=2), make_batch(4, 0)
+    model = model_def(lambda rngs: Own(rngs, own=True))
+    make_train_step(model, tx, mesh).lower(state_target(model, tx, mesh), batch)
+    model = model_def(lambda rngs: Own(rngs, own=False))
+    with pytest.raises(UserError, match="embed: gives all 16 positions of a sample"):
+        make_train_step(model, tx, mesh).lower(state_target(model, tx, mesh), batch)

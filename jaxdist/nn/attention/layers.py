@@ -14,7 +14,7 @@ from jaxdist.errors import UserError
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
-from jaxdist.nn.context.forms import OVER_CONTEXT, RING, check_form
+from jaxdist.nn.context.forms import OVER_CONTEXT, RING, check_context_form
 from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import ring_attention
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
@@ -146,7 +146,7 @@ class Attention(nnx.Module):
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         assert causal or window is None, "a window of positions on both sides is not there"
-        check_form(context, causal=causal, dropout=dropout)
+        check_context_form(context, causal=causal, dropout=dropout)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
         head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)
@@ -217,6 +217,11 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, h_BSD: jax.Array, memory_BTM: jax.Array, keys_B: jax.Array, seen_BT: jax.Array | None = None
     ) -> jax.Array:
-        """memory_BTM: cast to the dtype of h. seen_BT: a key mask, as in `attention`, of all of its positions."""
+        """memory_BTM: cast to the dtype of h. seen_BT: a key mask, as in `attention`, of all of its positions.
+
+        Raises `UserError` on a mesh with `context`.
+        """
+        if context_size() > 1:
+            raise UserError("context: cross-attention is not split over the mesh axis context; allowed: context=1")
         kv = self.kv(memory_BTM.astype(h_BSD.dtype))
         return _attend(self, self.q(h_BSD), kv[..., 0, :], kv[..., 1, :], keys_B, seen_BT, None)

@@ -64,7 +64,7 @@ OVER_CONTEXT: dict[str, Callable[[Attend, jax.Array, jax.Array, jax.Array], jax.
 RING = "ring"  # which has a kernel of its own
 
 
-def check_form(form: str | None, *, causal: bool, dropout: float) -> None:
+def check_context_form(form: str | None, *, causal: bool, dropout: float) -> None:
     """Raise `UserError` for a form that is none, or that the attention of a layer cannot have."""
     if form is None:
         return

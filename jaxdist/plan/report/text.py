@@ -67,7 +67,7 @@ def memory_text(explanation: Explanation) -> list[str]:
     kernel, why = explanation.attention
     if why is not None:
         text.append(
-            f"Traced with {kernel}'s attention, which stores all scores; cuDNN's, which does not, is not used: {why}"
+            f"Traced with {kernel}'s attention, whose scores are in memory; cuDNN's, whose are not, is not used: {why}"
         )
     if explanation.empty_rows:
         text.append(
