@@ -125,6 +125,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, target, mutant = MUTANTS[name]
@@ -182,15 +183,15 @@ def batch_shapes() -> dict[str, jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize("remat", REMATS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_ledger_has_what_the_closed_form_says(form: str, remat: Any) -> None:
-    for context in (2, 4, 8):
-        (model, mesh), tx = small(context, form), optax.sgd(0.1)
-        step = make_train_step(model, tx, mesh, remat=remat)
-        found = ledger(step, state_target(model, tx, mesh), batch_shapes())
-        sent = sum(each.wire_bytes for each in found.collectives if each.op != "psum")  # those sum gradients and loss
-        of_a_head = ROWS * SEQ // context * (WIDTH // HEADS) * 4
-        want = traffic(form, queries=HEADS * of_a_head, keys=2 * KV_HEADS * of_a_head, devices=context, remat=remat)
-        assert sent == BLOCKS * want.total
+@pytest.mark.parametrize("context", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
+def test_the_ledger_has_what_the_closed_form_says(context: int, form: str, remat: Any) -> None:
+    (model, mesh), tx = small(context, form), optax.sgd(0.1)
+    step = make_train_step(model, tx, mesh, remat=remat)
+    found = ledger(step, state_target(model, tx, mesh), batch_shapes())
+    sent = sum(each.wire_bytes for each in found.collectives if each.op != "psum")  # those sum gradients and loss
+    of_a_head = ROWS * SEQ // context * (WIDTH // HEADS) * 4
+    want = traffic(form, queries=HEADS * of_a_head, keys=2 * KV_HEADS * of_a_head, devices=context, remat=remat)
+    assert sent == BLOCKS * want.total
 
 
 def test_the_ring_sends_its_sums_in_fp32() -> None:
