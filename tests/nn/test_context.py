@@ -83,7 +83,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=11, slow=2), ids=str)
+@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=11, slow=3), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check_wide(case)
 
