@@ -111,13 +111,16 @@ class HeadByPosition(Head):
         self.parts = config.position_losses
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """loss_from_P, for the positions from P of a document on."""
+        """loss_from_P, for the positions from P of a document on, with zeros in front so that names are in order."""
         weights_BS, documents = batch["weights"], _documents(batch)
         length = weights_BS.shape[1]
         positions = jnp.arange(length, dtype=jnp.int32) if documents is None else documents.positions()
         part_BS = jnp.broadcast_to(positions * self.parts // length, weights_BS.shape)
         own = lambda part: {**batch, "weights": jnp.where(part_BS == part, weights_BS, jnp.zeros_like(weights_BS))}  # noqa: E731
-        return {f"loss_from_{i * length // self.parts}": self(h_BSD, own(i), embed) for i in range(self.parts)}
+        digits = len(str(length - 1))
+        return {
+            f"loss_from_{i * length // self.parts:0{digits}d}": self(h_BSD, own(i), embed) for i in range(self.parts)
+        }
 
 
 def _scaling(config: ModelConfig) -> RopeScaling | None:

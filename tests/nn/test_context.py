@@ -357,11 +357,11 @@ def test_losses_by_position_add_up_to_the_loss() -> None:
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     found = make_eval_step(model, mesh, specs, get_strategy(StepOptions()))(params, batch)
     parts = {name: found[name] for name in found if name != "loss"}
-    assert list(parts) == ["loss_from_0", "loss_from_12", "loss_from_4", "loss_from_8"]
+    assert list(parts) == ["loss_from_00", "loss_from_04", "loss_from_08", "loss_from_12"]
     for i in range(2):
         assert sum(float(part[i]) for part in parts.values()) == pytest.approx(float(found["loss"][i]), rel=1e-5)
     at = np.arange(SEQ) - batch["documents"]
-    assert float(parts["loss_from_4"][1]) == batch["weights"][(at >= 4) & (at < 8)].sum()
+    assert float(parts["loss_from_04"][1]) == batch["weights"][(at >= 4) & (at < 8)].sum()
 
 
 def test_explain_says_what_a_token_costs() -> None:
