@@ -22,6 +22,7 @@ from jaxdist.errors import UserError
 from jaxdist.files.regular import name_aside, open_regular, open_to_append, read_regular, replace_file
 
 _MARK = "/nonfinite"
+_NONFINITE = "nan", "inf", "-inf"  # the values of such keys
 
 
 def _encode(step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> bytes:
@@ -47,7 +48,9 @@ def _decode(line: bytes) -> dict[str, Any]:
     if not isinstance(step, int) or isinstance(step, bool) or not -(2**63) <= step < 2**63:
         raise ValueError('"step" is missing or not a whole number of 64 bits')
     for mark in [key for key in record if key.endswith(_MARK)]:
-        record[mark.removesuffix(_MARK)] = float(record.pop(mark))
+        if (text := record.pop(mark)) not in _NONFINITE:
+            raise ValueError(f"{mark[:80]!r} is {text[:40]!r}; allowed: {', '.join(_NONFINITE)}")
+        record[mark.removesuffix(_MARK)] = float(text)
     return record
 
 

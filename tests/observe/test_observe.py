@@ -124,14 +124,17 @@ def test_resume_without_file_and_new_run_over_an_old_one(tmp_path):
         b"\xff\n",
         pytest.param(b"[" * 9999 + b"\n", id="deep"),
         b'{"step": 2, "a/nonfinite": []}\n',
+        b'{"step": 2, "a/nonfinite": "1.5"}\n',
+        pytest.param(b'{"step": 2, "a/nonfinite": "' + b"[" * 3000 + b'"}\n', id="long"),
     ],
 )
 @pytest.mark.parametrize("rest", [b"", LINES[2], b'{"torn'])
 def test_a_bad_line_is_told_by_its_number_and_set_aside_on_resuming(tmp_path, bad, rest):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(LINES[0] + bad + rest)
-    with pytest.raises(UserError, match="metrics.jsonl, line 2:"):
+    with pytest.raises(UserError, match="metrics.jsonl, line 2:") as found:
         read_metrics(path)
+    assert len(str(found.value)) < 500
     said = []
     for aside in ("metrics.jsonl.damaged", "metrics.jsonl.damaged-2"):
         path.write_bytes(LINES[0] + bad + rest)
