@@ -164,8 +164,12 @@ def form_of(config: Config) -> str | None:
     """How attention goes over the mesh axis `context` (`context_form`)."""
     if config.mesh.context == 1:
         return None
-    model: Any = config.model.resolved() if hasattr(config.model, "resolved") else config.model
-    return context_form(config, model, asdict(config.mesh))
+    return context_form(config, resolved_model(config), asdict(config.mesh))
+
+
+def resolved_model(config: Config) -> Any:
+    """Section model with what its keys left open; as it is, for a model of somebody else's without such keys."""
+    return config.model.resolved() if hasattr(config.model, "resolved") else config.model
 
 
 def step_options(config: Config, mesh: AnyMesh) -> StepOptions:

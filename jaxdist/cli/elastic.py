@@ -195,8 +195,10 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _count(number: int, what: str, several: str = "") -> str:
-    return f"{number} {what if number == 1 else several or f'{what}s'}"
+def _count(number: int, what: str) -> str:
+    from jaxdist.trainer.header import plural
+
+    return f"{number} {plural(what, number)}"
 
 
 def _shares(staleness: dict[int, int]) -> str:
@@ -240,5 +242,5 @@ def _replay(events: list[dict[str, Any]], path: Path) -> int:
         return FAILED
     if again.wrong:
         return FAILED
-    print(f"the same bits: {'parameters and ' if ends else ''}{_count(again.losses, 'loss', 'losses')}")
+    print(f"the same bits: {'parameters and ' if ends else ''}{_count(again.losses, 'loss')}")
     return DONE

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxdist.config.entries import Entries, Section, named, with_options
 from jaxdist.config.rules.fields import parse_mixture, section, setting
 from jaxdist.config.rules.remat import MODES, NAMES
+from jaxdist.config.rules.transformer import CONTEXT_FORMS
 from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.init import InitConfig
@@ -165,7 +166,7 @@ class ParallelConfig:
         "auto",
         "how attention goes over the mesh axis context; auto: all_to_all where it divides the key/value heads, else"
         " ring, or gather with dropout: docs/long_context.md",
-        choices=("auto", "all_to_all", "gather", "ring"),
+        choices=("auto", *CONTEXT_FORMS),
     )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")
     grad_sync: GradSync = section(GradSync, "how gradients are reduced")

@@ -21,6 +21,7 @@ from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.data.text.tokenizer import open_model, package, vocab_of
 from jaxdist.errors import UserError
+from jaxdist.files.user_path import user_path
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
 _BY_DOCUMENT = "documents with int(SHA-256 of the text, first 8 bytes) / 2**64 < limit"
@@ -56,11 +57,7 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
     """All files of the inputs, in order. Of a folder, the files that the source `text` reads, by relative path."""
     found = []
     for name in inputs:
-        path = Path(name)
-        try:
-            path = path.expanduser()
-        except RuntimeError as error:  # there is no such home
-            raise UserError(f"INPUT: {str(path)!r}: {error}; give the whole path") from error
+        path = user_path(name, key="INPUT")
         with readable("INPUT", path):
             if not path.exists():
                 raise UserError(f"INPUT: {str(path)!r} does not exist; give text or .jsonl files or folders of them")

@@ -106,4 +106,4 @@ class Units(NamedTuple):
         if self.model.collective_matmul:
             check_conditions(pipeline_cond=taken)
         if self.model.context == "ring" and active_axes("context"):
-            check_conditions(pipeline_cond=taken, key="context", value="ring")
+            check_conditions(pipeline_cond=taken, setting="context: ring", allowed="all_to_all, gather")

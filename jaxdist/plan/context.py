@@ -1,10 +1,12 @@
 """What attention sends over the mesh axis `context`: closed forms, which tests compare with the ledger."""
 
+from dataclasses import asdict
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxdist.config.rules.transformer import CONTEXT_FORMS, context_form
+from jaxdist.build import form_of, resolved_model
+from jaxdist.config.rules.transformer import CONTEXT_FORMS, shares_heads
 from jaxdist.config.schema import Config
 from jaxdist.precision.policy import accumulation_dtype, precision_of
 from jaxdist.specs import format_bytes
@@ -47,10 +49,9 @@ def traffic(
 
 def context_text(config: Config) -> str | None:
     """A line that says what a token costs in each form; None where `context` is off."""
-    model, mesh = config.model.resolved() if hasattr(config.model, "resolved") else config.model, config.mesh
-    sizes = {"context": mesh.context, "tensor": mesh.tensor}
-    if (form := context_form(config, model, sizes)) is None:
+    if (form := form_of(config)) is None:
         return None
+    model, mesh = resolved_model(config), config.mesh
     dtype = jnp.dtype(precision_of(config.precision).compute)
     of_a_head = (model.head_width or model.width // model.heads) * dtype.itemsize / mesh.tensor
     heads, kv_heads = model.heads, model.kv_heads or model.heads
@@ -64,7 +65,7 @@ def context_text(config: Config) -> str | None:
             widened=accumulation_dtype(dtype).itemsize / dtype.itemsize,
         ).total
         for each in CONTEXT_FORMS
-        if each != "all_to_all" or kv_heads % (mesh.tensor * mesh.context) == 0
+        if each != "all_to_all" or shares_heads(model, asdict(mesh))
     }
     others = ", ".join(f"{format_bytes(cost)} by {each}" for each, cost in costs.items() if each != form)
     return (

@@ -24,15 +24,14 @@ def check_collective_matmul(
         )
 
 
-def check_conditions(*, pipeline_cond: bool, key: str = "collective_matmul", value: str = "true") -> None:
+def check_conditions(*, pipeline_cond: bool, setting: str = "collective_matmul: true", allowed: str = "false") -> None:
     """Raise `UserError` for a pipeline whose stages take different branches: devices then meet in different rings. XLA
     for CPUs lets all devices take part in a `ppermute`, and was seen to give wrong sums.
 
-    key, value: of section parallel, by which layers send with `ppermute`.
+    setting: of section parallel, by which layers send with `ppermute`. allowed: in its place.
     """
     if pipeline_cond:
-        allowed = "false" if value == "true" else "all_to_all, gather"
         raise UserError(
-            f"parallel.{key}: {value} sends inside a pipeline's stages, and parallel.pipeline_cond"
+            f"parallel.{setting} sends inside a pipeline's stages, and parallel.pipeline_cond"
             f" true puts these in conditions; allowed: {allowed}; or parallel.pipeline_cond=false"
         )

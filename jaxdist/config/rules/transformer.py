@@ -126,9 +126,14 @@ def context_form(config: Any, model: Any, sizes: Mapping[str, int]) -> str | Non
         return None
     if (asked := config.parallel.context) != "auto":
         return str(asked)
-    if (model.kv_heads or model.heads) % (sizes["tensor"] * sizes["context"]) == 0:
+    if shares_heads(model, sizes):
         return "all_to_all"
     return "gather" if model.dropout else "ring"
+
+
+def shares_heads(model: Any, sizes: Mapping[str, int]) -> bool:
+    """Whether the devices of `tensor` and `context` can share a model's key/value heads evenly."""
+    return bool((model.kv_heads or model.heads) % (sizes["tensor"] * sizes["context"]) == 0)
 
 
 def check_context(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
@@ -143,8 +148,8 @@ def check_context(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
             + (f" and mesh.tensor {tensor}" if parts > 2 * count else "")
             + f"; lengths that work: {near(multiples_around(length, parts), length)}; or mesh.context=1"
         )
-    heads = model.kv_heads or model.heads
-    if form == "all_to_all" and heads % (tensor * count):
+    if form == "all_to_all" and not shares_heads(model, sizes):
+        heads = model.kv_heads or model.heads
         raise UserError(
             f"parallel.context: 'all_to_all' shares model.kv_heads {heads} among mesh.tensor {tensor} x mesh.context"
             f" {count} devices, which do not divide them; allowed: ring, gather; or context sizes that work:"
@@ -155,8 +160,10 @@ def check_context(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
             f"parallel.context: 'ring' drops nothing inside attention, and model.dropout is {model.dropout:g}; allowed:"
             " all_to_all, gather; or model.dropout=0"
         )
-    others = {"parallel.local.every": config.parallel.local.every, "distill.mixing": config.distill.mixing}
-    on = {"parallel.local.every": config.parallel.local.on, "distill.mixing": config.distill.on}
-    for key, value in others.items():
-        if on[key]:
+    local, distill = config.parallel.local, config.distill
+    for key, value, on in (
+        ("parallel.local.every", local.every, local.on),
+        ("distill.mixing", distill.mixing, distill.on),
+    ):
+        if on:
             raise UserError(f"{key}: {value} does not go with mesh.context {count} yet; allowed: 0; or mesh.context=1")
