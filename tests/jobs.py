@@ -1,5 +1,6 @@
 """Jobs of several Python processes on this machine, and waiting for what they do."""
 
+import contextlib
 import re
 import socket
 import subprocess
@@ -36,6 +37,17 @@ def wait_until(
         if late:
             pytest.fail(f"not seen in {seconds} s: {what}\n{logs()}")
         time.sleep(0.02)
+
+
+def marked(mark: str, kind: str) -> list[str]:
+    """The processes with a word in their environment or command line, this one's children or not. kind: the file of
+    /proc, environ or cmdline."""
+    found = []
+    for path in Path("/proc").glob(f"[0-9]*/{kind}"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 Slow, for a cluster takes seconds to start; skipped where Ray is not installed, which `.ci/run` does install.
 """
 
-import contextlib
 import itertools
 import os
 import secrets
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from elastic_toy import Toy
+from jobs import marked, wait_until
 from syntax import ROOT
 
 from jaxdist.elastic.cluster import cluster
@@ -188,26 +188,13 @@ def test_a_stop_while_ray_starts_leaves_nothing(number: int, tmp_path: Path) -> 
     options: dict[str, Any] = {"cwd": tmp_path, "env": without_ray(MARK=mark), "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", IN_FRONT, *program], **options) as process:
         assert process.stdout is not None and any("Ray starts" in line for line in process.stdout)
-        while len(marked(mark)) < 3:  # some of Ray's, and not all
+        while len(marked(mark, "environ")) < 3:  # some of Ray's, and not all
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
         said = process.stdout.read()
         assert process.wait(60) == 75 and "with --run-dir run goes on" in said, said
-    end = time.monotonic() + 30
-    while marked(mark) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not marked(mark)
-
-
-def marked(mark: str) -> list[str]:
-    """Processes with a word in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
+    wait_until(lambda: not marked(mark, "environ"), "the end of all its processes", 30)
 
 
 def test_the_command_and_its_replay(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import child
 import pytest
+from jobs import marked, wait_until
 
 from jaxdist.cli.main import main
 from jaxdist.elastic import cluster as clusters
@@ -138,23 +138,10 @@ def test_nothing_outlives_the_command(number: int, tmp_path: Path) -> None:
     command = [*JAXDIST, "launch", "--ray", "-n", "1", "--log-dir", str(tmp_path), "--", *sleeps]
     with subprocess.Popen(command, env=environ(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and "up" in process.stdout.readline()
-        assert marked(mark)
+        assert marked(mark, "cmdline")
         process.send_signal(number)
         assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
-    end = time.monotonic() + 30
-    while marked(mark) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not marked(mark)
-
-
-def marked(mark: str) -> list[str]:
-    """Processes with a word in their command lines, this one's children or not."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
+    wait_until(lambda: not marked(mark, "cmdline"), "the end of all its processes", 30)
 
 
 @needs_ray
