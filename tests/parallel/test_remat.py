@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 import math
 from typing import Any
@@ -12,6 +13,7 @@ import layouts
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jaxprs import collectives, names_of_values
 from levels import levels
 
@@ -23,6 +25,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.parallel.blocks.remat import _policy
 from jaxdist.parallel.blocks.sqrt_remat import sizes
 from jaxdist.plan.traced.activations import ON_HOST, SavedArray, saved_activations
 from jaxdist.plan.traced.flops import flops_of
@@ -125,6 +128,14 @@ def test_what_is_kept_to_the_byte() -> None:
     assert elements("sqrt") == (count + 2) * given
     kinds = {each.kind for each in traced("offload").kept() if not each.what.startswith("head")}
     assert kinds == {"activations", ON_HOST}
+
+
+def test_dots_keeps_what_cudnn_attention_computes() -> None:
+    """Its backward pass reads the output and the statistics; without them, the forward kernel runs twice."""
+    kernels = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    keeps = _policy("dots", constants=True)
+    assert keeps is not None and keeps(kernels._dot_product_attention_fwd_p_wrapper)
+    assert not keeps(kernels._dot_product_attention_bwd_p_wrapper) and not keeps(lax.tanh_p)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 7, 16, 31, 64])

@@ -48,6 +48,19 @@ def test_flops_of_a_loss() -> None:
     assert model_flops(lambda params, x, keys: ((x @ params["w"]).sum(), 8), shapes, (), batch) == 3 * 2 * 8 * 16 * 4
 
 
+def test_flops_are_traced_as_the_step_receives_parameters() -> None:
+    """cuDNN's attention cannot be traced in float32: with it, metrics had no MFU, and `jaxdist bench` failed."""
+    shapes, batch = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}, jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    received = []
+
+    def loss(params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, int]:
+        received.append(params["w"].dtype)
+        return (x.astype(params["w"].dtype) @ params["w"]).sum(), 8
+
+    assert model_flops(loss, shapes, (), batch, precision=POLICIES["bf16"]) == 3 * 2 * 8 * 16 * 4
+    assert received == [jnp.bfloat16]
+
+
 def test_peaks() -> None:
     """Dense figures of the makers' data sheets, by the type of the products."""
     found = {name: peak_flops("NVIDIA A100-SXM4-80GB", POLICIES[name]) for name in ("fp32", "bf16", "fp16")}

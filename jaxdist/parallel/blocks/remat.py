@@ -39,13 +39,20 @@ def _only_of_data(prim: Any, *operands: Any, **params: Any) -> bool:
     return _all_but_gathered(prim, **params) and any(spread <= operand.manual_axis_type.varying for operand in operands)
 
 
+def _products(prim: Any, *operands: Any, **params: Any) -> bool:
+    """The policy that saves results of matrix products, and attention's by cuDNN with its statistics, which its
+    backward pass reads. Gathered parameters are no products, and scores of plain attention have batch dims."""
+    kernel = prim.name.startswith("dot_product_attention_fwd")
+    return kernel or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *operands, **params))
+
+
 def _policy(mode: Remat, *, constants: bool) -> Callable[..., Any] | None:
     """The policy for `jax.checkpoint`. None keeps nothing but the inputs."""
     policies = jax.checkpoint_policies
     if mode == "none":
         return _all_but_gathered if constants else _only_of_data
-    if mode == "dots":  # keeps no gathered parameter, which is no product, and no scores, which have batch dims
-        return policies.dots_with_no_batch_dims_saveable
+    if mode == "dots":
+        return _products
     if mode == "offload":
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -109,7 +109,9 @@ def _seconds(
 def _mfu(parts: Parts, batch: PyTree, seconds: float, peak: float | None, devices: int) -> float | None:
     if peak is None:
         return None
-    return model_flops(parts.model, parts.target.params, parts.target.model_state, batch) / (seconds * devices * peak)
+    target, precision = parts.target, parts.options.precision
+    flops = model_flops(parts.model, target.params, target.model_state, batch, precision=precision)
+    return flops / (seconds * devices * peak)
 
 
 def timing_table(timings: Sequence[Timing]) -> list[str]:

@@ -18,20 +18,26 @@ from jaxdist.observe.console import error_text
 from jaxdist.plan.compiled.hardware import peak_flops
 from jaxdist.plan.traced.flops import flops_of
 from jaxdist.plan.traced.ledger import ledger_of
+from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree
 from jaxdist.trainer.run import RunPlan
 
 _BACKWARD = 2  # a backward pass multiplies twice as much as its forward pass
 
 
-def model_flops(model: Any, params: PyTree, model_state: PyTree, batch: PyTree) -> float:
+def model_flops(
+    model: Any, params: PyTree, model_state: PyTree, batch: PyTree, *, precision: Precision | None = None
+) -> float:
     """FLOPs that a step on this batch needs at least: three times those of the matrix products of a forward pass over
     the whole batch. What is computed again for memory, and what devices compute twice, does not count.
 
     params, model_state, batch: arrays or ShapeDtypeStructs, of which only shapes and types are read.
+    precision: of the step, by which the model receives its parameters. None: as they are stored.
     """
     shapes = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)  # noqa: E731
     params, batch = shapes(params), shapes(batch)
+    if precision is not None:  # cuDNN's attention cannot be traced with parameters in fp32
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.received), params)
     rows = jax.tree.leaves(batch)[0].shape[0]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     if isinstance(model, ModelDef):
@@ -87,7 +93,9 @@ class StepFigures:
         parts = self._plan.parts
         if self._peak is not None:
             with self._told("mfu"):
-                self._flops = model_flops(parts.model, parts.target.params, parts.target.model_state, batch)
+                self._flops = model_flops(
+                    parts.model, parts.target.params, parts.target.model_state, batch, precision=parts.options.precision
+                )
         if traced is not None:
             with self._told("sent_bytes"):
                 sent = ledger_of(without_dead_code(traced), parts.target).wire_bytes
