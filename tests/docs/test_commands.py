@@ -82,6 +82,7 @@ NOT_RUN = {
     "it installs packages, or needs some that are not in the extra `test`": [
         ("docs/course/README.md", "python -m pip install jupytext"),
         ("docs/course/README.md", "python scripts/docs/course.py"),
+        ("docs/performance.md", "python -m pip install"),
         ("docs/plan.md", "python -m pip install"),
         ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
     ],
@@ -101,6 +102,7 @@ NOT_RUN = {
         ("docs/local_sgd.md", "python scripts/bench/local_sgd.py losses"),
         ("docs/local_sgd.md", "sudo python scripts/bench/local_sgd.py hosts"),
         ("docs/long_context.md", "jaxdist train long_context"),
+        ("docs/performance.md", "python scripts/bench/gpu_suite.py"),
         ("docs/own_loss.md", "python scripts/train.py --config configs/resnet_digits.yaml"),
         ("docs/report.md", "jaxdist report runs/NAME --remedies"),
     ],

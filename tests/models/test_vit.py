@@ -344,8 +344,8 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     assert train(tmp_path / "run")[-1]["eval/accuracy"] >= 0.97
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("O1", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["bf16", "O1"])
 def test_half_precision_learns(precision: str, tmp_path: Path) -> None:
     layout = ("mesh.data=1", "mesh.fsdp=1", "devices.simulated=2")
     steps = ("train.steps=150", "train.eval_every=150", "optimizer.warmup_steps=10")

@@ -279,11 +279,8 @@ def test_install_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "jobs"),
     [
-        pytest.param("pipe", ["4"], marks=pytest.mark.slow),
-        *(
-            pytest.param(layout, ["2", "4", "8", "2hosts", "4hosts"], marks=pytest.mark.exhaustive)
-            for layout in ("zero3_tensor", "ddp", "pipe", "ddp_deterministic", "zero3_deterministic")
-        ),
+        pytest.param(layout, ["2", "4", "8", "2hosts", "4hosts"], marks=pytest.mark.exhaustive)
+        for layout in ("zero3_tensor", "ddp", "pipe", "ddp_deterministic", "zero3_deterministic")
     ],
 )
 def test_losses_by_number_of_processes(tmp_path: Path, layout: str, jobs: list[str]) -> None:

@@ -196,7 +196,7 @@ def test_resume_after_a_crash_gives_the_same_bits(
     assert losses(tmp_path) == losses(finished)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # slow runs have two processes do so, in tests/system/test_multiprocess.py
 def test_uneven_stages_run_and_resume(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With evaluation and sampling; to the bit in the same stages, and with other stages, or one, all the same."""
     layout = (
