@@ -113,12 +113,12 @@ SOME_APART = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=18), ids=str)
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=36, slow=4), ids=str)
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *EXTRA, *SOME], everyday=40, slow=5), ids=str)
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *EXTRA, *SOME], everyday=40, slow=10), ids=str)
 def test_layout_equals_one_device_in_fp32(case: Case) -> None:
     check_fp32(case)
 

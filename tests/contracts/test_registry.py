@@ -163,6 +163,7 @@ def test_no_file_of_the_core_compares_names_of_entries() -> None:
     assert found <= allowed
 
 
+@pytest.mark.slow
 def test_outsiders_train_a_step_and_get_their_options(file: Path) -> None:
     done = train(file)
     assert done.returncode == 0, done.stderr

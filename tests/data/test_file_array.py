@@ -164,6 +164,7 @@ observe: {{console: plain, report: false}}
 """
 
 
+@pytest.mark.slow
 def test_a_run_stops_and_goes_on_with_the_same_data_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

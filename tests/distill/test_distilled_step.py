@@ -14,6 +14,7 @@ import oracle
 import pytest
 from jax.sharding import NamedSharding
 from layouts import SEQ, VOCAB, Case, initial, make_batch, model_config, optimizer
+from levels import levels
 
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
@@ -152,8 +153,7 @@ def test_three_steps_equal_those_of_one_device(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize("case", levels(SLOW, slow=3), ids=str)
 def test_three_steps_equal_those_of_one_device_in_more_layouts(case: Case) -> None:
     check(case)
 

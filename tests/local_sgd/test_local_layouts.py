@@ -10,6 +10,7 @@ import optax
 import oracle
 import pytest
 from layouts import SEQ, Case, initial, make_batch, model_config, optimizer
+from levels import levels
 from replicas import ROWS, local_parts, placed
 
 from jaxdist.config.sections.local import LocalConfig, OuterConfig
@@ -107,8 +108,7 @@ def test_replicas_and_anchor_agree_with_one_device(case: Case, local: LocalConfi
     check(case, local)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "local"), SLOW, ids=str)
+@pytest.mark.parametrize(("case", "local"), levels(SLOW, slow=3), ids=str)
 def test_replicas_and_anchor_agree_with_one_device_in_other_layouts(case: Case, local: LocalConfig) -> None:
     check(case, local)
 

@@ -62,6 +62,7 @@ def finished(configure: Configure, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_includes_the_outer_step_that_follows_it(finished: Path) -> None:
     records = read_metrics(finished / "metrics.jsonl")
     assert [record["step"] for record in records if record["step_s"] > SLEPT][1:] == [3, 6]  # the first one compiles

@@ -97,6 +97,7 @@ def replicas_of_test(replicas: int, local: LocalConfig) -> tuple[TrainState, Rep
     return state, Replicas(target, target, step, outer_optimizer(local), local, ())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_mid_round_goes_on_with_the_same_bits_and_with_another_number_of_replicas(
     tmp_path: Path,
 ) -> None:

@@ -20,6 +20,7 @@ import oracle
 import pytest
 import saved_runs
 from jax.sharding import NamedSharding
+from levels import levels
 
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
@@ -166,8 +167,6 @@ SEQUENCE = {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "mlm-zero3-tensor-sequence": ("mlm", {"fsdp": 2, "tensor": 2}, {"model": SEQUENCE}),
     "classification-1f1b-tensor": ("classification", {"pipe": 2, "tensor": 2}, PIPE),
-}
-SLOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "mlm-one-device": ("mlm", {}, {"strategy": "ddp"}),
     "mlm-ddp-accumulate": ("mlm", {"data": 4}, {"strategy": "ddp", "microbatches": 2}),
     "mlm-zero1": ("mlm", {"data": 2, "fsdp": 2}, {"strategy": "zero1", "remat": "full"}),
@@ -187,14 +186,9 @@ SLOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-EVERYDAY = "mlm-zero3-tensor-sequence"
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if name == EVERYDAY else slow) for name in (*LAYOUTS, *SLOW)]
-)
+@pytest.mark.parametrize("case", levels(LAYOUTS, slow=3))
 def test_a_layout_trains_as_one_device(case: str) -> None:
-    head, mesh, options = (LAYOUTS | SLOW)[case]
+    head, mesh, options = LAYOUTS[case]
     with jax.enable_x64(True):
         check(head, mesh, **options)
 

@@ -10,6 +10,7 @@ from data_files import ids_file, loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import SEQ, VOCAB, Case, check_wide, initial, model_config
+from levels import levels
 
 from jaxdist import UserError, build, load_config
 from jaxdist.data.mixture import leaves_of, make_eval_loader
@@ -24,12 +25,10 @@ from jaxdist.trainer.batches.load import load_data
 from jaxdist.trainer.resume import check_identity, identity
 
 STARTS = st.sets(st.integers(1, 119), max_size=60).map(lambda found: np.array([0, *sorted(found)]))
-EVERY = [
-    Case("gpt2", True, "ddp", 1, (1, 1, 1), documents=True),
+CASES = [
     Case("gpt2", True, "zero3", 2, (2, 2, 2), sequence=True, documents=True),
+    Case("gpt2", True, "ddp", 1, (1, 1, 1), documents=True),
     Case("llama", False, "zero2", 1, (2, 1, 2), remat="full", options=(("window", 3),), documents=True),
-]
-SLOW = [
     Case("llama", False, "zero3", 2, (1, 2, 1), pipe=2, schedule="one_f_one_b", documents=True),
     Case("gpt2", False, "zero1", 4, (1, 1, 2), pipe=2, schedule="zero_bubble", documents=True),
     Case("gpt2", True, "zero3", 1, (1, 4, 1), prefetch=1, documents=True),
@@ -38,7 +37,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", [*EVERY, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+@pytest.mark.parametrize("case", levels(CASES, everyday=8, slow=3), ids=str)
 def test_every_layout_is_like_one_device(case: Case) -> None:
     check_wide(case)
 

@@ -18,6 +18,7 @@ import oracle
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from levels import levels
 
 import jaxdist
 from jaxdist import load_config, registry
@@ -133,9 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[] if i < 1 else pytest.mark.slow) for i, each in enumerate(CASES)], ids=str
-)
+@pytest.mark.parametrize("case", levels(CASES, slow=2), ids=str)
 def test_layouts_train_and_evaluate_as_one_device(case: Case) -> None:
     """Losses, all gradients, the parameters after three steps; then the loss and the accuracy of an evaluation."""
     with jax.enable_x64(True):

@@ -83,11 +83,12 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=11, slow=3), ids=str)
+@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=31, slow=12), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check_wide(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_in_fp32(form: str) -> None:
     check_fp32(case(form, 4, 2))
@@ -147,7 +148,7 @@ def grads_with_dropout(context: int, form: str | None, **mesh: int) -> Any:
     return jax.device_get(step(state, make_batch(8, 0))[1]["grads"])
 
 
-@pytest.mark.parametrize(("form", "tensor"), [("all_to_all", 2), ("gather", 1)])
+@pytest.mark.parametrize(("form", "tensor"), [("all_to_all", 2), pytest.param("gather", 1, marks=pytest.mark.slow)])
 def test_dropout_is_that_of_one_device(form: str, tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         want, given = grads_with_dropout(1, None), {"context": 2, "form": form, "tensor": tensor}
@@ -249,7 +250,7 @@ def test_state_is_split_over_fsdp_and_context(strategy: str) -> None:
         assert own * 8 == whole > 20_000
 
 
-@pytest.mark.parametrize(("context", "pipe"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("context", "pipe"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
 def test_generation_is_that_of_one_device(context: int, pipe: int) -> None:
     """Generation counts the devices of context to fsdp. A vocabulary of 49 is whole on all stages of a pipeline, and
     the columns of its table are split over context and pipe."""

@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 from jaxprs import floats
 from layouts import Case
+from levels import levels
 
 from jaxdist import make_mesh, make_train_step, state_target
 from jaxdist.build import make_model
@@ -130,7 +131,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", [*EVERYDAY, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
+@pytest.mark.parametrize("case", levels([*EVERYDAY, *SLOW], everyday=8, slow=3), ids=str)
 def test_adapters_train_as_on_one_device(case: Case) -> None:
     with jax.enable_x64(True):
         config = layouts.model_config(case)

@@ -48,7 +48,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "rows"), levels(itertools.product(SPECS, (3, 4, 1, 8)), everyday=5), ids=str)
+@pytest.mark.parametrize(("spec", "rows"), levels(itertools.product(SPECS, (3, 4, 1, 8)), everyday=10, slow=3), ids=str)
 def test_matrices_of_a_stack(spec: P, rows: int) -> None:
     mesh = make_mesh(pipe=2, fsdp=2, tensor=2)
     shape = (rows * 2 if "pipe" in spec else rows, 8, 4, 3)

@@ -96,7 +96,7 @@ def check_against_one_device(model: ModelConfig, sizes: dict[str, int], **option
     assert oracle.error(got[1], want[1]) < 1e-10
 
 
-@pytest.mark.parametrize("name", levels(CASES, everyday=3))
+@pytest.mark.parametrize("name", levels(CASES, everyday=6, slow=4))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     check_against_one_device(*CASES[name], remat="full")
 
@@ -112,7 +112,7 @@ WHOLE = [  # all but zero3 have whole parameters on a device: nothing is cut
 ]
 
 
-@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, slow=2))
+@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, slow=4))
 def test_gradients_under_other_strategies(strategy: str, name: str, options: dict[str, Any]) -> None:
     check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
 
@@ -131,7 +131,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", levels(PLAIN, slow=2))
+@pytest.mark.parametrize("name", levels(PLAIN, slow=4))
 def test_gradients_are_those_without_prefetching(name: str) -> None:
     """Those of plain differentiation; of sizes that the recipe was not tuned on, among others."""
     model, sizes, options = PLAIN[name]

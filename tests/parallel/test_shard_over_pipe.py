@@ -147,7 +147,7 @@ CROSSED = [
 
 @pytest.mark.parametrize(
     "case",
-    [*levels(EVERYDAY, everyday=4), *levels((case for case in CROSSED if case not in EVERYDAY), slow=4)],
+    [*levels(EVERYDAY, everyday=8, slow=4), *levels((case for case in CROSSED if case not in EVERYDAY), slow=16)],
     ids=str,
 )
 def test_spread_parameters_train_like_on_one_device(case: Case) -> None:

@@ -130,6 +130,7 @@ def test_explain_refuses_in_one_line(arguments: list[str], message: str) -> None
     assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_is_that_of_the_strategy() -> None:
     config = load_config(
         ROOT / "configs" / "quickstart.yaml", ["mesh.tensor=1", "mesh.data=1", "mesh.fsdp=4"], planned=True

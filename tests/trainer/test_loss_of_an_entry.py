@@ -45,6 +45,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_bit_and_is_evaluated_in_evaluation_mode(file: Path, tmp_path: Path) -> None:
     config, whole, resumed = load_config(file), tmp_path / "whole", tmp_path / "resumed"
     assert train(config, whole) == 0
