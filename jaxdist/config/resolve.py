@@ -33,13 +33,17 @@ def warmup_of(asked: int, steps: int) -> int:
     return asked if asked <= steps else steps // 2
 
 
+def has_gpus(root: Path = Path("/")) -> bool:
+    """Whether this machine shows NVIDIA GPUs. root: the folder that has dev/ and proc/."""
+    return any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia"))
+
+
 def unused_gpus(root: Path = Path("/")) -> str | None:
     """A line about NVIDIA GPUs that jax cannot use, as it has no plugin for them. None where there are none, or one is.
 
     root: the folder that has dev/ and proc/.
     """
-    there = any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia"))
-    if not there or _plugins():
+    if not has_gpus(root) or _plugins():
         return None
     return f"NVIDIA GPUs are here, but jax has no CUDA plugin and uses the CPU; {INSTALL_CUDA}"
 

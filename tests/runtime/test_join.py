@@ -1,6 +1,7 @@
 """How processes find each other: what describes the job, the roll call, the file; without JAX but at the end."""
 
 import contextlib
+import importlib
 import ipaddress
 import json
 import os
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import child
+import jax
 import pytest
 import strangers
 
+from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.runtime.join import join as joining
 from jaxdist.runtime.join import rendezvous_file, roll_call
-from jaxdist.runtime.join.environment import Job, find_job
+from jaxdist.runtime.join.environment import Job, find_job, local_gpus
 from jaxdist.runtime.join.roll_call import Meeting, MissingPeers, answer_roll, join_timeout, take_roll
 from jaxdist.runtime.network.addresses import format_address, listen
 from jaxdist.runtime.network.connection import open_connection
@@ -52,6 +55,8 @@ JOBSET = {"JOBSET_NAME": "big", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDE
         (SLURM | {"SLURM_STEP_NODELIST": "a7"}, Job(f"a7:{61440 + 5002 % 4096}", 4, 3)),
         (SLURM | {"SLURM_STEP_NODELIST": "a[007-015,020],b"}, Job(f"a007:{61440 + 906}", 4, 3)),
         (SLURM | {"SLURM_STEP_NODELIST": "a,b[1-2]"}, Job(f"a:{61440 + 906}", 4, 3)),
+        (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[1-8]"}, Job(f"rack1node1:{61440 + 906}", 4, 3)),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1-4,9]-ib,m[1-2]"}, Job(f"n1-ib:{61440 + 906}", 4, 3)),
         (
             SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"},
             Job(f"a:{61440 + 906}", 4, 3, (1,)),
@@ -100,6 +105,76 @@ def test_job_that_makes_no_sense(environ: Environ, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         find_job(environ)
     assert "\n" not in str(error.value)
+
+
+def local(rank: int, size: int, **more: str) -> Environ:
+    """The environment of a rank by torchrun, and by `jaxdist launch`."""
+    return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} | more
+
+
+def task(rank: int, tasks: str, **more: str) -> Environ:
+    """The environment of a SLURM task."""
+    return {"SLURM_LOCALID": str(rank), "SLURM_STEP_TASKS_PER_NODE": tasks} | more
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environ", "own"),
+    [
+        # As many processes as GPUs, one process, several GPUs a process.
+        (8, local(3, 8), (3,)),
+        (8, {}, ()),
+        (8, local(0, 1), ()),
+        (8, local(0, 2), (0, 1, 2, 3)),
+        (8, local(1, 2), (4, 5, 6, 7)),
+        (8, {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (6, 7)),
+        # Indices are those among the visible GPUs.
+        (8, local(1, 4, CUDA_VISIBLE_DEVICES="4,5,6,7"), (1,)),
+        (8, local(1, 2, CUDA_VISIBLE_DEVICES="4,5,6,7"), (2, 3)),
+        (8, local(1, 4, CUDA_VISIBLE_DEVICES="5"), ()),
+        # SLURM: one task a node, eight, two; nodes with unequal numbers; GPUs that SLURM has bound to tasks.
+        (8, task(0, "1(x2)"), ()),
+        (8, task(5, "8(x12)"), (5,)),
+        (8, task(1, "2(x2)"), (4, 5, 6, 7)),
+        (8, task(1, "4(x2),2", SLURM_NODEID="2"), (4, 5, 6, 7)),
+        (8, task(1, "4(x2),2", SLURM_NODEID="1"), (2, 3)),
+        (8, task(3, "4", SLURM_GPUS_PER_TASK="2", CUDA_VISIBLE_DEVICES="0,1"), ()),
+        (8, task(3, "4", SLURM_TRES_PER_TASK="gres:gpu:2", CUDA_VISIBLE_DEVICES="0,1"), ()),
+        (8, task(1, "2", SLURM_TRES_PER_TASK="cpu:4"), (4, 5, 6, 7)),
+        (8, task(1, "2", SLURM_GPU_BIND="none"), (4, 5, 6, 7)),
+        (8, task(1, "2", SLURM_GPU_BIND="single:4"), ()),
+        # No GPUs, or too few: the local rank, which JAX refuses on GPUs and does not read on CPUs.
+        (0, local(1, 2), (1,)),
+        (1, local(1, 2), (1,)),
+        (8, local(1, 2, JAX_LOCAL_DEVICE_IDS="1"), None),
+    ],
+)
+def test_gpus_of_a_process(gpus: int, environ: Environ, own: tuple[int, ...] | None, tmp_path: Path) -> None:
+    for name in (*(f"nvidia{i}" for i in range(gpus)), "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert local_gpus(environ, tmp_path) == own
+
+
+def test_gpus_that_are_left_idle_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    shares = [local_gpus(local(rank, 3, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"), tmp_path) for rank in range(3)]
+    assert shares == [(0, 1), (2, 3), (4, 5)]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("2 of the 8 GPUs of this host are idle: its 3 processes have 2 each")
+
+
+@pytest.mark.parametrize(
+    ("processes", "platform", "refused"), [(2, "auto", True), (1, "auto", False), (2, "cpu", False)]
+)
+def test_a_rank_with_gpus_does_not_train_on_its_cpu(
+    processes: int, platform: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start: Any = importlib.import_module("jaxdist.runtime.start")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(start, "has_gpus", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    devices = DevicesConfig(platform=platform)
+    line = "^devices.platform: 'auto', on rank 0 of a job: NVIDIA GPUs are here.*$"
+    with pytest.raises(UserError, match=line) if refused else contextlib.nullcontext():
+        start._check_backend(devices)
 
 
 def test_names_of_ranks() -> None:

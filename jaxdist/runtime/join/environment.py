@@ -3,6 +3,7 @@ MPI, Kubernetes. Imported before JAX is."""
 
 import argparse
 import functools
+import logging
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -109,12 +110,15 @@ def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
     hosts = environ.get("SLURM_STEP_NODELIST", "")
     if not all(environ.get(name, "").isdigit() for name in ("SLURM_JOB_ID", "SLURM_PROCID")) or not hosts:
         return Job(None, None, None, gpus, detect=True)
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node7,..., node[007-015,020],... or node[007,009]
+    match = re.match(
+        r"(?:[^,\[\]]|\[\d[^\]]*\])+", hosts
+    )  # node7,... or node[007-015,020],... or rack[1-2]node[1-8]-ib
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {hosts!r} names no host first; give --init-method tcp://HOST:PORT")
     step = environ.get("SLURM_STEP_ID", "0")  # two steps of one job may run at once
     number = int(environ["SLURM_JOB_ID"]) + (int(step) if step.isdigit() else 0)
-    address = f"{match[1]}{match[2] or ''}:{FIRST_PORT + number % PORTS}"
+    first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+    address = f"{first}:{FIRST_PORT + number % PORTS}"
     count, rank = _integer(environ, "SLURM_STEP_NUM_TASKS"), _integer(environ, "SLURM_PROCID")
     return _check_job(address, count, rank, gpus) or Job(None, None, None, gpus, detect=True)
 
@@ -151,26 +155,57 @@ def _jobset(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | N
     return _check_job(f"{host}:{_integer(defaults, 'JOBSET_PORT')}", count, index * pods + pod, gpus)
 
 
-def local_gpus(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPUs of this process: see `Job.gpus`. Where several share a node and see all its GPUs, each has that of its
-    local rank.
+def local_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[int, ...] | None:
+    """The GPUs of this process: see `Job.gpus`. Processes that share a host, and see all its GPUs, take equal parts of
+    them in the order of their local ranks: two processes on 8 GPUs have 0 to 3 and 4 to 7.
 
-    JAX gives every SLURM task the one GPU of its local rank, even a task that is alone on its node, and leaves the
-    other GPUs idle. Here a process that is alone on its node has all GPUs that it sees.
+    A process that is alone on its host has all GPUs that it sees, and so has one whose launcher has chosen them: by a
+    single number in CUDA_VISIBLE_DEVICES, or by SLURM's options --gpus-per-task, --tres-per-task and --gpu-bind. (JAX
+    gives every SLURM task the one GPU of its local rank, and leaves the others idle.)
+
+    dev: the folder with the devices, where CUDA_VISIBLE_DEVICES does not say how many there are.
     """
     if environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
+    rank, size = _place_on_host(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    bound = visible != "" and "," not in visible  # the launcher has chosen
-    shared = re.search("[2-9]|1[0-9]", re.sub(r"\(x\d+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "")))
-    for rank, several in (
-        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1") != "1"),
-        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1"),
-        ("SLURM_LOCALID", shared),
+    if size == 1 or (visible and "," not in visible) or _slurm_binds(environ):
+        return ()
+    gpus = len(visible.split(",")) if visible else sum(1 for _ in dev.glob("nvidia[0-9]*"))
+    each = max(gpus // size, 1)
+    if gpus > each * size and rank == 0:
+        text = (
+            "%d of the %d GPUs of this host are idle: its %d processes have %d each; start a number that divides them"
+        )
+        logging.getLogger("jaxdist").warning(text, gpus - each * size, gpus, size, each)
+    return tuple(range(rank * each, (rank + 1) * each))
+
+
+def _place_on_host(environ: Mapping[str, str]) -> tuple[int, int]:
+    """(rank among the processes of this host, their number); (0, 1) where the environment does not say it."""
+    for rank, size in (
+        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1")),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")),
+        ("SLURM_LOCALID", _slurm_tasks_here(environ)),
     ):
-        if several and rank in environ and not bound:
-            return (_integer(environ, rank),)
-    return ()
+        if size != "1" and rank in environ:
+            return _integer(environ, rank), _integer({rank: size}, rank, at_least=1)
+    return 0, 1
+
+
+def _slurm_binds(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM shows each task its own GPUs only."""
+    bind = environ.get("SLURM_GPU_BIND", "none")
+    by_task = environ.get("SLURM_GPUS_PER_TASK", "") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    return "SLURM_LOCALID" in environ and (bool(by_task) or "none" not in bind)
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
+    """The number of tasks of this node, from SLURM_STEP_TASKS_PER_NODE, such as "4(x2),3" for nodes with 4, 4 and 3."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = [count for count, times in counts for _ in range(int(times or 1))]
+    node = environ.get("SLURM_NODEID", "0")
+    return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else max(tasks, key=int, default="1")
 
 
 def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
