@@ -5,6 +5,8 @@ import gc
 import os
 import shutil
 import tempfile
+import time
+from typing import Any
 
 import child
 
@@ -36,3 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
+# CI's time is limited, and its machines differ: after this time, in seconds since 1970, no slow test begins.
+DEADLINE = float(os.environ.get("JAXDIST_SLOW_TESTS_UNTIL", "inf"))
+LEFT_OUT = "LEFT OUT: a slow test that had not begun by JAXDIST_SLOW_TESTS_UNTIL"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and time.time() > DEADLINE:
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """A line about slow tests that were left out, which would be skipped in silence."""
+    reports = terminalreporter.getreports("skipped")
+    if count := sum(LEFT_OUT in str(report.longrepr) for report in reports):
+        terminalreporter.write_line(f"{count} slow tests were LEFT OUT: the time of CI was up")

@@ -77,7 +77,7 @@ def assert_same(got: TrainState, want: TrainState) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("optimizer", levels(["adamw", "adafactor", "muon", "lion", "sgd"]))
+@pytest.mark.parametrize("optimizer", levels(["adafactor", "muon", "adamw", "lion", "sgd"], slow=3))
 def test_any_pipeline_into_any_other(optimizer: str, tmp_path: Path) -> None:
     """Bit for bit, laid out as asked for; and what is stored is the model's order itself, for any reader."""
     names = ["one stage", "interleaved", "zero3", "uneven"]
@@ -259,7 +259,7 @@ STAGES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_any_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interleaved 2 x 2, one stage, uneven, four stages, zero3 on 8: with dropout, the losses of one device."""
     words = np.random.default_rng(0).choice(["def", "return", "x", "y", "+", ":"], 2000)

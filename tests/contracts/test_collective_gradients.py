@@ -126,8 +126,7 @@ def test_second_derivatives(name: str) -> None:
     check_gradients(name, 3, second=True, every_op=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", levels(NAMES, slow=2))
 def test_derivatives_of_every_op(name: str) -> None:
     """First and second."""
     check_gradients(name, 4, second=True)
@@ -141,7 +140,7 @@ def test_derivatives_of_every_op(name: str) -> None:
             for groups in ((6, ((0, 2, 4), (5, 3, 1))), (8, ((3, 1, 0, 2), (4, 6, 5, 7))))
             for name in NAMES
         ),
-        slow=2,
+        slow=4,
     ),
     ids=str,
 )

@@ -37,11 +37,17 @@ def test_quick_parts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parts_that_train(tmp_path: Path) -> None:
-    found = rehearse(tmp_path, "runs", "agree", "same_bits", "steps", "larger", "profile", "race")
-    assert {each["exit_status"] for each in found["runs"].values()} == {0}
+    found = rehearse(tmp_path, "agree", "same_bits", "steps")
     assert all(value < 1e-5 for value in found["agree"]["differences"].values())
     assert found["same_bits"]["same"] is True
-    assert [len(each["timings"]) for each in (found["steps"]["found"], *found["larger"].values())] == [2, 1, 1]
+    assert len(found["steps"]["found"]["timings"]) == 2
+
+
+@pytest.mark.exhaustive
+def test_the_other_parts(tmp_path: Path) -> None:
+    found = rehearse(tmp_path, "runs", "larger", "profile", "race")
+    assert {each["exit_status"] for each in found["runs"].values()} == {0}
+    assert [len(each["timings"]) for each in found["larger"].values()] == [1, 1]
     assert found["profile"] == {"scanned": [], "unrolled": []}
     assert found["race"]["toy"]["sizes"][0]["differs"] == ""
 

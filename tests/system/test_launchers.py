@@ -100,7 +100,7 @@ def check(out: str, run_dir: Path, alone: list[float], processes: int) -> None:
     np.testing.assert_allclose(losses(run_dir), alone, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plain_hosts_by_ssh(alone: list[float], tmp_path: Path) -> None:
     """torchrun's variables, set by hand. What stands in for ssh runs the command here."""
     environ(tmp_path)
@@ -127,7 +127,7 @@ def in_slurm(folder: Path, *command: str) -> str:
     return run([str(HERE / "slurm.sh"), str(folder / "cluster"), *command], folder)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # slow runs have sbatch, which calls it
 def test_srun(alone: list[float], tmp_path: Path) -> None:
     """Two nodes, two tasks each."""
     train = ["python", "scripts/train.py", "--config", "configs/quickstart.yaml", "--run-dir", str(tmp_path / "run")]

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jobs import Environ, Processes, by_jax, free_port, torchrun
+from levels import levels
 
 from jaxdist import load_config, make_mesh, make_optimizer, state_target
 from jaxdist.checkpoint import Checkpoints
@@ -419,8 +420,7 @@ sys.exit(train(config, Path("run")))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "where"), [(1, "evaluation"), (2, "evaluation"), (1, "save")])
+@pytest.mark.parametrize(("count", "where"), levels([(2, "evaluation"), (1, "save"), (1, "evaluation")], slow=2))
 def test_a_second_signal_ends_at_once(processes: Processes, count: int, where: str) -> None:
     """Whatever the main thread is doing; the save under way is not taken for one. The first signal alone waits."""
     port, devices = free_port(), ["mesh.tensor=1", f"devices.simulated={4 // count}"]
@@ -441,8 +441,7 @@ def test_a_second_signal_ends_at_once(processes: Processes, count: int, where: s
     assert steps == (["2"] if where == "evaluation" else [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "stuck"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("count", "stuck"), levels([(2, True), (2, False), (1, False)], slow=3))
 def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count: int, stuck: bool) -> None:
     """While the first step is compiled: there is nothing to save, and no need to wait for the compiler. Where another
     process does not answer, the second signal does."""
@@ -497,7 +496,7 @@ def test_a_process_behind_in_its_first_step_stops_with_the_others(processes: Pro
     assert saved == [str(len(losses(processes.folder / "run")))] and saved != ["0"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # slow runs change layouts in one process, in tests/trainer/test_resume.py
 def test_processes_change_samples_and_bits_do_not(make_folder: Callable[[], Path]) -> None:
     """Deterministic, with dropout: 8 devices in one process, 2 in two, 4 in one; zero3, ddp, zero3."""
     same = [
