@@ -54,4 +54,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """A line about slow tests that were left out, which would be skipped in silence."""
     reports = terminalreporter.getreports("skipped")
     if count := sum(LEFT_OUT in str(report.longrepr) for report in reports):
-        terminalreporter.write_line(f"{count} slow tests were LEFT OUT: the time of CI was up")
+        terminalreporter.write_line(f"{count} slow tests were LEFT OUT: CI had no time left")

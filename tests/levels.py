@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 
-def levels(cases: Iterable[Any], *, everyday: int = 0, slow: int = 1) -> list[Any]:
+def levels(cases: Iterable[Any], *, everyday: int = 0, slow: int = 1, common: int | None = None) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: every so manieth case runs everyday (0: none), every so manieth of the
-    others in slow runs, and with them the first that holds a value which none of these does (unless fewer than `slow`
-    cases hold it); the rest in exhaustive ones."""
+    others in slow runs, and with them the first that holds a value which none of these does (unless fewer than `common`
+    cases hold it, `slow` if left out); the rest in exhaustive ones."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     values = [{(i, str(value)) for i, value in enumerate(case)} for case in cases]
-    common = {value for value, count in Counter(value for own in values for value in own).items() if count >= slow}
+    common = {
+        value for value, count in Counter(value for own in values for value in own).items() if count >= (common or slow)
+    }
     often = {i for i in range(len(cases)) if everyday and i % everyday == 0}
     chosen = often | {i for i in range(len(cases)) if i % slow == 0}
     seen = {value for i in chosen for value in values[i]}

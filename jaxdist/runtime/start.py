@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.resolve import GPU_PLUGINS, has_gpus, resolve_mesh, unused_gpus
+from jaxdist.config.resolve import GPU_PLUGINS, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
@@ -94,15 +94,6 @@ def _count(devices: DevicesConfig) -> int:
         raise UserError(f"devices.platform: 'gpu', but JAX cannot use one ({reason}); set auto or cpu") from error
 
 
-def _check_backend(devices: DevicesConfig) -> None:
-    """Raise `UserError` in a job of several processes if this one has GPUs and would train on its CPU: the others would
-    wait for it."""
-    wanted = devices.platform == "auto" and os.environ.get("JAX_PLATFORMS") != "cpu"
-    if wanted and jax.process_count() > 1 and jax.default_backend() == "cpu" and has_gpus():
-        why = unused_gpus() or "NVIDIA GPUs are here, but jax cannot use them and uses the CPU; look at nvidia-smi"
-        raise UserError(f"devices.platform: 'auto', on rank {jax.process_index()} of a job: {why}; or set cpu")
-
-
 def _greet(devices: DevicesConfig) -> None:
     """A line from each rank other than 0, which else prints nothing; from rank 0, about GPUs that jax cannot use."""
     rank, processes = place()
@@ -130,9 +121,7 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
         join_job(job, heartbeat_s(config.train.watchdog_s))
     _greet(config.devices)
     with fail_alone(), watched(config):
-        count = _count(config.devices)
-        _check_backend(config.devices)
-        config = replace(config, mesh=resolve_mesh(config.mesh, count, config.devices.fit))
+        config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
         set_options(config, jax.default_backend())
         set_up(config.devices.compilation_cache, jax.default_backend())
         check_layout(config)

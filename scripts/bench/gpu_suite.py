@@ -18,11 +18,13 @@ profile      kernels of a step by time
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,16 +39,23 @@ LEAST_S = 30.0  # a part is not begun with less
 
 def in_own_process(name: str, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     """The findings of a part, its exit status and its seconds. By the limit, it ends with all that it started."""
-    began, found = time.monotonic(), Path(f"{arguments.json}.{name}")
-    command = [sys.executable, __file__, "--part", name, "--json", str(found), *(["--tiny"] if arguments.tiny else [])]
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        status = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        status = process.wait()
-    result = json.loads(found.read_text(encoding="utf-8")) if found.exists() else None
-    found.unlink(missing_ok=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        found = Path(folder) / "found.json"
+        command = [sys.executable, __file__, "--part", name, "--json", str(found)]
+        environ = os.environ | {"TMPDIR": folder}  # what a killed part leaves goes with it
+        process = subprocess.Popen(
+            [*command, *(["--tiny"] if arguments.tiny else [])], start_new_session=True, env=environ
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+        finally:  # also where the suite is interrupted: nothing may stay on the GPU
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        result = json.loads(found.read_text(encoding="utf-8")) if found.exists() else None
     return {"exit_status": status, "seconds": round(time.monotonic() - began, 1), "found": result}
 
 
@@ -81,12 +90,25 @@ def main() -> int:
     if not Path(arguments.json).absolute().parent.is_dir():
         raise UserError(f"--json: {arguments.json}: its folder does not exist; make it first")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # one GPU, also where there are several
     if arguments.part is None:
+        if not arguments.tiny:
+            check_backend()
         return run_all(arguments)
-    out = Path(arguments.json)
+    out, aside = Path(arguments.json), Path(f"{arguments.json}.part")
     for found in PARTS[arguments.part](arguments.tiny):  # grows: what a part had found when its time was up is there
-        out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        aside.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        aside.replace(out)
     return 0
+
+
+def check_backend() -> None:
+    """Raise `UserError` where jax finds no GPU: full sizes would take a CPU hours. In a process of its own, because the
+    suite itself must not hold the GPU."""
+    code = "import jax; print(jax.default_backend())"
+    backend = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    if backend != "gpu":
+        raise UserError(f"gpu_suite: jax runs on {backend or 'nothing'} here; allowed: a GPU, or --tiny to rehearse")
 
 
 if __name__ == "__main__":

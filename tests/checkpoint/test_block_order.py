@@ -77,7 +77,7 @@ def assert_same(got: TrainState, want: TrainState) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("optimizer", levels(["adafactor", "muon", "adamw", "lion", "sgd"], slow=3))
+@pytest.mark.parametrize("optimizer", levels(["adamw", "lion", "adafactor", "sgd", "muon"], slow=2))
 def test_any_pipeline_into_any_other(optimizer: str, tmp_path: Path) -> None:
     """Bit for bit, laid out as asked for; and what is stored is the model's order itself, for any reader."""
     names = ["one stage", "interleaved", "zero3", "uneven"]

@@ -65,7 +65,7 @@ def test_its_gradient_is_that_of_one_process(operation: str, monkeypatch: pytest
     np.testing.assert_array_equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("case", levels(STEPS, slow=2), ids=str)
+@pytest.mark.parametrize("case", levels(STEPS, slow=2, common=1), ids=str)
 def test_no_step_contains_a_reduce_scatter(case: Case) -> None:
     _, target, step = parts_of(case, "fp32")
     text = step.lower(target, token_shapes(batch_size(case), SEQ)).compile().as_text()

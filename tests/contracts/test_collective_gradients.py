@@ -140,7 +140,7 @@ def test_derivatives_of_every_op(name: str) -> None:
             for groups in ((6, ((0, 2, 4), (5, 3, 1))), (8, ((3, 1, 0, 2), (4, 6, 5, 7))))
             for name in NAMES
         ),
-        slow=4,
+        slow=3,
     ),
     ids=str,
 )

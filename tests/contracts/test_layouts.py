@@ -113,12 +113,14 @@ SOME_APART = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=36, slow=8), ids=str)
+@pytest.mark.parametrize(
+    "case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=36, slow=8, common=3), ids=str
+)
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *EXTRA, *SOME], everyday=40, slow=20), ids=str)
+@pytest.mark.parametrize("case", levels([*EACH_MESH, *EXTRA, *SOME], everyday=40, slow=20, common=5), ids=str)
 def test_layout_equals_one_device_in_fp32(case: Case) -> None:
     check_fp32(case)
 
@@ -139,9 +141,9 @@ CROSSED = [case for case in crossed() if case not in EACH_MESH]
 @pytest.mark.parametrize(
     "case",
     [
-        *levels(CROSSED, slow=16),
-        *levels((case for case in ALGORITHMS if case not in SOME), slow=4),
-        *levels((case for case in APART if case not in SOME_APART), slow=8),
+        *levels(CROSSED, slow=16, common=8),
+        *levels((case for case in ALGORITHMS if case not in SOME), slow=4, common=2),
+        *levels((case for case in APART if case not in SOME_APART), slow=8, common=4),
     ],
     ids=str,
 )

@@ -153,7 +153,7 @@ def test_three_steps_equal_those_of_one_device(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", levels(SLOW, slow=3), ids=str)
+@pytest.mark.parametrize("case", levels(SLOW, slow=3, common=1), ids=str)
 def test_three_steps_equal_those_of_one_device_in_more_layouts(case: Case) -> None:
     check(case)
 

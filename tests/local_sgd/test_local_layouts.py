@@ -108,7 +108,7 @@ def test_replicas_and_anchor_agree_with_one_device(case: Case, local: LocalConfi
     check(case, local)
 
 
-@pytest.mark.parametrize(("case", "local"), levels(SLOW, slow=3), ids=str)
+@pytest.mark.parametrize(("case", "local"), levels(SLOW, slow=3, common=1), ids=str)
 def test_replicas_and_anchor_agree_with_one_device_in_other_layouts(case: Case, local: LocalConfig) -> None:
     check(case, local)
 

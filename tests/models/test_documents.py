@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels(CASES, everyday=8, slow=3), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, everyday=8, slow=3, common=1), ids=str)
 def test_every_layout_is_like_one_device(case: Case) -> None:
     check_wide(case)
 

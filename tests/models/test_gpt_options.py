@@ -29,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels(CASES, slow=2), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, slow=2, common=1), ids=str)
 def test_every_layout_computes_what_the_oracle_does(case: Case) -> None:
     check_wide(case)
 

@@ -109,7 +109,11 @@ EVERYDAY = [("small", "zero3", 2, 2)]
 
 @pytest.mark.parametrize(
     ("net", "strategy", "data", "fsdp"),
-    [*EVERYDAY, *levels([("bottleneck", "zero3", 1, 4), *LAYOUTS], slow=9), *levels([("small", "ddp", 2, 1)])],
+    [
+        *EVERYDAY,
+        *levels([("bottleneck", "zero3", 1, 4), *LAYOUTS], slow=9, common=3),
+        *levels([("small", "ddp", 2, 1)]),
+    ],
     ids=str,
 )
 def test_it_trains_as_in_plain_flax_on_one_device(net: str, strategy: str, data: int, fsdp: int) -> None:

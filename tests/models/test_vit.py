@@ -134,7 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels(CASES, slow=2), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, slow=2, common=1), ids=str)
 def test_layouts_train_and_evaluate_as_one_device(case: Case) -> None:
     """Losses, all gradients, the parameters after three steps; then the loss and the accuracy of an evaluation."""
     with jax.enable_x64(True):

@@ -43,7 +43,7 @@ CASES = [
 CASES = [case._replace(sequence=True, collective_matmul=True) for case in CASES]
 
 
-@pytest.mark.parametrize("case", levels(CASES, slow=4), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, slow=4, common=2), ids=str)
 def test_a_model_trains_like_one_device(case: Case) -> None:
     check_wide(case)
 

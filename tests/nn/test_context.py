@@ -83,7 +83,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=31, slow=12), ids=str)
+@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=31, slow=12, common=3), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check_wide(case)
 

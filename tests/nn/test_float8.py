@@ -235,7 +235,7 @@ def test_a_pipeline_of_shards_is_typed() -> None:
     assert any(floats(each) == {E4M3.name, E5M2.name} for _, each in equations(traced.jaxpr))
 
 
-@pytest.mark.parametrize(("strategy", "schedule", "remat", "axes"), levels(LAYOUTS, slow=4))
+@pytest.mark.parametrize(("strategy", "schedule", "remat", "axes"), levels(LAYOUTS, slow=4, common=2))
 def test_layouts_agree(emulated: None, strategy: str, schedule: str, remat: str, axes: dict[str, int]) -> None:
     """A device's scales are those of its shards, so layouts round differently: by float8_e5m2's 2^-3 in a single
     gradient, by less in a sum. A missing or doubled sum is off by 0.5 and more."""

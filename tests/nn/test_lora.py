@@ -131,7 +131,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*EVERYDAY, *SLOW], everyday=8, slow=3), ids=str)
+@pytest.mark.parametrize("case", levels([*EVERYDAY, *SLOW], everyday=8, slow=3, common=1), ids=str)
 def test_adapters_train_as_on_one_device(case: Case) -> None:
     with jax.enable_x64(True):
         config = layouts.model_config(case)

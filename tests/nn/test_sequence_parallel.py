@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels(CASES, everyday=20, slow=8), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, everyday=20, slow=8, common=2), ids=str)
 def test_positions_split_over_tensor_equal_one_device(case: Case) -> None:
     check_wide(case)
 

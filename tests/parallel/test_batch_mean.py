@@ -59,7 +59,7 @@ NETS = {"tiny": TINY, "small": SMALL, "deep": DEEP}
 
 @pytest.mark.parametrize(
     ("net", "strategy", "data", "fsdp", "remat"),
-    [*EVERYDAY, *levels(LAYOUTS, slow=44), *levels(DEEPER, slow=16)],
+    [*EVERYDAY, *levels(LAYOUTS, slow=44, common=11), *levels(DEEPER, slow=16, common=4)],
     ids=str,
 )
 def test_batch_norm_equals_one_device(net: str, strategy: str, data: int, fsdp: int, remat: str) -> None:
@@ -73,7 +73,7 @@ ACCUMULATED += [("small", "ddp", 4, 1, "pairwise"), ("small", "zero1", 1, 2, "ac
 
 
 @pytest.mark.parametrize(
-    ("net", "strategy", "data", "fsdp", "schedule"), levels(ACCUMULATED, everyday=8, slow=4), ids=str
+    ("net", "strategy", "data", "fsdp", "schedule"), levels(ACCUMULATED, everyday=8, slow=4, common=2), ids=str
 )
 def test_a_microbatch_has_statistics_of_its_own(net: str, strategy: str, data: int, fsdp: int, schedule: str) -> None:
     with jax.enable_x64(True):

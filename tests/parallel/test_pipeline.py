@@ -83,12 +83,14 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", [*levels(EACH_SCHEDULE, everyday=8, slow=2), *levels(SLOW, slow=24)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*levels(EACH_SCHEDULE, everyday=8, slow=2, common=1), *levels(SLOW, slow=24, common=6)], ids=str
+)
 def test_pipelines_equal_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", levels(EACH_SCHEDULE, slow=4), ids=str)
+@pytest.mark.parametrize("case", levels(EACH_SCHEDULE, slow=4, common=2), ids=str)
 def test_pipelines_equal_one_device_in_fp32(case: Case) -> None:
     with jax.enable_x64(True):
         want = layouts.reference(config_of(case), 32, "fp64")

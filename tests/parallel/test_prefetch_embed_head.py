@@ -112,7 +112,7 @@ WHOLE = [  # all but zero3 have whole parameters on a device: nothing is cut
 ]
 
 
-@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, slow=4))
+@pytest.mark.parametrize(("strategy", "name", "options"), levels(WHOLE, slow=4, common=2))
 def test_gradients_under_other_strategies(strategy: str, name: str, options: dict[str, Any]) -> None:
     check_against_one_device(*(CASES | SMALL)[name], strategy=strategy, **options)
 

@@ -87,7 +87,9 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", [*levels(CASES, everyday=6, slow=4), *levels(SLOW, slow=16)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*levels(CASES, everyday=6, slow=4, common=2), *levels(SLOW, slow=16, common=4)], ids=str
+)
 def test_layout_equals_one_device(case: layouts.Case) -> None:
     layouts.check_wide(case)
 

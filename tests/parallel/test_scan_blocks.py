@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels(CASES, everyday=20, slow=8), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, everyday=20, slow=8, common=2), ids=str)
 def test_unrolled_blocks_equal_one_device(case: Case) -> None:
     check_wide(case)
 

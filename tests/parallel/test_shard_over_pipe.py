@@ -147,7 +147,10 @@ CROSSED = [
 
 @pytest.mark.parametrize(
     "case",
-    [*levels(EVERYDAY, everyday=8, slow=4), *levels((case for case in CROSSED if case not in EVERYDAY), slow=16)],
+    [
+        *levels(EVERYDAY, everyday=8, slow=4, common=2),
+        *levels((case for case in CROSSED if case not in EVERYDAY), slow=16, common=4),
+    ],
     ids=str,
 )
 def test_spread_parameters_train_like_on_one_device(case: Case) -> None:

@@ -79,7 +79,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels(CASES, slow=12), ids=str)  # everyday: the first, below
+@pytest.mark.parametrize("case", levels(CASES, slow=12, common=3), ids=str)  # everyday: the first, below
 def test_uneven_stages_equal_one_device(case: Case) -> None:
     pipelines.check_wide(case)
 

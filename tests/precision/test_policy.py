@@ -311,7 +311,7 @@ def without_key_bias(grads: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(STAGES_AND_TENSOR, marks=pytest.mark.slow), *levels(EVERY, slow=20)], ids=str
+    "case", [pytest.param(STAGES_AND_TENSOR, marks=pytest.mark.slow), *levels(EVERY, slow=20, common=5)], ids=str
 )
 def test_layouts_agree_within_a_policy(case: Case) -> None:
     """A layout adds in another order: single values differ by a rounding of the half type, 2^-11 (float16) or 2^-8

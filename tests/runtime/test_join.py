@@ -1,7 +1,6 @@
 """How processes find each other: what describes the job, the roll call, the file; without JAX but at the end."""
 
 import contextlib
-import importlib
 import ipaddress
 import json
 import os
@@ -16,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import child
-import jax
 import pytest
 import strangers
 
-from jaxdist.config.schema import DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.runtime.join import join as joining
 from jaxdist.runtime.join import rendezvous_file, roll_call
@@ -142,6 +139,13 @@ def task(rank: int, tasks: str, **more: str) -> Environ:
         (8, task(1, "2", SLURM_TRES_PER_TASK="cpu:4"), (4, 5, 6, 7)),
         (8, task(1, "2", SLURM_GPU_BIND="none"), (4, 5, 6, 7)),
         (8, task(1, "2", SLURM_GPU_BIND="single:4"), ()),
+        (8, task(1, "2", SLURM_GPU_BIND="verbose"), (4, 5, 6, 7)),
+        (8, task(1, "2", SLURM_GPU_BIND="verbose,closest"), ()),
+        (8, task(5, "8", SLURM_GPUS_PER_TASK="1", SLURM_GPU_BIND="none"), (5,)),
+        (8, task(3, "4", SLURM_TRES_BIND="gres/gpu:per_task:2", CUDA_VISIBLE_DEVICES="0,1"), ()),
+        # Ranks of torchrun in one SLURM task, which has all GPUs.
+        (8, local(3, 8) | task(0, "1", SLURM_GPUS_PER_TASK="8"), (3,)),
+        (8, local(1, 2, CUDA_VISIBLE_DEVICES="0,1,"), (1,)),
         # No GPUs, or too few: the local rank, which JAX refuses on GPUs and does not read on CPUs.
         (0, local(1, 2), (1,)),
         (1, local(1, 2), (1,)),
@@ -155,26 +159,11 @@ def test_gpus_of_a_process(gpus: int, environ: Environ, own: tuple[int, ...] | N
 
 
 def test_gpus_that_are_left_idle_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    shares = [local_gpus(local(rank, 3, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"), tmp_path) for rank in range(3)]
-    assert shares == [(0, 1), (2, 3), (4, 5)]
+    assert local_gpus(local(0, 3, CUDA_VISIBLE_DEVICES="0,1,2,3", JAX_PLATFORMS="cpu"), tmp_path) == (0,)
+    shares = [local_gpus(local(rank, 3, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"), tmp_path) for rank in (0, 0, 1, 2)]
+    assert shares == [(0, 1), (0, 1), (2, 3), (4, 5)]
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("2 of the 8 GPUs of this host are idle: its 3 processes have 2 each")
-
-
-@pytest.mark.parametrize(
-    ("processes", "platform", "refused"), [(2, "auto", True), (1, "auto", False), (2, "cpu", False)]
-)
-def test_a_rank_with_gpus_does_not_train_on_its_cpu(
-    processes: int, platform: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start: Any = importlib.import_module("jaxdist.runtime.start")
-    monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setattr(start, "has_gpus", lambda: True)
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    devices = DevicesConfig(platform=platform)
-    line = "^devices.platform: 'auto', on rank 0 of a job: NVIDIA GPUs are here.*$"
-    with pytest.raises(UserError, match=line) if refused else contextlib.nullcontext():
-        start._check_backend(devices)
 
 
 def test_names_of_ranks() -> None:

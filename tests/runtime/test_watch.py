@@ -41,6 +41,7 @@ from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer, di
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import path_name
 from jaxdist.train_step import TrainStep
+from jaxdist.trainer.failures import same_program
 from jaxdist.trainer.failures.same_program import facts_of_program, facts_of_start
 from jaxdist.trainer.train import train
 
@@ -717,3 +718,13 @@ def test_losses_are_judged_by_their_cause() -> None:
     assert judged(2, 10.2, failures={2: symptom}, heard={0: 10.0}) is None
     assert judged(2, 12.2, failures={2: symptom}, heard={0: 10.0}) == ("silent", (0,))
     assert judged(2, 12.2, failures={2: bug}, heard={0: 10.0}) is None
+
+
+def test_a_rank_that_would_train_on_its_cpu_differs_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose driver is not there, in a job on GPUs; where all are alike, nothing differs."""
+    facts = []
+    for there in (True, False):
+        monkeypatch.setattr(same_program, "expected_backend", lambda devices: "gpu")
+        monkeypatch.setattr(same_program, "has_gpus", lambda there=there: there)
+        facts.append(facts_of_start(load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml"), {}))
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"NVIDIA GPUs"}

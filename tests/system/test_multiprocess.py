@@ -420,7 +420,7 @@ sys.exit(train(config, Path("run")))
 """
 
 
-@pytest.mark.parametrize(("count", "where"), levels([(2, "evaluation"), (1, "save"), (1, "evaluation")], slow=2))
+@pytest.mark.parametrize(("count", "where"), levels([(2, "evaluation"), (1, "evaluation"), (1, "save")], slow=2))
 def test_a_second_signal_ends_at_once(processes: Processes, count: int, where: str) -> None:
     """Whatever the main thread is doing; the save under way is not taken for one. The first signal alone waits."""
     port, devices = free_port(), ["mesh.tensor=1", f"devices.simulated={4 // count}"]
@@ -441,7 +441,7 @@ def test_a_second_signal_ends_at_once(processes: Processes, count: int, where: s
     assert steps == (["2"] if where == "evaluation" else [])
 
 
-@pytest.mark.parametrize(("count", "stuck"), levels([(2, True), (2, False), (1, False)], slow=3))
+@pytest.mark.parametrize(("count", "stuck"), levels([(2, True), (2, False), (1, False)], slow=2))
 def test_a_signal_before_the_first_step_ends_at_once(processes: Processes, count: int, stuck: bool) -> None:
     """While the first step is compiled: there is nothing to save, and no need to wait for the compiler. Where another
     process does not answer, the second signal does."""

@@ -159,45 +159,59 @@ def local_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[in
     """The GPUs of this process: see `Job.gpus`. Processes that share a host, and see all its GPUs, take equal parts of
     them in the order of their local ranks: two processes on 8 GPUs have 0 to 3 and 4 to 7.
 
-    A process that is alone on its host has all GPUs that it sees, and so has one whose launcher has chosen them: by a
-    single number in CUDA_VISIBLE_DEVICES, or by SLURM's options --gpus-per-task, --tres-per-task and --gpu-bind. (JAX
-    gives every SLURM task the one GPU of its local rank, and leaves the others idle.)
+    A process that is alone on its host has all GPUs that it sees. So has a process that sees its own ones only: one in
+    CUDA_VISIBLE_DEVICES, or those that SLURM has bound to its task. (JAX gives every SLURM task the one GPU of its
+    local rank, and leaves the others idle.)
 
     dev: the folder with the devices, where CUDA_VISIBLE_DEVICES does not say how many there are.
     """
     if environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
-    rank, size = _place_on_host(environ)
+    rank, size, bound = _place_on_host(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if size == 1 or (visible and "," not in visible) or _slurm_binds(environ):
+    if size == 1 or bound or (visible and "," not in visible):
         return ()
-    gpus = len(visible.split(",")) if visible else sum(1 for _ in dev.glob("nvidia[0-9]*"))
+    listed = [each for each in visible.split(",") if each.strip()]
+    gpus = len(listed) if listed else sum(1 for _ in dev.glob("nvidia[0-9]*"))
     each = max(gpus // size, 1)
-    if gpus > each * size and rank == 0:
-        text = (
-            "%d of the %d GPUs of this host are idle: its %d processes have %d each; start a number that divides them"
-        )
-        logging.getLogger("jaxdist").warning(text, gpus - each * size, gpus, size, each)
+    if gpus > each * size and rank == 0 and environ.get("JAX_PLATFORMS") != "cpu":
+        _tell_idle(gpus, size)
     return tuple(range(rank * each, (rank + 1) * each))
 
 
-def _place_on_host(environ: Mapping[str, str]) -> tuple[int, int]:
-    """(rank among the processes of this host, their number); (0, 1) where the environment does not say it."""
-    for rank, size in (
-        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1")),
-        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")),
-        ("SLURM_LOCALID", _slurm_tasks_here(environ)),
+@functools.cache  # once
+def _tell_idle(gpus: int, processes: int) -> None:
+    each = gpus // processes
+    logging.getLogger("jaxdist").warning(
+        "%d of the %d GPUs of this host are idle: its %d processes have %d each; start a number that divides them",
+        gpus - each * processes,
+        gpus,
+        processes,
+        each,
+    )
+
+
+def _place_on_host(environ: Mapping[str, str]) -> tuple[int, int, bool]:
+    """(rank among the processes of this host, their number, whether the launcher has bound GPUs to each); (0, 1, False)
+    where the environment does not say it."""
+    for rank, size, bound in (
+        ("LOCAL_RANK", environ.get("LOCAL_WORLD_SIZE", "1"), False),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"), False),
+        ("SLURM_LOCALID", _slurm_tasks_here(environ), _slurm_binds(environ)),
     ):
         if size != "1" and rank in environ:
-            return _integer(environ, rank), _integer({rank: size}, rank, at_least=1)
-    return 0, 1
+            return _integer(environ, rank), _integer({rank: size}, rank, at_least=1), bound
+    return 0, 1, False
 
 
 def _slurm_binds(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM shows each task its own GPUs only."""
-    bind = environ.get("SLURM_GPU_BIND", "none")
-    by_task = environ.get("SLURM_GPUS_PER_TASK", "") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
-    return "SLURM_LOCALID" in environ and (bool(by_task) or "none" not in bind)
+    """Whether SLURM shows each task its own GPUs only: by --gpu-bind or --tres-bind, or else by --gpus-per-task or
+    --tres-per-task."""
+    given = re.search(r"gres/gpu:(\S+)", environ.get("SLURM_TRES_BIND", ""))
+    bind = re.sub(r"^v(erbose)?(,|$)", "", environ.get("SLURM_GPU_BIND") or (given[1] if given else ""))
+    if bind:
+        return not bind.startswith("none")
+    return bool(environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> str:

@@ -12,11 +12,13 @@ from flax.traverse_util import flatten_dict
 
 from jaxdist.build import Parts
 from jaxdist.config.load import settings_of
+from jaxdist.config.resolve import has_gpus
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
 from jaxdist.mesh import sizes_of
 from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.runtime.start import expected_backend
 from jaxdist.specs import PyTree, leaves_by_name
 
 Facts = dict[str, str]
@@ -26,8 +28,10 @@ OF_A_HOST = ("data.path", "data.val_path", "devices.compilation_cache")
 
 
 def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
-    """The facts that are known before JAX has devices: versions, compiler flags, every key of the configuration."""
+    """The facts that are known before JAX has devices: versions, compiler flags, every key of the configuration, and
+    whether JAX will find NVIDIA GPUs. A rank whose driver is broken would train on its CPU."""
     facts = {f"version of {name}": version or "none" for name, version in versions.items()}
+    facts["NVIDIA GPUs"] = "used" if expected_backend(config.devices) == "gpu" and has_gpus() else "not used"
     flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
     return facts | {key: show(value) for key, value in settings_by_key(config).items() if key not in OF_A_HOST}

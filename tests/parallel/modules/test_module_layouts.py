@@ -84,7 +84,9 @@ LAYOUTS = [(strategy, *shape, 2) for shape in SHAPES for strategy in STRATEGIES]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "data", "fsdp", "depth"), [pytest.param("zero3", 2, 2, 1), *levels(LAYOUTS, slow=36)], ids=str
+    ("strategy", "data", "fsdp", "depth"),
+    [pytest.param("zero3", 2, 2, 1), *levels(LAYOUTS, slow=36, common=9)],
+    ids=str,
 )
 def test_stock_batch_norm_trains_as_in_plain_flax(strategy: str, data: int, fsdp: int, depth: int) -> None:
     with jax.enable_x64(True):
@@ -127,7 +129,9 @@ def on_one_device() -> list[float]:
 LARGER = [(strategy, sizes) for strategy in ("ddp", "zero3") for sizes in ({"data": 2}, {"fsdp": 4}, {"data": 8})]
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), [("zero3", {"data": 2, "fsdp": 2}), *levels(LARGER, slow=2)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), [("zero3", {"data": 2, "fsdp": 2}), *levels(LARGER, slow=2, common=1)], ids=str
+)
 def test_dropout_of_each_sample_is_the_same_in_every_layout(strategy: str, sizes: Any) -> None:
     loss = jaxdist.nnx_loss(Dropped(nnx.Rngs(0)), squared, per_sample=True)
     np.testing.assert_allclose(losses_of(loss, sizes, strategy), on_one_device(), rtol=2e-6)
@@ -155,7 +159,7 @@ TOGETHER = [(case, False) for case in SUMS] + [("nnx", True), ("linen", True)]
 PER_SAMPLE = [(case, True) for case in SUMS if (case, True) not in TOGETHER]
 
 
-@pytest.mark.parametrize(("case", "per_sample"), [*TOGETHER, *levels(PER_SAMPLE, slow=2)], ids=str)
+@pytest.mark.parametrize(("case", "per_sample"), [*TOGETHER, *levels(PER_SAMPLE, slow=2, common=1)], ids=str)
 def test_batch_norm_sums_over_devices(case: str, per_sample: bool) -> None:
     make, sums = SUMS[case]
     found = jaxdist.ledger(*traced(make(per_sample=per_sample))).collectives

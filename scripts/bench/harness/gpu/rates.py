@@ -47,6 +47,7 @@ def rates(tiny: bool) -> Iterator[dict[str, Any]]:
         b = jax.random.normal(keys[1], (inner, columns), jnp.bfloat16)
         flops = 2 * rows * inner * columns
         out[f"product {rows} x {inner} x {columns}, TFLOP/s"] = flops / seconds(jax.jit(jnp.matmul), a, b) / 1e12
+        yield out
     flat = jax.random.normal(keys[2], (2**20 if tiny else 2**30,), jnp.float32)
     out["add a number, fp32, TB/s"] = 2 * flat.nbytes / seconds(jax.jit(lambda x: x + 1), flat, calls=5) / 1e12
     stream = jax.random.normal(keys[2], (1024 if tiny else 32768, 1024), jnp.bfloat16)
