@@ -32,7 +32,7 @@ COMMANDS = (
 def third_party(folder: str) -> set[str]:
     """Distributions imported by the files of a folder, at any depth of the syntax tree."""
     found = set()
-    own = {"jaxdist", "harness", *(path.stem for path in (ROOT / folder).rglob("*.py"))}
+    own = {"jaxdist", "harness", *(path.stem for each in (folder, "scripts") for path in (ROOT / each).rglob("*.py"))}
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
