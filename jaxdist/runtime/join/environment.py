@@ -110,9 +110,8 @@ def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
     hosts = environ.get("SLURM_STEP_NODELIST", "")
     if not all(environ.get(name, "").isdigit() for name in ("SLURM_JOB_ID", "SLURM_PROCID")) or not hosts:
         return Job(None, None, None, gpus, detect=True)
-    match = re.match(
-        r"(?:[^,\[\]]|\[\d[^\]]*\])+", hosts
-    )  # node7,... or node[007-015,020],... or rack[1-2]node[1-8]-ib
+    # The first name ends at a comma outside of brackets: node7,... or node[007-015,020],... or rack[1-2]node[1-8]-ib
+    match = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", hosts)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {hosts!r} names no host first; give --init-method tcp://HOST:PORT")
     step = environ.get("SLURM_STEP_ID", "0")  # two steps of one job may run at once

@@ -167,9 +167,7 @@ def race(tiny: bool) -> Iterator[dict[str, Any]]:
             command = [sys.executable, script, "--sizes", size, "--contenders", contenders, "--json", str(found)]
             command += ["--steps", "3" if tiny else "12", "--limit-s", "240"]
             with contextlib.suppress(subprocess.TimeoutExpired):  # what it had measured is in its file
-                subprocess.run(
-                    [*command, "--steps", "3" if tiny else "12", "--limit-s", "240"], check=False, timeout=300
-                )
+                subprocess.run(command, check=False, timeout=300)
             out[size] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else "nothing was written"
         yield out
 
@@ -180,6 +178,7 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
 
     from jaxdist.build import assemble
     from jaxdist.config.load import load_config
+    from jaxdist.config.shipped import find_config
     from jaxdist.init import init_state
     from jaxdist.mesh import make_mesh
     from jaxdist.runtime.start import start
@@ -191,9 +190,8 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
             folder = Path(text)
             _tokens(folder)
             toy = (*TOY, "devices.simulated=1") if tiny else ()
-            path = Path(__file__).parents[4] / "configs" / f"{CONFIG}.yaml"
             settings = [*ONE_GPU, *toy, "memory.remat=dots", *more, f"data.path={folder}"]
-            config = start(load_config(path, settings))
+            config = start(load_config(find_config(CONFIG), settings))
             mesh = make_mesh(devices=jax.devices()[:1])
             parts = assemble(config, mesh)
             batch = loader_of(config, load_data(config), mesh).batch(0)
