@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, check_mesh, has_host_memory
-from jaxdist.model import ModelDef
+from jaxdist.model import ModelDef, rules_of
 from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
@@ -212,7 +212,7 @@ def state_target(
     shapes, specs = _shapes_and_specs(source)
     check_divisible(shapes, specs, mesh)
     options = make_options(options, keywords)
-    optimizer, placing = only_trained(optimizer, options.freeze), get_strategy(options)
+    optimizer, placing = only_trained(optimizer, options.freeze, rules_of(source)), get_strategy(options)
     placed = placing.place(shapes, specs, mesh)
     if rules and isinstance(source, ModelDef):
         raise UserError("rules: are for parameter trees of your own; the layers of a ModelDef say how they are sharded")
@@ -260,7 +260,7 @@ def init_state(
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
     carried, target = target.model_state, target._replace(model_state=())
-    optimizer, key = only_trained(optimizer, options.freeze), jax.random.key(options.seed)
+    optimizer, key = only_trained(optimizer, options.freeze, rules_of(source)), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
     state = allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model_state))

@@ -1,12 +1,17 @@
 """The type of a model. Layers make one (`jaxdist.nn.model_def`), and a step knows no more of them than this."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist.specs import STACKED, PyTree
+
+# The "gradient" of a parameter that no optimizer updates -> its update, which is added to it. The layer that has the
+# parameter says by a `custom_vjp` what that "gradient" is, such as a number of tokens. For example: jnp.zeros_like
+UpdateRule = Callable[[jax.Array], jax.Array]
 
 
 class ModelDef(NamedTuple):
@@ -48,6 +53,10 @@ class ModelDef(NamedTuple):
     positions: the length of the longest text, where positions are learned; None: no limit.
     features: (params of head, h) -> what the table of the vocabulary multiplies, [B, S, D]; or None.
     vocabulary: (params of head, params of embed if tied else None) -> (table [V, D],), or with a bias [V]; or None.
+    update_rules: parameters that no optimizer updates, by their paths ("blocks.mlp.router.bias"), with their rules.
+    figures: gradients -> {name: array}, what a step tells of the parameters of `update_rules`; or None.
+    weighs_rows: whether `rows` reads the leaf `loss_seed` [B] of a batch in training: what the loss of each sample is
+        multiplied by before it is differentiated. Losses inside blocks need it (`jaxdist.nn.experts`).
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -72,6 +81,9 @@ class ModelDef(NamedTuple):
     positions: int | None = None
     features: Callable[..., Any] | None = None
     vocabulary: Callable[..., Any] | None = None
+    update_rules: Mapping[str, UpdateRule] = MappingProxyType({})
+    figures: Callable[[PyTree], dict[str, jax.Array]] | None = None
+    weighs_rows: bool = False
 
     def read_by_blocks(self, batch: PyTree) -> PyTree:
         """What every block is given beside h: (dropout keys [B], rows if the model has any)."""
@@ -88,3 +100,13 @@ class ModelDef(NamedTuple):
         count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))  # noqa: E731
         rows = self.layers + self.empty_rows
         return int(count(self.shapes) - count(self.shapes[STACKED]) // rows * self.empty_rows)
+
+
+def rules_of(model: Any) -> Mapping[str, UpdateRule]:
+    """`ModelDef.update_rules`; none for what is no `ModelDef`."""
+    return model.update_rules if isinstance(model, ModelDef) else {}
+
+
+def figures_of(model: Any, grads: PyTree) -> dict[str, jax.Array]:
+    """`ModelDef.figures` of these gradients; none for what is no `ModelDef`, and for a model without."""
+    return model.figures(grads) if isinstance(model, ModelDef) and model.figures is not None else {}

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
-from jaxdist.model import ModelDef
-from jaxdist.optim import global_norm, leave_out, only_trained, ordered_norm, with_rounded_products
+from jaxdist.model import ModelDef, figures_of, rules_of
+from jaxdist.optim import global_norm, leave_out, only_trained, optimized, ordered_norm
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
-from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
+from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches, with_seed
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.program import check_axes, program_and_region
 from jaxdist.parallel.schedule import Schedule, UserLoss, loss_seed
@@ -63,7 +63,7 @@ def make_gradients(
             seed, factor = loss_seed(program, diff, captured, parts), 1.0 if rule is None else scale
             whole = seed * factor
             loss, weight, grads, extra = schedule(
-                program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce
+                program, diff, captured, with_seed(program, parts, whole), seed=whole, reduce_dtype=precision.reduce
             )
             metrics, carried = program.settle(extra, carried)
             # The residual is stored unscaled, because the scale moves.
@@ -113,8 +113,8 @@ def make_train_step(
     policy, sync, facts = options.precision, options.grad_sync, ScheduleFacts.of(options.schedule)
     once = isinstance(model, ModelDef) and options.microbatches == 1 and facts.one_backward_pass
     strategy, schedule = get_strategy(options, once=once), get_schedule(options.schedule)
-    optimizer = only_trained(with_rounded_products(optimizer) if sync.deterministic else optimizer, options.freeze)
-    norm = ordered_norm if sync.deterministic else global_norm
+    rules, norm = rules_of(model), ordered_norm if sync.deterministic else global_norm
+    optimizer = only_trained(optimizer, options.freeze, rules, rounded=sync.deterministic)
 
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
@@ -127,7 +127,8 @@ def make_train_step(
             check_batch_shape(batch, mesh, options)
             totals, grads, residual, carried = gradients(state, batch)
             means = {name: jnp.where(weight != 0, total / weight, 0) for name, (total, weight) in totals.items()}
-            metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1], "grad_norm": norm(grads)}
+            metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1]}
+            metrics["grad_norm"] = norm(optimized(grads, rules))
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
             params, opt_state = updated(
@@ -135,7 +136,7 @@ def make_train_step(
             )
             new = TrainState(state.step + 1, params, opt_state, residual, guard, carried)
             state = advanced(state, new, taken=taken, halted=halted)
-            metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": means}
+            metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": means | figures_of(model, grads)}
             return state, metrics | ({"grads": grads} if options.return_grads else {})
 
         names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))

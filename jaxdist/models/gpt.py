@@ -37,6 +37,7 @@ from jaxdist.nn import (
 )
 from jaxdist.nn.attention import PackedDocuments, RopeScaling
 from jaxdist.nn.context.positions import own_context
+from jaxdist.nn.experts import ExpertBlock, MoE, MoEOptions
 from jaxdist.nn.linear import MatmulOptions
 
 FACTS = ModelFacts(ids_only=True, kernels=True, documents=True)
@@ -47,6 +48,12 @@ Batch = dict[str, jax.Array]
 def _documents(batch: Batch) -> PackedDocuments | None:
     starts_BS = batch.get("documents")
     return None if starts_BS is None else PackedDocuments(starts_BS)
+
+
+def _expert_rows(batch: Batch) -> tuple[PackedDocuments | None, jax.Array | None]:
+    """What an `ExpertBlock` reads. The loss of a sample weighs as its tokens do; evaluations have no losses of it."""
+    seed_B = batch.get("loss_seed")
+    return _documents(batch), None if seed_B is None else seed_B * batch["weights"].astype(seed_B.dtype).sum(1)
 
 
 class Embed(nnx.Module):
@@ -123,6 +130,22 @@ class HeadByPosition(Head):
         }
 
 
+class DenseStart(Embed):
+    """The embedding and the first blocks, where these have one MLP and all later ones are mixtures of experts: blocks
+    that are stacked must be alike. Text is generated without a cache, which is kept for stacked blocks only."""
+
+    def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions, context: Any):
+        super().__init__(config, max_length, rngs, sequence=matmul["sequence"])
+        self.dense = nnx.List([_block(config, rngs, matmul, context, dense=True) for _ in range(config.moe.dense)])
+
+    def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:  # type: ignore[override]
+        h_BSD = super().__call__(batch, keys_B)
+        for i, block in enumerate(self.dense):
+            own_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, i + 1)
+            h_BSD = block(h_BSD, own_B, _documents(batch))
+        return h_BSD
+
+
 def _scaling(config: ModelConfig) -> RopeScaling | None:
     if config.rope_type == "default":
         return None
@@ -130,7 +153,15 @@ def _scaling(config: ModelConfig) -> RopeScaling | None:
     return RopeScaling(config.rope_type, config.rope_factor, low=low, high=high, positions=config.rope_positions)
 
 
-def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None) -> Block:
+def _feed_forward(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, *, dense: bool) -> MLP | MoE:
+    bias, out_scale, kind = bool(config.bias), (2 * config.layers) ** -0.5, config.mlp
+    if dense:
+        return MLP(rngs, config.width, config.mlp_width, kind=kind, bias=bias, out_scale=out_scale, **matmul)
+    options: Any = {key: getattr(config.moe, key) for key in MoEOptions.__annotations__}
+    return MoE(rngs, config.width, options, kind=kind, out_scale=out_scale, **matmul)
+
+
+def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None, *, dense: bool) -> Block:
     assert config.mlp and config.norm and config.mlp_width and config.kv_heads, "not resolved"
     bias, out_scale = bool(config.bias), (2 * config.layers) ** -0.5
     attention = Attention(
@@ -151,9 +182,10 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: 
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
         **matmul,
     )
-    mlp = MLP(rngs, config.width, config.mlp_width, kind=config.mlp, bias=bias, out_scale=out_scale, **matmul)
+    mlp = _feed_forward(config, rngs, matmul, dense=dense)
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
-    return Block(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=matmul["sequence"])
+    kind = Block if dense else ExpertBlock
+    return kind(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=matmul["sequence"])
 
 
 class GPT(nnx.Module):
@@ -162,8 +194,14 @@ class GPT(nnx.Module):
     def __init__(
         self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None
     ) -> None:
-        self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
-        self.blocks = nnx.List([_block(config, rngs, matmul, context) for _ in range(config.layers)])
+        moe = config.moe
+        self.embed: Embed
+        if moe.on and moe.dense:
+            self.embed = DenseStart(config, max_length, rngs, matmul, context)
+        else:
+            self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
+        count = config.layers - (moe.dense if moe.on else 0)
+        self.blocks = nnx.List([_block(config, rngs, matmul, context, dense=not moe.on) for _ in range(count)])
         kind = HeadByPosition if config.position_losses else Head
         self.head = kind(config, rngs, sequence=matmul["sequence"])
 
@@ -198,13 +236,14 @@ def gpt(
     """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
+    full.moe.check(layers=full.layers)
     matmul: MatmulOptions = {"fp8": fp8, "sequence": sequence_parallel, "collective_matmul": collective_matmul}
     return model_def(
         lambda rngs: GPT(full, max_length, rngs, matmul, context),
         tied=bool(full.tied),
         param_dtype=param_dtype,
         scan_blocks=full.scan_blocks,
-        rows=_documents,
+        rows=_expert_rows if full.moe.on else _documents,
         lora=lora,
-        columns=not full.dropout and not sequence_parallel,  # both go by the position in h
+        columns=not full.dropout and not sequence_parallel and not full.moe.dense,  # these go by the position in h
     )

@@ -29,6 +29,13 @@ def gelu_erf(x: jax.Array) -> jax.Array:
     return x * (0.5 * (1 + _erf(x * math.sqrt(0.5))))
 
 
+def activation(hidden: jax.Array, kind: str) -> jax.Array:
+    """What `MLP` applies between its products. hidden: [..., F], or [..., 2, F] for "swiglu"."""
+    if kind == "swiglu":
+        return jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+    return (gelu_erf if kind == "gelu_erf" else gelu)(hidden)
+
+
 class MLP(nnx.Module):
     """Feed-forward layer.
 
@@ -62,8 +69,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = checkpoint_name(self.up(x), "mlp.hidden")
-        if self.kind == "swiglu":
-            active = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
-        else:
-            active = (gelu_erf if self.kind == "gelu_erf" else gelu)(hidden)
-        return checkpoint_name(self.down(checkpoint_name(active, "mlp.activation")), "mlp.out")
+        active = checkpoint_name(activation(hidden, self.kind), "mlp.activation")
+        return checkpoint_name(self.down(active), "mlp.out")

@@ -16,7 +16,7 @@ from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import run_cached
 from jaxdist.nn.embedding import PositionEmbed
-from jaxdist.nn.param import specs_of
+from jaxdist.nn.param import specs_of, update_rules_of
 from jaxdist.specs import STACKED, PyTree, map_specs
 
 PARTS = {
@@ -245,10 +245,24 @@ def _facts(skeleton: Any) -> dict[str, Any]:
     }
 
 
+def _own_updates(skeleton: Any) -> dict[str, Any]:
+    """The fields of a `ModelDef` about parameters that no optimizer updates."""
+    units = {"embed": skeleton.embed, STACKED: skeleton.blocks[0], "head": skeleton.head}
+    rules = {
+        f"{unit}.{path}": rule
+        for unit, module in units.items()
+        for path, rule in update_rules_of(nnx.state(module, nnx.Param)).items()
+    }
+    counting = [node for _, node in nnx.iter_graph(skeleton.blocks[0]) if hasattr(node, "figures")]
+    figures = counting[0].figures if counting else None
+    return {"update_rules": rules, "figures": figures, "weighs_rows": bool(counting)}
+
+
 def _optional(skeleton: Any, head_def: Any, embedding: Any, of_head: Any, block_of: Any) -> dict[str, Any]:
     """The fields of a `ModelDef` that only some modules have."""
     return {
         **_facts(skeleton),
+        **_own_updates(skeleton),
         **_parts_of_logits(skeleton.head, head_def, embedding),
         "metrics": _metrics_of(skeleton.head, of_head),
         "cached": _cached_of(skeleton, block_of),

@@ -1,4 +1,5 @@
-"""Parameters of layers: `nnx.Param` with the layer's PartitionSpec as metadata. No other module reads this metadata."""
+"""Parameters of layers: `nnx.Param` with the layer's PartitionSpec as metadata, and with an update rule if it has one of
+its own. No other module reads this metadata."""
 
 from collections.abc import Sequence
 
@@ -7,17 +8,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.model import UpdateRule
 from jaxdist.specs import PyTree
 
 
-def param(value: jax.Array, spec: Sequence[str | None] = ()) -> nnx.Param:
+def param(value: jax.Array, spec: Sequence[str | None] = (), *, update: UpdateRule | None = None) -> nnx.Param:
     """An `nnx.Param` with the layer's spec.
 
     spec: one mesh axis for each dim, or None for a dim that the layer does not split; () if it splits none.
+    update: its own update in place of the optimizer's, see `UpdateRule`. Blocks are alike only if these compare equal.
     """
     entries = tuple(spec) or (None,) * value.ndim
     assert len(entries) == value.ndim, (entries, value.shape)
-    return nnx.Param(value, spec=P(*entries))
+    return nnx.Param(value, spec=P(*entries), update=update)
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, spec: Sequence[str | None]) -> nnx.Param:
@@ -25,9 +28,9 @@ def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, spec: Sequence[str 
     return param(std * jax.random.normal(rngs.params(), tuple(shape)), spec)
 
 
-def zeros(shape: Sequence[int], spec: Sequence[str | None]) -> nnx.Param:
-    """A parameter of zeros, as for biases."""
-    return param(jnp.zeros(tuple(shape)), spec)
+def zeros(shape: Sequence[int], spec: Sequence[str | None], *, update: UpdateRule | None = None) -> nnx.Param:
+    """A parameter of zeros, as for biases. update: as for `param`."""
+    return param(jnp.zeros(tuple(shape)), spec, update=update)
 
 
 def spec_of(variable: nnx.Variable) -> P:
@@ -40,3 +43,9 @@ def specs_of(state: nnx.State) -> PyTree:
     """The PartitionSpecs of an NNX state, as nested dicts. Its parameters come from `param`."""
 
     return nnx.to_pure_dict(jax.tree.map(spec_of, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+
+
+def update_rules_of(state: nnx.State) -> dict[str, UpdateRule]:
+    """The parameters of an NNX state with an update rule of their own, by their dotted paths."""
+    found = {".".join(map(str, path)): leaf.get_metadata().get("update") for path, leaf in nnx.to_flat_state(state)}
+    return {path: rule for path, rule in found.items() if rule is not None}

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jaxdist.collectives import rank
+from jaxdist.collectives import rank, to_varying, varying_axes
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, AnyMesh
 from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.schedule import Program
 from jaxdist.specs import PyTree
 
 
@@ -38,6 +39,14 @@ def check_global(batch: PyTree) -> None:
 def split_microbatches(batch: PyTree, count: int) -> PyTree:
     """The batch with its leaves [b, ...] as [count, b / count, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+
+
+def with_seed(program: Program, parts: PyTree, seed: jax.Array | float) -> PyTree:
+    """Microbatches with the leaf `loss_seed` of each sample, if the program reads it (`ModelDef.weighs_rows`)."""
+    if not program.weighs_rows:
+        return parts
+    rows = jax.tree.leaves(parts)[0]
+    return {**parts, "loss_seed": to_varying(jnp.full(rows.shape[:2], seed), varying_axes(rows))}
 
 
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:

@@ -56,6 +56,7 @@ class Program(NamedTuple):
     extra: arrays that are added up over microbatches, as loss and weight are; () for models.
     hidden: (diff, captured, microbatch) -> the input of the head, on the first stage. None for a user's own loss.
     stages: the parts of the loss, for pipelines. None where these cannot run it.
+    weighs_rows: as `ModelDef.weighs_rows`.
     settle: (sums of extra, model_state) -> ({name of a metric: (sum, weight), of this device}, new model_state).
 
     The program of linear regression, where every parameter is in diff:
@@ -73,6 +74,7 @@ class Program(NamedTuple):
     loss: Callable[..., tuple[jax.Array, jax.Array, PyTree]]
     hidden: Callable[..., jax.Array] | None = None
     stages: Stages | None = None
+    weighs_rows: bool = False
     settle: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda extra, model_state: ({}, model_state)
 
 

@@ -12,7 +12,7 @@ from jaxdist.config.schema import Config
 from jaxdist.config.sections.optimizer import LORA
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
-from jaxdist.model import ModelDef
+from jaxdist.model import ModelDef, rules_of
 from jaxdist.optim import only_trained
 from jaxdist.precision.reproducible import products_rounded
 from jaxdist.pretrained import Pretrained, open_pretrained
@@ -37,7 +37,7 @@ def first_state(config: Config, parts: Parts, mesh: Mesh, say: Callable[[str], N
     if config.init.from_ is None:
         return init_state(parts.model, parts.optimizer, mesh, parts.options), {}
     params, origin = _params_from(config, parts, say)
-    optimizer = only_trained(parts.optimizer, parts.options.freeze)
+    optimizer = only_trained(parts.optimizer, parts.options.freeze, rules_of(parts.model))
 
     def others(params: PyTree) -> TrainState:
         return fresh_state(params, optimizer, parts.target.residual)._replace(params=())

@@ -10,6 +10,7 @@ from jaxdist.errors import UserError
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
 HALVES = ("float16", "bfloat16")
 NORMS = ("*norm*", "*Norm*")  # parameters of normalisation, by how Flax, PyTorch and jaxdist call them
+ROUTERS = ("*.router.*",)  # of experts: in a half type their biases would stand still
 SMALLEST_FLOAT16 = 1e-7  # its step near zero is 6e-8
 SCALE_MOVES = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -38,14 +39,14 @@ class Policy(NamedTuple):
 
 POLICY_TYPES = {
     "fp32": Policy("float32", "float32", "float32"),
-    "bf16": Policy("float32", "bfloat16", "float32"),
-    "fp16": Policy("float32", "float16", "float32", NORMS, loss_scale="dynamic"),
-    "fp8": Policy("float32", "bfloat16", "float32", fp8=True),
+    "bf16": Policy("float32", "bfloat16", "float32", ROUTERS),
+    "fp16": Policy("float32", "float16", "float32", NORMS + ROUTERS, loss_scale="dynamic"),
+    "fp8": Policy("float32", "bfloat16", "float32", ROUTERS, fp8=True),
     "fp64": Policy("float64", "float64", "float64"),  # for checks: layouts must agree to 1e-10
     # NVIDIA Apex's opt levels (apex.amp.frontend).
     "O0": Policy("float32", "float32", "float32"),
     "O1": Policy("float32", "float16", "float32", per_op=True, loss_scale="dynamic"),
-    "O2": Policy("float32", "float16", "float32", NORMS, loss_scale="dynamic"),
+    "O2": Policy("float32", "float16", "float32", NORMS + ROUTERS, loss_scale="dynamic"),
     "O3": Policy("float16", "float16", "float16"),
 }
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxdist.config.rules.fields import setting
+from jaxdist.config.rules.fields import section, setting
+from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.transformer import (
     attention_setting,
     check_context,
@@ -16,8 +17,7 @@ from jaxdist.config.rules.transformer import (
     scan_blocks_setting,
 )
 from jaxdist.config.schema import Config, ModelConfig
-
-UNUSED_AXES = ("expert",)  # of the mesh: no layer uses it yet
+from jaxdist.config.sections.moe import MoEConfig, check_moe
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Options(ModelConfig):
     mlp_width: int | None = setting(
         None, "hidden size of the MLP; null: 4 x width (gelu), or 8/3 x width up to a multiple of 64", at_least=1
     )
+    moe: MoEConfig = section(MoEConfig, "experts in place of the MLPs")
     positions: str | None = setting(
         None, "position encoding; null: learned (gpt2), rope (llama)", choices=("learned", "rope")
     )
@@ -84,6 +85,7 @@ class Options(ModelConfig):
             head_width=head if self.head_width is None else self.head_width,
             kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
             mlp_width=wide if self.mlp_width is None else self.mlp_width,
+            moe=self.moe.resolved(wide if self.mlp_width is None else self.mlp_width),
             positions=self.positions or ("rope" if llama else "learned"),
             norm=self.norm or ("rmsnorm" if llama else "layernorm"),
             mlp=mlp,
@@ -94,7 +96,8 @@ class Options(ModelConfig):
 
     def describe(self) -> str:
         """Such as "gpt (llama): 4 blocks, width 128, 4 heads"."""
-        return f"{self.name} ({self.style}): {self.layers} blocks, width {self.width}, {self.heads} heads"
+        moe = f", {self.moe.top_k} of {self.moe.experts} experts" if self.moe.on else ""
+        return f"{self.name} ({self.style}): {self.layers} blocks, width {self.width}, {self.heads} heads{moe}"
 
 
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
@@ -105,3 +108,6 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])
     check_context(config, model, mesh)
+    check_moe(config, model, mesh)
+    if not model.moe.on:
+        check_axis("expert", mesh["expert"], unused=("expert",))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config.rules.precision import NORMS
+from jaxdist.config.rules.precision import NORMS, ROUTERS
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.policy import Precision, accumulation_dtype
@@ -36,6 +36,8 @@ def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyO
 
     def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
         kept = _kept(params, precision)
+        if not any(jax.tree.leaves(kept)):
+            return narrow.begin(params, specs, stacked)
 
         def run(strategy: Strategy, chosen: PyTree) -> tuple[PyTree, PyTree]:
             return strategy.begin(only(chosen, params), only(chosen, specs), stacked)
@@ -45,6 +47,8 @@ def keeping_fp32(make: Callable[[StrategyOptions], Strategy], options: StrategyO
 
     def gather(diff: PyTree, captured: PyTree, specs: PyTree) -> PyTree:
         kept = map_specs(lambda _, part: isinstance(part, Wide), specs, captured)
+        if not any(jax.tree.leaves(kept)):
+            return narrow.gather(diff, captured, specs)
         own = map_specs(lambda _, part: part.captured if isinstance(part, Wide) else part, specs, captured)
 
         def run(strategy: Strategy, chosen: PyTree) -> PyTree:
@@ -66,7 +70,7 @@ def as_received(params: PyTree, precision: Precision) -> PyTree:
 
 def _kept(params: PyTree, precision: Precision) -> PyTree:
     """Whether each parameter fits a pattern of `Precision.keep_fp32`. Raises `UserError` for one that fits nothing."""
-    return fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS)
+    return fitting(params, precision.keep_fp32, key="precision.keep_fp32", optional=NORMS + ROUTERS)
 
 
 def _other(chosen: PyTree) -> PyTree:
