@@ -17,7 +17,7 @@ from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.optim import clip_by_ordered_norm
+from jaxdist.optim import clip_by_ordered_norm, only_trained
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
@@ -48,12 +48,14 @@ class Case(NamedTuple):
     documents: bool = False  # several in a row, which do not see each other
     context: int = 1
     form: str | None = None  # of attention over context
+    expert: int = 1
 
     def __str__(self) -> str:
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
         last = ("collective_matmul",) if self.collective_matmul else ()
-        last += tuple(key for key, _ in self.options) + ("documents",) * self.documents
+        last += tuple(getattr(value, "dispatch", key) for key, value in self.options) + ("documents",) * self.documents
         last += (f"{self.form}{self.context}",) if self.form else ()
+        last += (f"expert{self.expert}",) if self.expert > 1 else ()
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
 
 
@@ -144,7 +146,7 @@ def reference(config: ModelConfig, size: int, policy: str, *, documents: bool = 
 def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, TrainState, TrainStep]:
     """(optimizer, the state as ShapeDtypeStructs, step)."""
     data, fsdp, tensor = case.mesh
-    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, pipe=case.pipe, context=case.context)
+    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, pipe=case.pipe, context=case.context, expert=case.expert)
     model = gpt(
         model_config(case),
         max_length=SEQ,
@@ -169,7 +171,7 @@ def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, Tra
         return_grads=True,
         pipeline_cond=not case.collective_matmul and case.form != "ring",
     )
-    return tx, target, step
+    return only_trained(tx, (), model.update_rules), target, step
 
 
 def run(case: Case, policy: str, steps: int) -> Reference:

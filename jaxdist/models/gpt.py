@@ -37,7 +37,7 @@ from jaxdist.nn import (
 )
 from jaxdist.nn.attention import PackedDocuments, RopeScaling
 from jaxdist.nn.context.positions import own_context
-from jaxdist.nn.experts import ExpertBlock, MoE, MoEOptions
+from jaxdist.nn.experts import ExpertBlock, MoE
 from jaxdist.nn.linear import MatmulOptions
 
 FACTS = ModelFacts(ids_only=True, kernels=True, documents=True)
@@ -157,8 +157,7 @@ def _feed_forward(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, *,
     bias, out_scale, kind = bool(config.bias), (2 * config.layers) ** -0.5, config.mlp
     if dense:
         return MLP(rngs, config.width, config.mlp_width, kind=kind, bias=bias, out_scale=out_scale, **matmul)
-    options: Any = {key: getattr(config.moe, key) for key in MoEOptions.__annotations__}
-    return MoE(rngs, config.width, options, kind=kind, out_scale=out_scale, **matmul)
+    return MoE(rngs, config.width, config.moe, kind=kind, out_scale=out_scale, **matmul)
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None, *, dense: bool) -> Block:

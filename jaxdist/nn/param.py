@@ -1,5 +1,5 @@
-"""Parameters of layers: `nnx.Param` with the layer's PartitionSpec as metadata, and with an update rule if it has one of
-its own. No other module reads this metadata."""
+"""Parameters of layers: `nnx.Param` with the layer's PartitionSpec as metadata, and with its own update rule if it has
+one. No other module reads this metadata."""
 
 from collections.abc import Sequence
 

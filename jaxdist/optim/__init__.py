@@ -9,6 +9,6 @@ from jaxdist.optim.norms import clip_by_ordered_norm, global_norm, ordered_norm,
 from jaxdist.optim.update import apply_updates, check_order, leave_out, only_trained, optimized, with_rounded_products
 
 __all__ = [
-    "apply_updates", "check_order", "clip_by_ordered_norm", "global_norm", "leave_out", "only_trained", "optimized", "ordered_norm",
-    "ordered_sum", "with_rounded_products",
+    "apply_updates", "check_order", "clip_by_ordered_norm", "global_norm", "leave_out", "only_trained", "optimized",
+    "ordered_norm", "ordered_sum", "with_rounded_products",
 ]  # fmt: skip

@@ -165,8 +165,8 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
     if options.prefetch:
         loss = _prefetched_loss(units, embed, head, options)
     stages = Stages(embed, head, runner, model.read_by_blocks, units.head_units, model.chunks, model.stages, conditions)
-    stages = None if options.prefetch or options.remat == "offload" else stages
-    return Program(loss, hidden, stages, model.weighs_rows)
+    whole = options.prefetch or options.remat == "offload"
+    return Program(loss, hidden, None if whole else stages, model.weighs_rows)
 
 
 def _run_head(units: Units, diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,9 @@ REMAT = "memory.remat"
 MODES = ("none", "full", "dots", "sqrt", "offload")
 # Values of a block that layers name with `checkpoint_name`, for `memory.remat=[attention.out,mlp.hidden]`. A test
 # compares them with the layers; docs/memory.md says what each is.
-NAMES = ("attention.qkv", "attention.context", "attention.out", "mlp.hidden", "mlp.activation", "mlp.out")
+NAMES = (
+    "attention.qkv", "attention.context", "attention.out", "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out",
+)  # fmt: skip
 Remat = str | tuple[str, ...]
 
 

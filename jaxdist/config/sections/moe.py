@@ -89,6 +89,6 @@ def check_moe(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
     wire = config.parallel.grad_sync.wire_dtype
     if wire is not None:
         raise UserError(
-            f"parallel.grad_sync.wire_dtype: {wire!r} would round the counts of tokens that travel with the gradients of"
+            f"parallel.grad_sync.wire_dtype: {wire!r} would round the counts of tokens that go with the gradients of"
             f" {MOE}; allowed: null"
         )

@@ -3,15 +3,16 @@
 Neither needs a path of its own through schedules, rematerialisation and ZeRO: each is the "gradient" of a parameter.
 The router has a parameter of zeros, `statistics`, whose "gradient" is what was counted, and perhaps a `bias`, which is
 added to scores for the choice alone and whose "gradient" is the number of tokens that each expert got above the mean
-(DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664). These sums then go over microbatches,
-devices and stages exactly as those of gradients do, once for each token. No optimizer sees them (`UpdateRule`).
+(DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664). These sums then go over
+microbatches, devices and stages exactly as those of gradients do, once for each token. No optimizer sees them
+(`UpdateRule`).
 
 Losses inside a block, which does not return any, come in the same way: as gradients of what they depend on.
 
 Legend: B batch, E experts, L blocks.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,18 @@ from jaxdist.specs import STACKED, PyTree, leaves_by_name
 SUMS = ("balance_loss", "z_loss", "entropy")  # behind the counts of chosen and of dropped tokens
 
 
-class BySign(NamedTuple):
-    """The `UpdateRule` of a balancing bias: it falls by `rate` for experts above the mean, and rises for those below."""
+@dataclass(frozen=True)
+class BySign:
+    """The `UpdateRule` of a balancing bias: it falls for experts above the mean, and rises for those below.
+
+    rate: how far in a step.
+    """
 
     rate: float
 
-    def __call__(self, excess: jax.Array) -> jax.Array:
-        return -self.rate * jnp.sign(excess)
+    def __call__(self, gradient: jax.Array, /) -> jax.Array:
+        """gradient: tokens of each expert above the mean."""
+        return -self.rate * jnp.sign(gradient)
 
 
 @jax.custom_vjp

@@ -4,6 +4,8 @@ an index: a scatter of wide rows, which is slow on GPUs and adds in no fixed ord
 Legend: N groups, g tokens of a group, k choices of a token, R = g k choices of a group, M places, D width.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -35,7 +37,7 @@ def dispatch(x_NgD: jax.Array, slot_NR: jax.Array, source_NM: jax.Array) -> jax.
     return _read(x_NgD, token)
 
 
-def _dispatch_forward(x_NgD: jax.Array, slot_NR: jax.Array, source_NM: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _dispatch_forward(x_NgD: jax.Array, slot_NR: jax.Array, source_NM: jax.Array) -> tuple[jax.Array, Any]:
     return dispatch(x_NgD, slot_NR, source_NM), (slot_NR, x_NgD[:, :, :0])
 
 

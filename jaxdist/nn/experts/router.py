@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, psum, to_varying, varying_axes
+from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.errors import UserError
 from jaxdist.nn.experts.balance import SUMS, BySign
 from jaxdist.nn.param import normal, zeros
@@ -33,30 +34,16 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
     """Token-choice routing: a token goes to the `top_k` experts with the highest scores (Shazeer et al. 2017).
 
-    scores: "softmax" over all experts (Mixtral), or "sigmoid" of each by itself (DeepSeek-V3).
-    normalised: whether the gates of a token are made to sum to 1.
-    scaling: a factor of all gates.
-    bias_rate: how far the balancing bias moves in a step (`balance.BySign`); None: there is no such bias.
-
-    All of it is computed in at least fp32, with parameters in at least fp32: `Precision.keep_fp32` has them.
+    Scores are a softmax over all experts (Mixtral), or a sigmoid of each by itself (DeepSeek-V3). All of it is computed
+    in at least fp32, with parameters in at least fp32: `Precision.keep_fp32` has them.
     """
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        width: int,
-        experts: int,
-        top_k: int,
-        *,
-        scores: str,
-        normalised: bool,
-        scaling: float,
-        bias_rate: float | None,
-    ) -> None:
+    def __init__(self, rngs: nnx.Rngs, width: int, options: MoEConfig) -> None:
+        experts, rate = options.experts, options.bias_rate
         self.kernel = normal(rngs, (width, experts), width**-0.5, (None, None))
-        self.bias = None if bias_rate is None else zeros((experts,), (None,), update=BySign(bias_rate))
+        self.bias = None if rate is None else zeros((experts,), (None,), update=BySign(rate))
         self.statistics = zeros((2 * experts + len(SUMS),), (None,), update=jnp.zeros_like)
-        self.top_k, self.scores, self.normalised, self.scaling = top_k, scores, normalised, scaling
+        self.options = options
 
     def __call__(self, x_BsD: jax.Array) -> Routing:
         kernel, wide = self.kernel[...], accumulation_dtype(x_BsD.dtype)
@@ -69,16 +56,16 @@ class Router(nnx.Module):
         # As for a bias: the gradient is summed over `tensor` in fp32, where x is a part of the positions.
         kernel = to_varying(kernel.astype(wide), varying_axes(x_BsD))
         logits = jnp.einsum("BsD,DE->BsE", x_BsD.astype(wide), kernel)
-        scores = jax.nn.sigmoid(logits) if self.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        scores = jax.nn.sigmoid(logits) if self.options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ranked = lax.stop_gradient(scores)
         if self.bias is not None:
             ranked = ranked + to_varying(lax.stop_gradient(self.bias[...]).astype(wide), varying_axes(ranked))
-        _, experts = lax.top_k(ranked, self.top_k)
+        _, experts = lax.top_k(ranked, self.options.top_k)
         gates = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.normalised:
+        if self.options.normalised:
             gates = gates / gates.sum(-1, keepdims=True)
-        shares = scores / scores.sum(-1, keepdims=True) if self.scores == "sigmoid" else scores
-        return Routing(experts.astype(jnp.int32), gates * self.scaling, shares, logits)
+        shares = scores / scores.sum(-1, keepdims=True) if self.options.scores == "sigmoid" else scores
+        return Routing(experts.astype(jnp.int32), gates * self.options.scaling, shares, logits)
 
 
 def balance_losses(routing: Routing, chosen_BsE: jax.Array) -> tuple[jax.Array, jax.Array]:
