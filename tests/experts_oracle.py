@@ -71,9 +71,10 @@ def loss(params: PyTree, batch: PyTree, config: Any) -> tuple[jax.Array, PyTree]
     weights = batch["weights"].astype(h.dtype)
     if config.positions == "learned":
         h = h + embed["positions"]["table"][np.arange(h.shape[1], dtype=np.int32) - starts]
-    attended = lambda h, block: (
-        h + oracle.attention(oracle.norm(h, block["norm1"], **options), block["attention"], config, starts)
-    )
+
+    def attended(h: jax.Array, block: PyTree) -> jax.Array:
+        return h + oracle.attention(oracle.norm(h, block["norm1"], **options), block["attention"], config, starts)
+
     for i in range(config.moe.dense):
         block = embed["dense"][i]
         h = attended(h, block)

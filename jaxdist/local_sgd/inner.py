@@ -20,11 +20,11 @@ from jaxdist.collectives import claim_replicated, psum, stack, stacked_specs, to
 from jaxdist.local_sgd.state import REPLICAS, LocalState, apart, within
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.model import ModelDef
-from jaxdist.optim import global_norm, leave_out, only_trained
+from jaxdist.optim import global_norm, leave_out, only_trained, optimized
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide
-from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches
+from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches, with_seed
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import loss_seed
@@ -65,6 +65,7 @@ def make_local_gradients(model: ModelDef, mesh: AnyMesh, options: StepOptions, s
             parts = split_microbatches(to_varying({**batch, "keys": keys}, BATCH_LIKE), options.microbatches)
             seed = loss_seed(program, diff, captured, parts)
             whole = seed if rule is None else seed * scale[0]
+            parts = with_seed(program, parts, whole)
             loss, weight, grads, _ = schedule(program, diff, captured, parts, seed=whole, reduce_dtype=precision.reduce)
             # The specs name `data`: `finish` sums over the other axes only.
             grads, _ = strategy.reduce(jax.tree.map(lambda grad: grad[None], grads), (), led)
@@ -85,7 +86,7 @@ def make_local_gradients(model: ModelDef, mesh: AnyMesh, options: StepOptions, s
     return gradients
 
 
-def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable[..., Any]:
+def _make_update(model: ModelDef, optimizer: optax.GradientTransformation, options: StepOptions) -> Callable[..., Any]:
     """The global region of one replica: (its state, loss sum, weight, divisor, gradients) -> (state, (weight, loss) if
     the step was taken, metrics)."""
     policy = options.precision
@@ -93,7 +94,11 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
     def update(state: TrainState, loss: jax.Array, weight: jax.Array, divisor: jax.Array, grads: PyTree) -> Any:
         grads = divide(grads, divisor, policy.param, deterministic=False)
         mean = jnp.where(weight != 0, loss / weight, 0)
-        metrics: Metrics = {"loss": mean, "weight": weight, "grad_norm": global_norm(grads)}
+        metrics: Metrics = {
+            "loss": mean,
+            "weight": weight,
+            "grad_norm": global_norm(optimized(grads, model.update_rules)),
+        }
         finite, halted = is_finite(mean, metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
         taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
         # Without shardings: a manual region of Muon's own cannot be run for all replicas at once.
@@ -110,7 +115,7 @@ def make_inner_step(
     model: ModelDef, optimizer: optax.GradientTransformation, mesh: AnyMesh, options: StepOptions
 ) -> Callable[[TrainState], Any]:
     """state -> the compiled inner step of its layout, (state, batch) -> (state, metrics [R])."""
-    optimizer, policy = only_trained(optimizer, options.freeze), options.precision
+    optimizer, policy = only_trained(optimizer, options.freeze, model.update_rules), options.precision
 
     def build(state: TrainState) -> Any:
         own: LocalState = state.opt_state
@@ -120,7 +125,7 @@ def make_inner_step(
         specs = within(specs_of_arrays(own.params))
         gradients = make_local_gradients(model, mesh, options, specs)
 
-        update = _make_update(optimizer, options)
+        update = _make_update(model, optimizer, options)
         spmd = REPLICAS if mesh.shape[REPLICAS] > 1 else None
         places = TrainState(None, 0, 0, 0, 0, 0)  # of the leading dim; replicas share the count of steps
         each = jax.vmap(update, in_axes=(places, 0, 0, 0, 0), spmd_axis_name=spmd)

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxdist.specs import STACKED, PyTree, axes_by_dim, is_model, path_name
+from jaxdist.specs import STACKED, PyTree, axes_by_dim, counted_dims, is_model, path_name
 
 OPTIMIZER = "optimizer."  # the scope of what an optimizer sends, before the name of the parameter
 Orthogonalise = Callable[[jax.Array], jax.Array]
@@ -28,8 +28,8 @@ Orthogonalise = Callable[[jax.Array], jax.Array]
 def muon_dims(params: PyTree) -> PyTree:
     """The matrix dims of each parameter that Muon orthogonalises, and None for those that Adam updates.
 
-    Muon gets the kernels of blocks, as matrices of the input dim by all output dims; stacked blocks are a batch of
-    matrices. Adam gets embeddings, head and vectors (Jordan et al. 2024). In a tree that is not a `ModelDef`'s, Muon
+    Muon gets the kernels of blocks, as matrices of the input dim by all output dims; stacked blocks, and the experts
+    of each, are a batch of matrices. Adam gets embeddings, head and vectors (Jordan et al. 2024). In a tree that is not a `ModelDef`'s, Muon
     gets all 2-D leaves.
     """
     stacked = is_model(params)
@@ -39,9 +39,14 @@ def muon_dims(params: PyTree) -> PyTree:
             return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 else None
         if path[0].key != STACKED or path[-1].key != "kernel":
             return None
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=tuple(range(2, leaf.ndim)))
+        return _dims_behind(1 + counted_dims(path), leaf.ndim)
 
     return jax.tree_util.tree_map_with_path(dims, params)
+
+
+def _dims_behind(lead: int, ndim: int) -> optax.contrib.MuonDimensionNumbers:
+    """Those of matrices [input, *outputs] behind `lead` dims that count matrices."""
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=lead, output_axis=tuple(range(lead + 1, ndim)))
 
 
 def _splits(sharding: NamedSharding, ndim: int, first: int) -> Iterator[tuple[int, str]]:
@@ -52,19 +57,22 @@ def _splits(sharding: NamedSharding, ndim: int, first: int) -> Iterator[tuple[in
                 yield dim, axis
 
 
-def on_whole_matrices(run: Orthogonalise, x: jax.Array, sharding: NamedSharding, *, stacked: bool) -> jax.Array:
+def on_whole_matrices(run: Orthogonalise, x: jax.Array, sharding: NamedSharding, *, lead: int) -> jax.Array:
     """run(x), of which every device computes whole matrices.
 
-    run: works on each matrix of a stack by itself; it may get any number of them
+    run: works on each matrix of a stack [L, ...] by itself; it may get any number of them
     sharding: of x and of the result
-    stacked: whether dim 0 counts matrices; else x is one, which every device gathers and computes
+    lead: how many first dims count matrices; 0: x is one, which every device gathers and computes
     """
-    cuts = list(_splits(sharding, x.ndim, int(stacked)))
-    if not cuts:
+    flat = max(lead - 1, 0)  # dims that become one
+    cuts = [(dim - flat, axis) for dim, axis in _splits(sharding, x.ndim, lead)]
+    if not cuts and not flat:
         return run(x)
     parts = math.prod(sharding.mesh.shape[axis] for _, axis in cuts)
 
     def exchange(x: jax.Array) -> jax.Array:  # [l, a device's part] -> [l / parts, whole], and back
+        shape = x.shape
+        x = x.reshape(-1, *shape[lead:])
         rows = x.shape[0]
         x = jnp.pad(x, [(0, -rows % parts), *[(0, 0)] * (x.ndim - 1)])
         for dim, axis in cuts:
@@ -72,7 +80,7 @@ def on_whole_matrices(run: Orthogonalise, x: jax.Array, sharding: NamedSharding,
         x = run(x)
         for dim, axis in reversed(cuts):
             x = lax.all_to_all(x, axis, split_axis=dim, concat_axis=0, tiled=True)
-        return x[:rows]
+        return x[:rows].reshape(shape)
 
     def gather(x: jax.Array) -> jax.Array:
         for dim, axis in cuts:
@@ -83,7 +91,7 @@ def on_whole_matrices(run: Orthogonalise, x: jax.Array, sharding: NamedSharding,
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * own, own, axis=dim)
         return x
 
-    region = exchange if stacked else gather
+    region = exchange if lead else gather
     return jax.shard_map(region, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)(x)
 
 
@@ -114,9 +122,10 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
         moved = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, old, new)
 
         def one(path: tuple[Any, ...], x: jax.Array, dims: optax.contrib.MuonDimensionNumbers) -> jax.Array:
-            name = path_name(path)
+            name, lead = path_name(path), (1 + counted_dims(path)) * stacked
+            dims = _dims_behind(1, x.ndim + 1 - lead) if lead else dims
             with jax.named_scope(OPTIMIZER + name):
-                return on_whole_matrices(functools.partial(orthogonal, dims=dims), x, known[name], stacked=stacked)
+                return on_whole_matrices(functools.partial(orthogonal, dims=dims), x, known[name], lead=lead)
 
         return jax.tree_util.tree_map_with_path(one, moved, muon_dims(moved)), state._replace(count=count, mu=mu)
 
@@ -151,10 +160,11 @@ def muon(
 def _consistent_rms(updates: PyTree, params: PyTree) -> PyTree:
     """The updates times 0.2 sqrt(max(inputs, outputs)): then their elements are as large as those of AdamW's updates,
     so that one learning rate serves both (Liu et al. 2025, section 2.2)."""
-    first = int(is_model(updates))
+    stacked = is_model(updates)
 
-    def scaled(x: jax.Array) -> jax.Array:
+    def scaled(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        first = (1 + counted_dims(path)) * stacked
         inputs = x.shape[first]
         return x * (0.2 * math.sqrt(max(inputs, math.prod(x.shape[first + 1 :]))))
 
-    return jax.tree.map(scaled, updates)
+    return jax.tree_util.tree_map_with_path(scaled, updates)

@@ -5,12 +5,13 @@ that takes means over a parameter, such as Adafactor, the stack would be one par
 would move as far as the others.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from jaxdist.specs import STACKED, PyTree, is_model
+from jaxdist.specs import STACKED, PyTree, counted_dims, is_model
 
 FACTORED = 128  # the smallest dim of a matrix that Adafactor factors (optax's default)
 
@@ -27,14 +28,18 @@ class PerBlock(NamedTuple):
 
 
 def _as_matrices(blocks: PyTree) -> PyTree:
-    """A block's kernels [input, *outputs] as matrices [input, outputs], where Adafactor would factor these.
+    """A block's kernels [input, *outputs] as matrices [input, outputs], where Adafactor would factor these; those of
+    experts, [E, input, *outputs], as a stack of matrices.
 
     Smaller ones keep their dims: their statistics then have the parameter's shape, and are sharded like it.
     """
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        large = leaf.ndim > 2 and min(leaf.shape[0], leaf.size // leaf.shape[0]) >= FACTORED
-        return leaf.reshape(leaf.shape[0], -1) if large and getattr(path[-1], "key", "") == "kernel" else leaf
+        lead = counted_dims(path)
+        matrix = leaf.shape[lead:]
+        large = len(matrix) > 2 and min(matrix[0], math.prod(matrix[1:])) >= FACTORED
+        kernel = getattr(path[-1], "key", "") == "kernel"
+        return leaf.reshape(*leaf.shape[: lead + 1], -1) if large and kernel else leaf
 
     return jax.tree_util.tree_map_with_path(one, blocks)
 

@@ -15,7 +15,7 @@ from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
 from jaxdist.checkpoint.reader import Stored, is_complete, open_steps
-from jaxdist.config.rules.fields import keys, show
+from jaxdist.config.rules.fields import all_keys, keys, show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
@@ -118,12 +118,19 @@ class Saved(Pretrained):
 
 def _architecture(given: dict[str, Any], where: str) -> ModelConfig:
     """The model of a record, `resolved`. Anyone may have written it. Raises `UserError`."""
-    known = keys(type(ModelConfig(**{name: given[name] for name in ("name",) if name in given})))
+    made = type(ModelConfig(**{name: given[name] for name in ("name",) if name in given}))
+    known = {name: key for name, key in all_keys(made) if not key.nested}
     if unknown := sorted(given.keys() - known.keys()):
         raise UserError(
             f"{where} has a model with the key {show(unknown[0])}, which is not known here; use another run"
         )
-    return ModelConfig(**{name: known[name].check(value, f"model.{name}") for name, value in given.items()}).resolved()
+    checked = {name: known[name].check(value, f"model.{name}") for name, value in given.items()}
+    sections = {name: key.kind for name, key in keys(made).items() if key.nested}
+    inside = {
+        section: kind(**{key: checked.pop(f"{section}.{key}") for key in keys(kind) if f"{section}.{key}" in checked})
+        for section, kind in sections.items()
+    }
+    return ModelConfig(**checked, **inside).resolved()
 
 
 def _adapters(given: Any, where: str) -> LoraConfig | None:

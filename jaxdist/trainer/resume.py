@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,17 @@ def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_settings(section: Any) -> dict[str, Any]:
-    """The settings of a section that change what a run computes, not only how (`Rule.how`)."""
-    return {each.name: getattr(section, each.name) for each in fields(section) if not each.metadata["rule"].how}
+    """The settings of a section that change what a run computes, not only how (`Rule.how`). Those of sections in it have
+    dotted names; of one that is off, only the first, which says so."""
+    found = {}
+    for each in fields(section):
+        value = getattr(section, each.name)
+        if is_dataclass(value):
+            inner = content_settings(value).items()
+            found |= {f"{each.name}.{key}": own for key, own in (inner if value.on else list(inner)[:1])}  # type: ignore[attr-defined]
+        elif not each.metadata["rule"].how:
+            found[each.name] = value
+    return found
 
 
 def identity(config: Config, source: Source, teacher: str | None = None) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def check_identity(
         "data": {"packing": "none", "documents": "join", "mixture": []},
         "train": {"ema": None},
     }
-    older["model"] = {"window": None, "rope_type": "default"}  # of gpt
+    older["model"] = {"window": None, "rope_type": "default", "moe.experts": 0}  # of gpt
     older["distill"] = dict.fromkeys(("teacher", *LEARNS))
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]

@@ -1,11 +1,15 @@
 """Mixture of experts: it trains like one device in every layout, drops the same tokens, and counts each token once."""
 
+import dataclasses
 import itertools
 from typing import Any
 
 import experts_oracle
 import jax
+import jax.numpy as jnp
+import layouts
 import numpy as np
+import optax
 import oracle
 import pytest
 from experts_oracle import split
@@ -13,6 +17,12 @@ from layouts import SEQ, STRATEGIES, Case, batch_size, model_config, run
 from levels import levels
 
 from jaxdist.config.sections.moe import MoEConfig
+from jaxdist.nn.context.positions import context_size
+from jaxdist.nn.experts.balance import counted
+from jaxdist.nn.experts.capacity import by_capacity
+from jaxdist.nn.experts.dispatch import Experts, Tokens
+from jaxdist.nn.experts.layer import DISPATCH
+from jaxdist.nn.experts.router import balance_losses
 
 DROPPING = MoEConfig(
     experts=8, top_k=2, dispatch="capacity", factor=0.75, group=4, bias_rate=0.05, balance_loss=0.1, z_loss=0.01
@@ -41,8 +51,8 @@ CASES = [
     *(case(kind, 2, i, prefetch=1, strategy="zero3") for i, kind in enumerate(KINDS)),
     *(case(kind, 2, i, remat="sqrt") for i, kind in enumerate(KINDS)),
     *(case(kind, 2, i, scan_blocks=2, remat="full") for i, kind in enumerate(KINDS)),
-    *(case(kind, 2, i, algorithm=name) for i, (kind, name) in enumerate(zip(KINDS, ("ring", "tree", "two_level"), strict=True)))
-]  # fmt: skip
+    *(case(kind, 2, i, algorithm=("ring", "tree", "two_level")[i]) for i, kind in enumerate(KINDS)),
+]
 PIPELINES = [
     case(kind, 2, i)._replace(pipe=2, schedule=schedule, microbatches=4, mesh=(1, 1, 1 + i % 2))
     for i, (kind, schedule) in enumerate(itertools.product(KINDS, ("one_f_one_b", "zero_bubble", "gpipe")))
@@ -81,3 +91,66 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=20, slow=3, common=4), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check(case)
+
+
+def gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Experts.__call__
+
+    def wrong(self: Any, rows: Any, multiply: Any) -> Any:
+        twice = lambda kernels: 2 * kernels - jax.lax.stop_gradient(kernels)  # noqa: E731
+        return right(self, rows, lambda rows, kernels: multiply(rows, twice(kernels)))
+
+    monkeypatch.setattr(Experts, "__call__", wrong)
+
+
+def norm_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_experts(yes: bool) -> Any:
+        named = lambda path: any(getattr(key, "key", None) == "experts" for key in path)  # noqa: E731
+        return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: named(path) is yes, tree)
+
+    parts = [optax.masked(optax.clip_by_global_norm(0.5), of_experts(yes)) for yes in (True, False)]
+    adam = optax.adamw(1e-2, weight_decay=0.1, eps=1e-6)
+    monkeypatch.setattr(layouts, "optimizer", lambda **_: optax.chain(*parts, adam))
+
+
+def capacity_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(tokens: Any, experts: Any, options: MoEConfig) -> Any:
+        shape = tokens.x_BSD.shape
+        flat = Tokens(*(each.reshape(1, -1, each.shape[-1]) for each in tokens))
+        y, dropped = by_capacity(flat, experts, dataclasses.replace(options, group=flat.x_BSD.shape[1]))
+        return y.reshape(shape), dropped.reshape(tokens.experts_BSK.shape)
+
+    monkeypatch.setitem(DISPATCH, "capacity", wrong)
+
+
+def loss_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(routing: Any, chosen: Any) -> Any:
+        balance, z = balance_losses(routing, chosen)
+        return balance * context_size(), z
+
+    monkeypatch.setattr("jaxdist.nn.experts.layer.balance_losses", wrong)
+
+
+def sign_of_each_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sign = lambda count: jnp.sign(count) if count.shape == (8,) else count  # noqa: E731
+    monkeypatch.setattr(
+        "jaxdist.nn.experts.layer.counted", lambda y, parameter, count: counted(y, parameter, sign(count))
+    )
+
+
+MUTANTS = {
+    "gradients of experts times n": (gradients_times, case("dropping", 2, 0)),
+    "a norm for each group of devices": (norm_of_each_group, case("dropping", 2, 0)),
+    "a capacity for each shard": (capacity_of_a_shard, case("dropping", 2, 0)),
+    "a balance loss for each device": (loss_of_each_device, case("dropping", 2, 2, context=2, form="all_to_all")),
+    "a bias moved for each microbatch": (sign_of_each_microbatch, case("dropless", 2, 1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, case = MUTANTS[name]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(case)

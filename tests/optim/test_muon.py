@@ -54,7 +54,7 @@ def test_matrices_of_a_stack(spec: P, rows: int) -> None:
     shape = (rows * 2 if "pipe" in spec else rows, 8, 4, 3)
     sharding = NamedSharding(mesh, spec)
     x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), jnp.float32)
-    run = jax.jit(lambda x: on_whole_matrices(products, x, sharding, stacked=True), out_shardings=sharding)
+    run = jax.jit(lambda x: on_whole_matrices(products, x, sharding, lead=1), out_shardings=sharding)
     np.testing.assert_array_equal(run(jax.device_put(x, sharding)), products(x))
     text = run.lower(jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)).compile().as_text()
     assert not any(name in text for name in ("all-reduce", "all-gather", "collective-permute"))
@@ -65,7 +65,7 @@ def test_matrices_of_a_stack(spec: P, rows: int) -> None:
 def test_a_single_matrix_is_gathered(spec: P) -> None:
     sharding = NamedSharding(make_mesh(data=2, fsdp=2, tensor=2), spec)
     x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (8, 12)), jnp.float32)
-    run = jax.jit(lambda x: on_whole_matrices(products, x, sharding, stacked=False), out_shardings=sharding)
+    run = jax.jit(lambda x: on_whole_matrices(products, x, sharding, lead=0), out_shardings=sharding)
     np.testing.assert_array_equal(run(jax.device_put(x, sharding)), products(x))
 
 

@@ -7,6 +7,7 @@ from argparse import Namespace
 from jaxdist.config.schema import Config
 from jaxdist.plan import budget
 from jaxdist.plan.context import context_text
+from jaxdist.plan.experts import experts_text
 from jaxdist.plan.explain import explain, explanation_to_json
 from jaxdist.plan.remedies import remedies
 from jaxdist.plan.report import pipeline, text
@@ -21,8 +22,9 @@ def run_explain(config: Config, arguments: Namespace) -> list[str]:
             found, rows=arguments.rows, parameters=arguments.parameters, activations=arguments.activations
         )
     )
-    if (over_context := context_text(config)) is not None:
-        print("", over_context, sep="\n")
+    for over_axis in (context_text(config), experts_text(config)):
+        if over_axis is not None:
+            print("", over_axis, sep="\n")
     table = None
     if arguments.remedies:
         table = remedies(config, progress=lambda text: print(text, file=sys.stderr, flush=True))
