@@ -107,6 +107,6 @@ def rules_of(model: Any) -> Mapping[str, UpdateRule]:
     return model.update_rules if isinstance(model, ModelDef) else {}
 
 
-def figures_of(model: Any, grads: PyTree) -> dict[str, jax.Array]:
+def model_figures(model: Any, grads: PyTree) -> dict[str, jax.Array]:
     """`ModelDef.figures` of these gradients; none for what is no `ModelDef`, and for a model without."""
     return model.figures(grads) if isinstance(model, ModelDef) and model.figures is not None else {}

@@ -21,7 +21,6 @@ BATCH_SPEC = P(BATCH_AXES)
 SHARD_AXES = ("fsdp", "context")
 UNITS = ("embed", "blocks", "head")  # the top level of a `ModelDef`'s parameters, in order of use
 STACKED = "blocks"  # the unit whose leaves stack all blocks along dim 0
-EXPERTS = "experts"  # the layer whose kernels stack those of all experts, as the first dim of a block's
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -165,11 +164,6 @@ def spec_leaves(specs: PyTree) -> list[P]:
 def is_model(tree: PyTree) -> bool:
     """Whether a tree of parameters, or of their specs, has the units of a `ModelDef`."""
     return isinstance(tree, dict) and set(tree) == set(UNITS)
-
-
-def counted_dims(path: tuple[Any, ...]) -> int:
-    """How many leading dims of a block's kernel count kernels, and are none of a matrix: 1 for those of experts."""
-    return int(any(getattr(key, "key", None) == EXPERTS for key in path))
 
 
 def unit_specs(specs: PyTree) -> PyTree:

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
-from jaxdist.model import ModelDef, figures_of, rules_of
-from jaxdist.optim import global_norm, leave_out, only_trained, optimized, ordered_norm
+from jaxdist.model import ModelDef, model_figures, rules_of
+from jaxdist.optim import leave_out, norm_without, only_trained
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
@@ -113,7 +113,7 @@ def make_train_step(
     policy, sync, facts = options.precision, options.grad_sync, ScheduleFacts.of(options.schedule)
     once = isinstance(model, ModelDef) and options.microbatches == 1 and facts.one_backward_pass
     strategy, schedule = get_strategy(options, once=once), get_schedule(options.schedule)
-    rules, norm = rules_of(model), ordered_norm if sync.deterministic else global_norm
+    rules, norm = rules_of(model), norm_without(rules_of(model), ordered=sync.deterministic)
     optimizer = only_trained(optimizer, options.freeze, rules, rounded=sync.deterministic)
 
     def build(state: TrainState) -> Any:
@@ -127,8 +127,7 @@ def make_train_step(
             check_batch_shape(batch, mesh, options)
             totals, grads, residual, carried = gradients(state, batch)
             means = {name: jnp.where(weight != 0, total / weight, 0) for name, (total, weight) in totals.items()}
-            metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1]}
-            metrics["grad_norm"] = norm(optimized(grads, rules))
+            metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1], "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
             params, opt_state = updated(
@@ -136,7 +135,7 @@ def make_train_step(
             )
             new = TrainState(state.step + 1, params, opt_state, residual, guard, carried)
             state = advanced(state, new, taken=taken, halted=halted)
-            metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": means | figures_of(model, grads)}
+            metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": means | model_figures(model, grads)}
             return state, metrics | ({"grads": grads} if options.return_grads else {})
 
         names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))

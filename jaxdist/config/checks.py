@@ -165,7 +165,10 @@ def _check_axes(config: Config) -> None:
     model = config.model.name
     # A model of somebody else's that says nothing may use `tensor`; that is seen when it is built.
     usual = LOSS_AXES if ModelFacts.of(model).user_loss else ("context",)
-    unused = getattr(registry.options(ModelFacts.folder, model), "UNUSED_AXES", usual)
+    options = registry.options(ModelFacts.folder, model)
+    unused = getattr(options, "UNUSED_AXES", usual)
+    if (by_model := getattr(options, "unused_axes", None)) is not None:
+        unused = by_model(config.model)
     for axis in unused:
         check_axis(axis, getattr(config.mesh, axis), f"model {model}", unused=unused)
 

@@ -20,7 +20,7 @@ from jaxdist.collectives import claim_replicated, psum, stack, stacked_specs, to
 from jaxdist.local_sgd.state import REPLICAS, LocalState, apart, within
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.model import ModelDef
-from jaxdist.optim import global_norm, leave_out, only_trained, optimized
+from jaxdist.optim import leave_out, norm_without, only_trained
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide
@@ -97,7 +97,7 @@ def _make_update(model: ModelDef, optimizer: optax.GradientTransformation, optio
         metrics: Metrics = {
             "loss": mean,
             "weight": weight,
-            "grad_norm": global_norm(optimized(grads, model.update_rules)),
+            "grad_norm": norm_without(model.update_rules, ordered=False)(grads),
         }
         finite, halted = is_finite(mean, metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
         taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)

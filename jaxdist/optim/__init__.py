@@ -5,10 +5,10 @@ a whole tensor, and in the manual region they would silently use those of a shar
 stack (`per_block`). Muon sends its matrices by itself, in a manual region of its own (`muon`).
 """
 
-from jaxdist.optim.norms import clip_by_ordered_norm, global_norm, ordered_norm, ordered_sum
-from jaxdist.optim.update import apply_updates, check_order, leave_out, only_trained, optimized, with_rounded_products
+from jaxdist.optim.norms import clip_by_ordered_norm, global_norm, norm_without, ordered_norm, ordered_sum
+from jaxdist.optim.update import apply_updates, check_order, leave_out, only_trained, with_rounded_products
 
 __all__ = [
-    "apply_updates", "check_order", "clip_by_ordered_norm", "global_norm", "leave_out", "only_trained", "optimized",
+    "apply_updates", "check_order", "clip_by_ordered_norm", "global_norm", "leave_out", "norm_without", "only_trained",
     "ordered_norm", "ordered_sum", "with_rounded_products",
 ]  # fmt: skip

@@ -19,7 +19,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxdist.specs import STACKED, PyTree, axes_by_dim, counted_dims, is_model, path_name
+from jaxdist.optim.per_block import counted_dims
+from jaxdist.specs import STACKED, PyTree, axes_by_dim, is_model, path_name
 
 OPTIMIZER = "optimizer."  # the scope of what an optimizer sends, before the name of the parameter
 Orthogonalise = Callable[[jax.Array], jax.Array]
@@ -28,9 +29,9 @@ Orthogonalise = Callable[[jax.Array], jax.Array]
 def muon_dims(params: PyTree) -> PyTree:
     """The matrix dims of each parameter that Muon orthogonalises, and None for those that Adam updates.
 
-    Muon gets the kernels of blocks, as matrices of the input dim by all output dims; stacked blocks, and the experts
-    of each, are a batch of matrices. Adam gets embeddings, head and vectors (Jordan et al. 2024). In a tree that is not a `ModelDef`'s, Muon
-    gets all 2-D leaves.
+    Muon gets the kernels of blocks, as matrices of the input dim by all output dims; stacked blocks, and the experts of
+    each, are a batch of matrices. Adam gets embeddings, head and vectors (Jordan et al. 2024). In a tree that is not a
+    `ModelDef`'s, Muon gets all 2-D leaves.
     """
     stacked = is_model(params)
 

@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdist.optim.update import leave_out
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import rounded
 from jaxdist.specs import PyTree
@@ -40,6 +42,12 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 def global_norm(tree: PyTree) -> jax.Array:
     """The global norm, as optax.tree.norm, in at least fp32: squares of half-precision gradients overflow."""
     return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree))
+
+
+def norm_without(rules: Iterable[str], *, ordered: bool) -> Callable[[PyTree], jax.Array]:
+    """`global_norm`, or `ordered_norm`, of gradients without those of parameters with a rule of their own, by path."""
+    norm, left_out = ordered_norm if ordered else global_norm, [*rules]
+    return lambda grads: norm(leave_out(grads, left_out))
 
 
 def ordered_norm(tree: PyTree) -> jax.Array:

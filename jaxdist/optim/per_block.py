@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxdist.specs import STACKED, PyTree, counted_dims, is_model
+from jaxdist.specs import STACKED, PyTree, is_model
 
+EXPERTS = "experts"  # the layer whose kernels stack those of all experts
 FACTORED = 128  # the smallest dim of a matrix that Adafactor factors (optax's default)
 
 
@@ -25,6 +26,11 @@ class PerBlock(NamedTuple):
 
     blocks: Any
     others: Any
+
+
+def counted_dims(path: tuple[Any, ...]) -> int:
+    """How many leading dims of a block's kernel count kernels, and are none of a matrix: 1 for those of experts."""
+    return int(any(getattr(key, "key", None) == EXPERTS for key in path))
 
 
 def _as_matrices(blocks: PyTree) -> PyTree:

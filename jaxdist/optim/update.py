@@ -9,9 +9,7 @@ import optax
 from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded
-from jaxdist.specs import PyTree, fitting, path_name
-
-Rules = Mapping[str, Callable[[jax.Array], jax.Array]]  # by path, see `ModelDef.update_rules`
+from jaxdist.specs import PyTree, fitting
 
 
 def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
@@ -26,52 +24,31 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
     return jax.tree.map(lambda out, leaf: optax.MaskedNode() if out else leaf, frozen, tree)
 
 
-def optimized(tree: PyTree, rules: Rules) -> PyTree:
-    """The tree with a MaskedNode for every leaf with an update rule of its own. A gradient of one is none."""
-    if not rules:
-        return tree
-    masked = lambda path, leaf: optax.MaskedNode() if path_name(path) in rules else leaf  # noqa: E731
-    return jax.tree_util.tree_map_with_path(masked, tree)
-
-
 def only_trained(
     optimizer: optax.GradientTransformation,
     patterns: Sequence[str],
-    rules: Rules | None = None,
+    rules: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
     *,
     rounded: bool = False,
 ) -> optax.GradientTransformation:
-    """The optimizer for a tree with frozen parameters, and with some that have a rule of their own. It has no state for
-    parameters that fit a pattern or have a rule, and these count in no norm.
+    """The optimizer for a tree with frozen parameters. It has no state for parameters that fit a pattern.
 
-    rules: by path, "gradient" -> update. A frozen parameter stays, whatever its rule.
-    rounded: `with_rounded_products`.
+    rules: of parameters that it does not update (`ModelDef.update_rules`). rounded: `with_rounded_products`.
     """
     optimizer = with_rounded_products(optimizer) if rounded else optimizer
-    if not patterns and not rules:
+    if rules:
+        from jaxdist.optim.own_rules import with_rules  # of experts alone
+
+        optimizer = with_rules(optimizer, rules)
+    if not patterns:
         return optimizer
-    inner, own = optax.with_extra_args_support(optimizer), rules or {}
-    seen = lambda tree: optimized(leave_out(tree, patterns), own)  # noqa: E731
+    inner = optax.with_extra_args_support(optimizer)
 
     def update(grads: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        trained = None if params is None else seen(params)
-        updates, state = inner.update(seen(grads), state, trained, **extra)
+        trained = None if params is None else leave_out(params, patterns)
+        return inner.update(leave_out(grads, patterns), state, trained, **extra)
 
-        def chosen(path: tuple[Any, ...], grad: Any, update: Any) -> Any:
-            rule = None if isinstance(grad, optax.MaskedNode) else own.get(path_name(path))
-            return update if rule is None else rule(grad)
-
-        return _map_masked(chosen, leave_out(grads, patterns), updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(seen(params)), update)
-
-
-def _map_masked(function: Callable[..., Any], tree: PyTree, other: PyTree) -> PyTree:
-    """`tree_map_with_path` in which a MaskedNode is a leaf, of both trees."""
-    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=masked)
-    others = jax.tree.leaves(other, is_leaf=masked)
-    return jax.tree.unflatten(treedef, [function(*leaf, own) for leaf, own in zip(leaves, others, strict=True)])
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(leave_out(params, patterns)), update)
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:

@@ -12,7 +12,6 @@ from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.parallel.schedule import Schedule, UserLoss
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
 from jaxdist.specs import PyTree, named_leaves, shard_of
 
@@ -48,7 +47,11 @@ def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
         strategy = keeping_fp32(make, options)
     else:
         strategy = make(options)
-    strategy = reducing_in_backward(sharding_over_pipe(strategy, options), options, once=once)
+    strategy = sharding_over_pipe(strategy, options)
+    if once:
+        from jaxdist.parallel.wrappers.reduce_in_backward import reducing_in_backward
+
+        strategy = reducing_in_backward(strategy, options)
     if options.freeze:
         from jaxdist.parallel.wrappers.freeze import freezing
 

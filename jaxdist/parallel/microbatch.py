@@ -43,10 +43,9 @@ def split_microbatches(batch: PyTree, count: int) -> PyTree:
 
 def with_seed(program: Program, parts: PyTree, seed: jax.Array | float) -> PyTree:
     """Microbatches with the leaf `loss_seed` of each sample, if the program reads it (`ModelDef.weighs_rows`)."""
-    if not program.weighs_rows:
-        return parts
     rows = jax.tree.leaves(parts)[0]
-    return {**parts, "loss_seed": to_varying(jnp.full(rows.shape[:2], seed), varying_axes(rows))}
+    own = {"loss_seed": to_varying(jnp.full(rows.shape[:2], seed), varying_axes(rows))}
+    return {**parts, **own} if program.weighs_rows else parts
 
 
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:

@@ -12,7 +12,6 @@ from jaxdist.config.rules.collective_matmul import check_conditions
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers
-from jaxdist.parallel.wrappers.reduce_in_backward import reduced_behind
 from jaxdist.specs import STACKED, PyTree, only
 
 EMBED_LAYER = 0  # dropout keys of the embedding fold this number; those of block i fold i + 1
@@ -65,6 +64,8 @@ class Units(NamedTuple):
             if wanted is not None:
                 return self.strategy.gather(only(wanted, diff), only(wanted, captured), only(wanted, self.specs[name]))
             if name == STACKED and (reduce_block := self.strategy.reduce_block) is not None:
+                from jaxdist.parallel.wrappers.reduce_in_backward import reduced_behind
+
                 diff = reduced_behind(diff, lambda grads: reduce_block(grads, self.stacked))
             return self.strategy.gather(diff, captured, self.specs[name])
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ def _as_saved(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_settings(section: Any) -> dict[str, Any]:
-    """The settings of a section that change what a run computes, not only how (`Rule.how`). Those of sections in it have
-    dotted names; of one that is off, only the first, which says so."""
-    found = {}
+    """The settings of a section that change what a run computes, not only how (`Rule.how`). Those of a section in it
+    have dotted names; of one that is off, there is only the first, which says so."""
+    found: dict[str, Any] = {}
     for each in fields(section):
-        value = getattr(section, each.name)
-        if is_dataclass(value):
-            inner = content_settings(value).items()
-            found |= {f"{each.name}.{key}": own for key, own in (inner if value.on else list(inner)[:1])}  # type: ignore[attr-defined]
+        value: Any = getattr(section, each.name)
+        if hasattr(type(value), "__dataclass_fields__"):
+            inner = list(content_settings(value).items())
+            found |= {f"{each.name}.{key}": own for key, own in inner[: None if value.on else 1]}
         elif not each.metadata["rule"].how:
             found[each.name] = value
     return found

@@ -18,9 +18,9 @@ from levels import levels
 
 from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.nn.context.positions import context_size
-from jaxdist.nn.experts.balance import counted
+from jaxdist.nn.experts.balance import with_count
 from jaxdist.nn.experts.capacity import by_capacity
-from jaxdist.nn.experts.dispatch import Experts, Tokens
+from jaxdist.nn.experts.dispatch import Experts, RoutedTokens
 from jaxdist.nn.experts.layer import DISPATCH
 from jaxdist.nn.experts.router import balance_losses
 
@@ -116,7 +116,7 @@ def norm_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def capacity_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(tokens: Any, experts: Any, options: MoEConfig) -> Any:
         shape = tokens.x_BSD.shape
-        flat = Tokens(*(each.reshape(1, -1, each.shape[-1]) for each in tokens))
+        flat = RoutedTokens(*(each.reshape(1, -1, each.shape[-1]) for each in tokens))
         y, dropped = by_capacity(flat, experts, dataclasses.replace(options, group=flat.x_BSD.shape[1]))
         return y.reshape(shape), dropped.reshape(tokens.experts_BSK.shape)
 
@@ -134,7 +134,7 @@ def loss_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def sign_of_each_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     sign = lambda count: jnp.sign(count) if count.shape == (8,) else count  # noqa: E731
     monkeypatch.setattr(
-        "jaxdist.nn.experts.layer.counted", lambda y, parameter, count: counted(y, parameter, sign(count))
+        "jaxdist.nn.experts.layer.with_count", lambda y, parameter, count: with_count(y, parameter, sign(count))
     )
 
 

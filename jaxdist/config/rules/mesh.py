@@ -16,6 +16,9 @@ def check_axis(axis: str, size: int, model: str = "the model", *, unused: Contai
     if axis == "tensor":  # jaxdist has layers for it, and the model has none of them
         why = f"no layer of {model} is split over this axis, so that all its devices would compute the same"
         more = ", or build layers of jaxdist.nn.ColumnParallelLinear and RowParallelLinear"
+    if axis == "expert":
+        why = f"no layer of {model} is a mixture of experts"
+        more = ", or model.name=gpt and model.moe.experts=8"
     if axis == "context":
         why = f"no attention of {model} is split over this axis"
         more = ", or model.name=gpt; from Python, gpt(..., context='all_to_all')"

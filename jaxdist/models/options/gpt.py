@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxdist.config.rules.fields import section, setting
-from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.transformer import (
     attention_setting,
     check_context,
@@ -18,6 +17,11 @@ from jaxdist.config.rules.transformer import (
 )
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sections.moe import MoEConfig, check_moe
+
+
+def unused_axes(model: ModelConfig) -> tuple[str, ...]:
+    """The mesh axes that no layer uses."""
+    return () if model.moe.on else ("expert",)
 
 
 @dataclass(frozen=True)
@@ -109,5 +113,3 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     check_sequence(config, mesh["tensor"])
     check_context(config, model, mesh)
     check_moe(config, model, mesh)
-    if not model.moe.on:
-        check_axis("expert", mesh["expert"], unused=("expert",))

@@ -46,7 +46,7 @@ def with_gradient(y: jax.Array, parameter: jax.Array, gradient: jax.Array) -> ja
 with_gradient.defvjp(lambda y, parameter, gradient: (y, gradient), lambda gradient, dy: (dy, gradient, None))
 
 
-def counted(y: jax.Array, parameter: jax.Array, count: jax.Array) -> jax.Array:
+def with_count(y: jax.Array, parameter: jax.Array, count: jax.Array) -> jax.Array:
     """y. The "gradient" of the parameter is the count, summed over all devices that have one of their own."""
     counted_on = to_varying(parameter, varying_axes(count))  # autodiff transposes the cast to that sum
     return with_gradient(y, counted_on, to_varying(count, varying_axes(counted_on)).astype(parameter.dtype))

@@ -16,7 +16,7 @@ from jaxdist.collectives import all_to_all
 from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.errors import UserError
 from jaxdist.nn.context.positions import context_size
-from jaxdist.nn.experts.dispatch import Experts, Tokens, combined
+from jaxdist.nn.experts.dispatch import Experts, RoutedTokens, combined
 from jaxdist.nn.experts.permute import collect, dispatch, sources
 
 
@@ -25,7 +25,7 @@ def places(options: MoEConfig) -> int:
     return max(1, math.ceil(options.group * options.top_k / options.experts * options.factor))
 
 
-def by_capacity(tokens: Tokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]:
+def by_capacity(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]:
     """A `Dispatch`. Raises `UserError` for a group that does not divide neighbouring positions of a device."""
     (B, S, D), K, E, g = tokens.x_BSD.shape, options.top_k, options.experts, options.group
     piece = S // 2 if context_size() > 1 else S

@@ -18,10 +18,10 @@ from jaxdist.nn.mlp import activation
 from jaxdist.nn.param import normal
 
 # (rows [..., I], the kernels of this device's experts [e, I, O]) -> rows [..., O], each by the kernel of its expert
-Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+MultiplyRows = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-class Tokens(NamedTuple):
+class RoutedTokens(NamedTuple):
     """The tokens of a device: x_BSD, the experts of each, the best first, and what their results are multiplied by."""
 
     x_BSD: jax.Array
@@ -51,7 +51,7 @@ class Experts(nnx.Module):
         """The number of experts on this device."""
         return int(self.up.kernel.shape[0])
 
-    def __call__(self, rows: jax.Array, multiply: Multiply) -> jax.Array:
+    def __call__(self, rows: jax.Array, multiply: MultiplyRows) -> jax.Array:
         """[..., D] the result of each row [..., D] by its expert, a part of the sum over `tensor`."""
         up = self.up.kernel[...]
         rows = checkpoint_name(rows, "mlp.rows")
@@ -67,7 +67,7 @@ class Dispatch(Protocol):
     dropped: [B, S, K] which choices had no place.
     """
 
-    def __call__(self, tokens: Tokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]: ...
+    def __call__(self, tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]: ...
 
 
 def combined(each: jax.Array, gates: jax.Array) -> jax.Array:

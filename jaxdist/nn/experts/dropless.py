@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from jaxdist.collectives import active_axes, all_gather, rank, reduce_scatter, to_varying, varying_axes
 from jaxdist.config.sections.moe import MoEConfig
-from jaxdist.nn.experts.dispatch import Experts, Tokens, combined
+from jaxdist.nn.experts.dispatch import Experts, RoutedTokens, combined
 from jaxdist.nn.experts.grouped import block_rows, grouped_product
 from jaxdist.nn.experts.permute import collect, dispatch, sources
 
 
-def dropless(tokens: Tokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]:
+def dropless(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]:
     """A `Dispatch`."""
     shape, local = tokens.x_BSD.shape, experts.local
     x, chosen, gates = (each.reshape(shape[0] * shape[1], -1) for each in tokens)

@@ -20,9 +20,9 @@ from jaxdist.nn.attention import PackedDocuments
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.block import Block
 from jaxdist.nn.context.positions import context_size
-from jaxdist.nn.experts.balance import counted, expert_figures, with_loss
+from jaxdist.nn.experts.balance import expert_figures, with_count, with_loss
 from jaxdist.nn.experts.capacity import by_capacity
-from jaxdist.nn.experts.dispatch import Dispatch, Experts, Tokens
+from jaxdist.nn.experts.dispatch import Dispatch, Experts, RoutedTokens
 from jaxdist.nn.experts.dropless import dropless
 from jaxdist.nn.experts.router import Router, Routing, balance_losses
 from jaxdist.nn.linear import MatmulOptions
@@ -67,9 +67,9 @@ class MoE(nnx.Module):
         "dropless", whatever the option says."""
         with jax.named_scope("router"):
             routing = self.router(x_BsD)  # of this device's positions, also where its experts get those of others
-        tokens = Tokens(x_BsD, routing.experts_BsK, routing.gates_BsK)
+        tokens = RoutedTokens(x_BsD, routing.experts_BsK, routing.gates_BsK)
         if self.sequence:
-            tokens = Tokens(*map(whole_sequence, tokens))
+            tokens = RoutedTokens(*map(whole_sequence, tokens))
         kernel = self.experts.up.kernel[...]
         tokens = tokens._replace(x_BSD=to_varying(tokens.x_BSD, varying_axes(kernel)))  # one psum adds its gradient
         run = DISPATCH[self.options.dispatch if drop else "dropless"]
@@ -93,13 +93,13 @@ class MoE(nnx.Module):
         chosen_BsE = jax.nn.one_hot(routing.experts_BsK, E, dtype=routing.shares_BsE.dtype).sum(2)
         chosen_E, losses = chosen_BsE.sum((0, 1)), balance_losses(routing, chosen_BsE)
         if self.router.bias is not None:
-            y = counted(y, self.router.bias[...], chosen_E - B * own * K / E)
+            y = with_count(y, self.router.bias[...], chosen_E - B * own * K / E)
         length = own * context_size() * (lax.axis_size("tensor") if self.sequence else 1)
         smallest = jnp.finfo(chosen_E.dtype).tiny
         entropy = -(routing.shares_BsE * jnp.log(jnp.maximum(routing.shares_BsE, smallest))).sum() / math.log(E)
         sums = jnp.stack([*(loss_B.sum() * length for loss_B in losses), entropy]) * K
         statistics = jnp.concatenate([x.astype(chosen_E.dtype) for x in (chosen_E, dropped_E, sums)])
-        y = counted(y, self.router.statistics[...], lax.stop_gradient(statistics))
+        y = with_count(y, self.router.statistics[...], lax.stop_gradient(statistics))
         for factor, loss_B in zip((self.options.balance_loss, self.options.z_loss), losses, strict=True):
             y = y if weight_B is None or not factor else with_loss(y, loss_B, factor * weight_B)
         return y

@@ -23,13 +23,13 @@ from jaxdist.parallel.strategy import Strategy
 from jaxdist.specs import SHARD_AXES, STACKED, PyTree, claimed_axes, map_specs, only, spec_leaves
 
 
-def reducing_in_backward(strategy: Strategy, options: StrategyOptions, *, once: bool) -> Strategy:
+def reducing_in_backward(strategy: Strategy, options: StrategyOptions) -> Strategy:
     """The strategy with a `reduce_block`, if it can have one. `reduce` then leaves out the sums of `reduce_block`.
 
-    once: whether the parameters are those of a model with blocks, and a step has one backward pass.
+    The parameters are those of a model with blocks, and a step has one backward pass.
     """
     feedback = options.grad_sync.wire_dtype == "int8"  # needs the residual, which only `reduce` is given
-    if not once or not strategy.leafwise or feedback:
+    if not strategy.leafwise or feedback:
         return strategy
     fills = functools.partial(_fills_buckets, options=options)
 
