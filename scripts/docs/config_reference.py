@@ -43,7 +43,11 @@ def reference() -> str:
             for entry in registry.names(key.rule.folder) if key.rule.folder else ():
                 for options in options_of(key.rule.folder, entry):
                     common, prefix = keys(section.kind), dotted.rpartition(".")[0]
-                    own = [(f"{prefix}.{each}", key) for each, key in keys(options).items() if each not in common]
+                    own = [
+                        (f"{prefix}.{each}", key)
+                        for each, key in all_keys(options)
+                        if each.partition(".")[0] not in common
+                    ]
                     lines += [f"### {dotted}: {entry}", "", (options.__doc__ or "").strip(), "", *table(own)]
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, near
+from jaxdist.config.rules.precision import HALVES
 from jaxdist.errors import UserError
 
 MOE = "model.moe"
@@ -85,6 +86,12 @@ def check_moe(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
         raise UserError(
             f"{MOE}.group: {moe.group} does not divide the {length} neighbouring positions of a device ({of}); groups"
             f" that work: {near(divisors(length), moe.group)}; or {MOE}.dispatch=dropless"
+        )
+    stored = config.precision.resolved()[0].param
+    if stored in HALVES:
+        raise UserError(
+            f"precision.policy: {config.precision.policy!r} stores parameters in {stored}, in which the biases of"
+            f" {MOE} would stand still; allowed: fp32, bf16, fp16, O1, O2; or {MOE}.experts=0"
         )
     wire = config.parallel.grad_sync.wire_dtype
     if wire is not None:

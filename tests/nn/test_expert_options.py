@@ -1,0 +1,236 @@
+"""Mixture of experts beside other options: what it sends, precisions, optimizers, generation, what is refused."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from layouts import SEQ, VOCAB, make_batch
+
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.moe import MoEConfig
+from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
+from jaxdist.errors import UserError
+from jaxdist.generation.generate import generate
+from jaxdist.init import state_target
+from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.nn.experts.grouped import grouped_product
+from jaxdist.optim import only_trained
+from jaxdist.optim.make import make_optimizer
+from jaxdist.plan.experts import expert_traffic, experts_text
+from jaxdist.plan.traced.flops import flops_of
+from jaxdist.plan.traced.ledger import ledger
+from jaxdist.precision.policy import POLICIES
+from jaxdist.state import place_params
+from jaxdist.step import make_train_step
+
+WIDTH, BLOCKS, EXPERTS = 32, 2, 4
+DROPPING = MoEConfig(EXPERTS, dispatch="capacity", factor=0.5, group=4, balance_loss=0.1, bias_rate=0.01)
+DROPLESS = MoEConfig(EXPERTS, shared=1, balance_loss=0.1, z_loss=0.01, bias_rate=0.01)
+
+
+def model_of(moe: MoEConfig, policy: str = "fp32", **given: Any) -> Any:
+    config = ModelConfig(
+        style="llama", layers=BLOCKS, width=WIDTH, heads=4, vocab=VOCAB, mlp_width=2 * WIDTH, moe=moe
+    ).resolved()
+    return gpt(config, max_length=24, param_dtype=POLICIES[policy].param, **given)
+
+
+def trained(moe: MoEConfig, mesh: dict[str, int], tx: Any = None, policy: str = "fp32", **given: Any) -> Any:
+    """(metrics of three steps, parameters after them)."""
+    model, tx = model_of(moe, policy, lora=given.pop("lora", None)), tx or optax.adamw(1e-2)
+    devices = make_mesh(**mesh, devices=jax.devices()[: int(np.prod([*mesh.values(), 1]))])
+    layout = {key: given[key] for key in ("strategy", "freeze") if key in given}
+    target = state_target(model, tx, devices, **layout)
+    params = jax.tree.map(
+        lambda leaf: (0.2 * np.random.default_rng(0).standard_normal(leaf.shape)).astype(leaf.dtype), model.shapes
+    )
+    state = place_params(params, only_trained(tx, given.get("freeze", ()), model.update_rules), target)
+    step, found = make_train_step(model, tx, devices, precision=policy, **given), []
+    for i in range(3):
+        state, metrics = step(state, make_batch(16, i))
+        found.append(jax.device_get(metrics))
+    return found, jax.device_get(state.params)
+
+
+BYTES = [
+    (dispatch, devices, remat)
+    for dispatch in ("capacity", "dropless")
+    for devices in (2, 8)
+    for remat in ("none", "full", "dots", ("mlp.rows",), ("attention.out",))
+]
+
+
+@pytest.mark.parametrize(("dispatch", "devices", "remat"), BYTES, ids=str)
+def test_the_ledger_has_what_the_closed_form_says(dispatch: str, devices: int, remat: Any) -> None:
+    moe, policy = MoEConfig(8, dispatch=dispatch, factor=1.0, group=4), "bf16" if devices == 2 else "fp32"
+    mesh, tx, rows = make_mesh(expert=devices, devices=jax.devices()[:devices]), optax.sgd(0.1), 16
+    model = model_of(moe)
+    batch = jax.eval_shape(lambda: make_batch(rows, 0))
+    step = make_train_step(model, tx, mesh, remat=remat, precision=policy)
+    found = ledger(step, state_target(model, tx, mesh), batch)
+    sent = sum(each.wire_bytes for each in found.collectives if each.op != "psum")  # those sum gradients and loss
+    of_a_token = expert_traffic(
+        moe,
+        width=WIDTH,
+        devices=devices,
+        itemsize=jnp.dtype(POLICIES[policy].compute).itemsize,
+        gate_bytes=4,
+        dispatch=dispatch,
+        remat=remat,
+    )
+    assert sent == BLOCKS * rows * SEQ // devices * of_a_token.total
+
+
+def test_explain_says_what_a_token_costs() -> None:
+    config = load_config("configs/moe_quickstart.yaml", [], planned=True)
+    said = experts_text(config) or ""
+    assert re.fullmatch(
+        r"expert=2: of each token and block a device sends [\d.]+ KiB to experts and back by dropless \([\d.]+ KiB by"
+        r" capacity\)",
+        said,
+    )
+    assert experts_text(load_config("configs/quickstart.yaml", [], planned=True)) is None
+
+
+def test_grouped_products_are_those_of_each_group() -> None:
+    rng = np.random.default_rng(0)
+    rows, kernels = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((24, 5), (3, 5, 7)))
+    owner = jnp.asarray([0, 0, 2, 2, 2, 3], jnp.int32)  # nothing of expert 1, and one block of nobody's
+    weights = jnp.asarray(rng.standard_normal((24, 7)), jnp.float32)
+
+    def one_by_one(rows: jax.Array, kernels: jax.Array) -> jax.Array:
+        padded = jnp.concatenate([kernels, jnp.zeros_like(kernels[:1])])
+        return jnp.einsum("mi,mio->mo", rows, padded[jnp.repeat(owner, 4)])
+
+    found, pull = jax.vjp(lambda rows, kernels: grouped_product(rows, kernels, owner), rows, kernels)
+    want, pull_of_each = jax.vjp(one_by_one, rows, kernels)
+    for got, right in zip((found, *pull(weights)), (want, *pull_of_each(weights)), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+    # Work is that of the rows, not of the rows times the experts.
+    traced = jax.make_jaxpr(lambda rows, kernels: grouped_product(rows, kernels, owner))(rows, kernels)
+    assert flops_of(traced.jaxpr) == 2 * 24 * 5 * 7
+
+
+@pytest.mark.parametrize(
+    "moe", [DROPPING, pytest.param(DROPLESS, marks=pytest.mark.slow)], ids=["capacity", "dropless"]
+)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", pytest.param("O1", marks=pytest.mark.slow)])
+def test_half_precision_chooses_as_fp32_does(moe: MoEConfig, policy: str) -> None:
+    want, got = (trained(moe, {"expert": 2}, policy=each)[0] for each in ("fp32", policy))
+    for a, b in zip(got, want, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+        assert np.abs(a["experts/load"] - b["experts/load"]).max() < 0.1
+
+
+def test_a_router_in_half_precision_is_refused() -> None:
+    with pytest.raises(UserError, match=re.escape("give precision.keep_fp32 the pattern '*.router.*' too")):
+        trained(DROPLESS, {}, policy=POLICIES["bf16"]._replace(keep_fp32=("*norm*",)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moe", [DROPPING, DROPLESS], ids=["capacity", "dropless"])
+def test_the_same_bits_in_every_layout(moe: MoEConfig) -> None:
+    sync = GradSync(deterministic=True)
+    want = trained(moe, {}, grad_sync=sync)
+    for mesh, given in (({"fsdp": 4}, {"strategy": "zero3"}), ({"data": 2}, {"microbatches": 2})):
+        got = trained(moe, mesh, grad_sync=sync, **given)
+        assert all(map(np.array_equal, *(jax.tree.leaves(each) for each in (got, want))))
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_take_each_expert_by_itself(name: str) -> None:
+    tx = make_optimizer(OptimizerConfig(name=name, lr=1e-2), steps=3)
+    layout = {"expert": 2, "fsdp": 2, "tensor": 2}
+    (_, want), (_, got) = trained(DROPLESS, {}, tx), trained(DROPLESS, layout, tx, strategy="zero3")
+    assert oracle.error(got, want) < 1e-5
+
+
+def test_muon_orthogonalises_each_expert() -> None:
+    tx = make_optimizer(OptimizerConfig(name="muon", lr=1.0, clip_norm=0.0, weight_decay=0.0, warmup_steps=0), steps=3)
+    shapes = model_of(DROPLESS).shapes
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(np.random.default_rng(1).standard_normal(leaf.shape), leaf.dtype), shapes
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = tx.update(params, tx.init(params), params)
+    down = updates["blocks"]["mlp"]["experts"]["down"]["kernel"]  # [L, E, F, D]
+    sizes = np.linalg.svd(np.asarray(down, np.float64), compute_uv=False)
+    assert sizes.shape[:2] == (BLOCKS, EXPERTS)
+    assert (sizes.max(-1) / sizes.min(-1) < 2).all()  # of a random matrix of 64 x 32 it is about 6
+
+
+def test_adapters_leave_router_and_experts_alone() -> None:
+    lora = LoraConfig(rank=2, targets=("*",))
+    found, params = trained(DROPLESS, {"expert": 2}, lora=lora, freeze=("*", "!*.lora.*"))
+    assert "experts/load" not in found[0]  # its counts are those of a frozen router
+    own = params["blocks"]["mlp"]
+    assert set(own["shared"]["up"]) == {"kernel", "lora"}
+    assert set(own["experts"]["up"]) == {"kernel"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "moe"),
+    [
+        ({"expert": 2, "fsdp": 2}, DROPPING),
+        pytest.param({"expert": 2, "pipe": 2}, DROPLESS, marks=pytest.mark.slow),
+        pytest.param({"expert": 4}, dataclasses.replace(DROPLESS, dense=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_generation_is_that_of_one_device_and_drops_nothing(mesh: dict[str, int], moe: MoEConfig) -> None:
+    moe = dataclasses.replace(moe, dispatch="dropless")  # as `build.make_model` does for evaluations
+
+    def texts(sizes: dict[str, int], moe: MoEConfig) -> list[Any]:
+        model, tx = model_of(moe), optax.sgd(0.1)
+        devices = make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values(), 1]))])
+        target = state_target(model, tx, devices, strategy="zero3" if "fsdp" in sizes else "ddp")
+        params = jax.tree.map(
+            lambda leaf: (0.3 * np.random.default_rng(0).standard_normal(leaf.shape)).astype(leaf.dtype), model.shapes
+        )
+        placed = place_params(params, only_trained(tx, (), model.update_rules), target).params
+        found = generate(model, placed, [[1, 2, 3], [4, 5], [6], [7]], max_tokens=6, temperature=0.0)
+        return [each.ids for each in found]
+
+    assert texts(mesh, moe) == texts({}, moe)
+
+
+REFUSED = {
+    "an axis": (("mesh.expert=3",), "mesh.expert: 3 does not divide model.moe.experts 8"),
+    "a width": (("mesh.tensor=4", "model.moe.hidden=6"), "mesh.tensor: 4 does not divide model.moe.hidden 6"),
+    "choices": (("model.moe.top_k=9",), "model.moe.top_k: 9 of 8 experts; allowed: 1 to 8"),
+    "one expert": (
+        ("model.moe.experts=1", "model.moe.top_k=1", "mesh.expert=1"),
+        "model.moe.experts: 1 leaves nothing",
+    ),
+    "dense blocks": (("model.moe.dense=4",), "model.moe.dense: 4 of 4 blocks leaves no mixture"),
+    "a group": (
+        ("model.moe.dispatch=capacity", "model.moe.group=48"),
+        "model.moe.group: 48 does not divide the 128 neighbouring positions of a device (data.seq_len 128); groups that"
+        " work: ",
+    ),
+    "a group of chunks": (
+        ("model.moe.dispatch=capacity", "model.moe.group=64", "mesh.context=2", "mesh.tensor=1"),
+        "64 does not divide the 32 neighbouring positions of a device (data.seq_len 128 / two chunks",
+    ),
+    "lossy sums": (
+        ("parallel.grad_sync.algorithm=ring", "parallel.grad_sync.wire_dtype=bfloat16"),
+        "would round the counts of tokens",
+    ),
+    "stored in half": (("precision=O3",), "precision.policy: 'O3' stores parameters in float16"),
+    "another model": (("model={name: bert}",), "mesh.expert: 2 is given, but no layer of model bert is a mixture"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
+    overrides, text = REFUSED[name]
+    with pytest.raises(UserError, match=re.escape(text)):
+        load_config("configs/moe_quickstart.yaml", overrides, planned=True)
