@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from saved_runs import LENGTH, MODELS, config_of, random_params, save_run
+from saved_runs import LENGTH, MIXTURES, MODELS, config_of, random_params, save_run
 
-from jaxdist.checkpoint.huggingface.convert import export
+from jaxdist.checkpoint.huggingface.convert import config_json, export
 from jaxdist.checkpoint.huggingface.safetensors import SINGLE
 
 STORED = Path(__file__).parent / "checkpoint" / "family_logits.json"
@@ -39,6 +39,19 @@ def exported(name: str, folder: Path) -> Path:
     return folder / name
 
 
+def theirs(name: str, torch: Any, transformers: Any) -> Any:
+    """A model of `transformers` with random numbers in every parameter, and in the biases of experts."""
+    fields = config_json(config_of(name).model.resolved(), positions=LENGTH, dtype="float32")
+    kind = fields.pop("model_type")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields)).eval()
+    biases = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *biases]:
+            parameter.normal_(std=0.3)
+    return model
+
+
 def stored() -> dict[str, Any]:
     """{name: sha256 of the tensors, logits [2, LENGTH, columns] by transformers}, and its version."""
     found: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
@@ -50,7 +63,7 @@ def main() -> None:
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     found: dict[str, Any] = {"transformers": transformers.__version__}
     with tempfile.TemporaryDirectory() as temporary:
-        for name in MODELS:
+        for name in MODELS | MIXTURES:
             folder = exported(name, Path(temporary))
             model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
             with torch.no_grad():

@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import assemble, make_model
 from jaxdist.checkpoint import Checkpoints
+from jaxdist.checkpoint.huggingface.family import stacked_blocks
 from jaxdist.checkpoint.reader import Stored, open_steps
 from jaxdist.config.schema import Config, DataConfig, ModelConfig
+from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.data import Source
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
@@ -38,6 +40,26 @@ MODELS = {
     "qwen2-window": ModelConfig(style="llama", kv_heads=2, mlp_width=24, qkv_bias=True, window=4),
     "qwen3": ModelConfig(style="llama", kv_heads=2, mlp_width=24, qk_norm=True, head_width=16, tied=True),
 }
+MIXTURES = {
+    "mixtral": ModelConfig(
+        style="llama", kv_heads=2, moe=MoEConfig(experts=4, top_k=2, hidden=24, bias_rate=None), window=7
+    ),
+    "qwen3_moe": ModelConfig(
+        style="llama",
+        kv_heads=2,
+        qk_norm=True,
+        head_width=16,
+        tied=True,
+        mlp_width=40,
+        moe=MoEConfig(experts=6, top_k=3, hidden=20, normalised=False, bias_rate=None),
+    ),
+    "dots1": ModelConfig(
+        style="llama",
+        qk_norm=True,
+        mlp_width=40,
+        moe=MoEConfig(experts=6, top_k=2, hidden=12, shared=2, dense=1, scores="sigmoid", scaling=2.5),
+    ),
+}
 LENGTH = 12
 NEEDS = pytest.mark.skipif("not __import__('importlib').util.find_spec('safetensors')", reason="safetensors is missing")
 
@@ -45,24 +67,34 @@ NEEDS = pytest.mark.skipif("not __import__('importlib').util.find_spec('safetens
 def config_of(name: str, **changes: Any) -> Config:
     """4 blocks, width 32, 4 heads (mistral-nemo: 6, which divide no 32); odd sizes of vocabulary and sequence."""
     heads = 6 if name == "mistral-nemo" else 4
-    model = asdict(MODELS[name]) | {"layers": 4, "width": 32, "heads": heads, "vocab": 259} | changes.pop("model", {})
+    model = (
+        vars((MODELS | MIXTURES)[name])
+        | {"layers": 4, "width": 32, "heads": heads, "vocab": 259}
+        | changes.pop("model", {})
+    )
     data = DataConfig(path=__file__, seq_len=LENGTH, global_batch=8)
     return Config(model=ModelConfig(**model), data=data, **changes)
 
 
 def random_params(config: Config, seed: int = 0) -> Any:
-    """No two numbers alike, no zeros: biases and scales too. Blocks in the order of the model."""
+    """No two numbers alike, no zeros: biases and scales too. What counts experts is 0, as in every state. Blocks in the
+    order of the model."""
     made = make_model(config, precision_of(config.precision), stages=1, training=True)
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype), made.shapes)
+
+    def drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if path[-1].key == "statistics":
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, made.shapes)
 
 
 def save_run(folder: Path, config: Config, params: Any, step: int = 3) -> Stored:
     """A run directory with these parameters, put into the order of the configuration's pipeline."""
     parallel = config.parallel
-    order = order_of_blocks(
-        config.model.layers, stages=config.mesh.pipe, chunks=parallel.chunks, blocks=parallel.stages
-    )
+    stacked = len(stacked_blocks(config.model))
+    order = order_of_blocks(stacked, stages=config.mesh.pipe, chunks=parallel.chunks, blocks=parallel.stages)
     params = {**params, "blocks": arrange_rows(params["blocks"], order)}
     source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
     with Checkpoints(folder / "checkpoints", keep=9, order=order) as checkpoints:

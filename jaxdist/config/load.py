@@ -1,6 +1,8 @@
 """From a YAML file and command-line overrides to a checked configuration, and back to YAML. Imports no jax."""
 
-from collections.abc import Callable, Sequence
+import fnmatch
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,43 @@ def settings_of(config: Any) -> dict[str, Any]:
         return settings_of(value) if is_dataclass(value) else value
 
     return {name: plain(getattr(config, field_of(name))) for name in keys(type(config))}
+
+
+def settings_by_key(section: Any) -> dict[str, Any]:
+    """All settings of a section, or of a whole configuration, by their dotted names, such as "optimizer.lr"."""
+    return dict(_flat(settings_of(section)))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def with_settings(section: Any, values: Mapping[str, Any]) -> Any:
+    """The section with other values of keys, by their dotted names. They are not checked."""
+    own, inner = dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = value
+        else:
+            own[field_of(first)] = value
+    return replace(section, **own, **{name: with_settings(getattr(section, name), of) for name, of in inner.items()})
+
+
+def model_differences(wanted: Mapping[str, Any], model: Any) -> list[str]:
+    """The keys of a section `model` that lack the wanted values: ["model.moe.top_k=8 (is 2)", ...]. Keys that change
+    nothing, neither with these values nor as they are (`ModelConfig.idle`), are left out.
+
+    wanted: values by the dotted names of keys. model: `resolved`.
+    """
+    own = settings_by_key(model)
+    idle = {*model.idle()} & {*with_settings(model, wanted).idle()}
+    return [
+        f"model.{key}={json.dumps(value)} (is {json.dumps(own[key])})"
+        for key, value in wanted.items()
+        if own[key] != value and not any(fnmatch.fnmatchcase(key, each) for each in idle)
+    ]

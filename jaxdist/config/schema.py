@@ -51,6 +51,10 @@ class ModelConfig(Section):
         """
         return self
 
+    def idle(self) -> tuple[str, ...]:
+        """Patterns of keys that change nothing in this model, `resolved`."""
+        return ()
+
     def describe(self) -> str:
         """The model in a few words."""
         return self.name

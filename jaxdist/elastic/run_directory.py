@@ -94,9 +94,8 @@ def check_directory(settings: Settings, text: str, folder: Path, before: Sequenc
 
 def _check_config(saved: Path, text: str, folder: Path) -> None:
     """Raise `UserError` for the first key that differs. A file that says the same in other words may stay."""
-    from jaxdist.config.load import load_config
+    from jaxdist.config.load import load_config, settings_by_key
     from jaxdist.observe import redact_settings
-    from jaxdist.trainer.failures.same_program import settings_by_key
     from jaxdist.trainer.resume import changed_settings, show_changes
 
     with tempfile.TemporaryDirectory() as other:

@@ -15,6 +15,7 @@ from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
 from jaxdist.checkpoint.reader import Stored, is_complete, open_steps
+from jaxdist.config.load import with_settings
 from jaxdist.config.rules.fields import all_keys, keys, show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
@@ -118,19 +119,16 @@ class Saved(Pretrained):
 
 def _architecture(given: dict[str, Any], where: str) -> ModelConfig:
     """The model of a record, `resolved`. Anyone may have written it. Raises `UserError`."""
-    made = type(ModelConfig(**{name: given[name] for name in ("name",) if name in given}))
-    known = {name: key for name, key in all_keys(made) if not key.nested}
+    usual = ModelConfig(**{name: given[name] for name in ("name",) if name in given})
+    known = {name: key for name, key in all_keys(type(usual)) if not key.nested}
     if unknown := sorted(given.keys() - known.keys()):
         raise UserError(
             f"{where} has a model with the key {show(unknown[0])}, which is not known here; use another run"
         )
-    checked = {name: known[name].check(value, f"model.{name}") for name, value in given.items()}
-    sections = {name: key.kind for name, key in keys(made).items() if key.nested}
-    inside = {
-        section: kind(**{key: checked.pop(f"{section}.{key}") for key in keys(kind) if f"{section}.{key}" in checked})
-        for section, kind in sections.items()
-    }
-    return ModelConfig(**checked, **inside).resolved()
+    model: ModelConfig = with_settings(
+        usual, {name: known[name].check(value, f"model.{name}") for name, value in given.items()}
+    )
+    return model.resolved()
 
 
 def _adapters(given: Any, where: str) -> LoraConfig | None:

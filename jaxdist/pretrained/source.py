@@ -1,7 +1,6 @@
 """What is known of parameters that exist already, and how they come into a layout."""
 
 import fnmatch
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,17 +8,20 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from jaxdist.checkpoint.huggingface.safetensors import tensor_name
+from jaxdist.config.load import model_differences, settings_by_key
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
-from jaxdist.specs import STACKED, PyTree, leaves_by_name
+from jaxdist.specs import STACKED, PyTree, leaves_by_name, path_name
 
 Say = Callable[[str], None]
 # Keys of a model that change how it is computed, or trained, and not what it is.
-MAY_DIFFER = ("name", "from_", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab")
+MAY_DIFFER = (
+    *("name", "from", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab"),
+    *(f"moe.{key}" for key in ("dispatch", "factor", "group", "bias_rate", "balance_loss", "z_loss")),
+)
 SHOWN = 5  # parameters that a message lists
 
 
@@ -103,7 +105,8 @@ class Pretrained(ABC):
             say(f"{self._key}: {_listed(sorted(kept))} start at random")
         if left := sorted(allowed - wanted.keys()):
             say(f"{self._key}: {_listed(left)} not read (init.partial)")
-        return unflatten_dict({name: found[name] for name in asked}, sep=".")
+        # By the paths of the target, some keys of which are numbers: blocks in a list of a module's.
+        return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], target)
 
     def _refuse(self, misfits: Sequence[str]) -> None:
         if misfits:
@@ -120,12 +123,12 @@ class Pretrained(ABC):
         mine = self.model
         if mine is None or type(mine) is not type(model):
             return
-        wrong = [
-            f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
-            for key, value in vars(mine).items()
-            if key not in MAY_DIFFER and getattr(model, key) != value and not _fitting(f"model.{key}", partial)
-        ]
-        if wrong:
+        wanted = {
+            key: value
+            for key, value in settings_by_key(mine).items()
+            if key not in MAY_DIFFER and not _fitting(f"model.{key}", partial)
+        }
+        if wrong := model_differences(wanted, model):
             raise UserError(
                 f"{self._key}: {self.described} asks for {', '.join(wrong)}; set them, give model.from the same place,"
                 " or name in init.partial what may differ"

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxdist.build import Parts, skips_steps
 from jaxdist.config.checks import check_packages
+from jaxdist.config.load import settings_by_key
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
@@ -44,7 +45,7 @@ from jaxdist.specs import PyTree
 from jaxdist.state import TrainState, shardings_of
 from jaxdist.step import make_train_step
 from jaxdist.trainer.evaluation import Ending, averaged, own_evaluation
-from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step, settings_by_key
+from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step
 from jaxdist.trainer.nonfinite import NonFinite
 from jaxdist.trainer.resume import show_changes
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, make_outputs, restore_or_init, run_environment

@@ -6,11 +6,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.load import settings_by_key
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.local import LOCAL
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
-from jaxdist.trainer.failures.same_program import settings_by_key
 
 FORCE = ", or checkpoint.resume=force to go on all the same"
 LEARNS = ("temperature", "mixing")  # of section distill

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from family_logits import COLUMNS, digest, stored
+from family_logits import COLUMNS, digest, stored, theirs
 from family_logits import exported as exported_folder
 from family_logits import tokens as tokens_of_both
 from levels import levels
-from saved_runs import LENGTH, MODELS, NEEDS, bits, config_of, logits, random_params, restored, save_run
+from saved_runs import LENGTH, MIXTURES, MODELS, NEEDS, bits, config_of, logits, random_params, restored, save_run
 
 from jaxdist.build import make_model
-from jaxdist.checkpoint.huggingface.convert import check_model, config_json, export
-from jaxdist.checkpoint.huggingface.names import tensors
+from jaxdist.checkpoint.huggingface.convert import check_model, export
+from jaxdist.checkpoint.huggingface.names import family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.work.checkpoint import import_model
@@ -27,26 +27,15 @@ from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
 from jaxdist.precision.policy import precision_of
+from jaxdist.specs import path_name
 
-EVERYDAY = ("llama3", "mistral", "qwen3")
+EVERYDAY = ("llama3", "mistral", "qwen3", *MIXTURES)
 pytestmark = pytest.mark.xdist_group("huggingface")  # files are shared by the tests
-
-
-def theirs(name: str, torch: Any, transformers: Any) -> Any:
-    """A model of `transformers` with random numbers in every parameter."""
-    fields = config_json(config_of(name).model.resolved(), positions=LENGTH, dtype="float32")
-    kind = fields.pop("model_type")
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    return model
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | MIXTURES)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Theirs saved by them and imported; then ours exported and loaded by them, every bit as it was."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -71,7 +60,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in MODELS]
+    "name", [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in MODELS | MIXTURES]
 )
 def test_logits_and_files_are_as_transformers_had_them(name: str, tmp_path: Path) -> None:
     """Where there is no torch, too: tests/family_logits.py exported each model, and transformers ran the folder."""
@@ -138,14 +127,14 @@ def test_blocks_are_written_in_the_order_of_the_model(
     assert bits(restored(tmp_path / "again", piped).params["blocks"]) == bits(arrange_rows(params["blocks"], order))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | MIXTURES)
 def test_every_element_has_one_place(name: str) -> None:
     """Views cover each leaf exactly once, and nothing is copied."""
     config = config_of(name)
     model = make_model(config, precision_of(config.precision), stages=1, training=True)
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
-        name = ".".join(key.key for key in path)
+        name = path_name(path)
         leaves[name] = np.zeros(leaf.shape[1:] if name.startswith("blocks") else leaf.shape, np.int64)
     table = tensors(config.model.resolved(), positions=LENGTH)
     for i, each in enumerate(table):
@@ -153,7 +142,8 @@ def test_every_element_has_one_place(name: str) -> None:
         before = leaves[each.leaf].copy()
         each.put(leaves[each.leaf], np.full(each.shape, i + 1))
         assert not before[leaves[each.leaf] != before].any(), each.name
-    assert all(leaf.all() for leaf in leaves.values()) and {each.leaf for each in table} == set(leaves)
+    assert {each.leaf for each in table} == set(leaves) - set(family(config.model.resolved()).zeros)
+    assert all(leaves[each.leaf].all() for each in table)
     assert len({each.name for each in table}) == len(table)
 
 

@@ -12,13 +12,12 @@ from layouts import Case
 from replicas import local_parts, placed
 
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config.load import load_config
+from jaxdist.config.load import load_config, settings_by_key
 from jaxdist.config.sections.local import LocalConfig, OuterConfig
 from jaxdist.errors import UserError
 from jaxdist.local_sgd.replicas import Replicas
 from jaxdist.local_sgd.state import outer_optimizer
 from jaxdist.state import TrainState
-from jaxdist.trainer.failures.same_program import settings_by_key
 from jaxdist.trainer.resume import check_replicas
 
 SGD = optax.sgd(0.3, 0.9)

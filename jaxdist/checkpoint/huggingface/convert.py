@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value
+from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value, stacked_blocks
 from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, name_of, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, tensor_name, write
 from jaxdist.checkpoint.reader import Stored
-from jaxdist.config.rules.fields import keys, show
+from jaxdist.config.load import model_differences, settings_by_key, with_settings
+from jaxdist.config.rules.fields import all_keys, keys, show
 from jaxdist.config.schema import DataConfig, ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.specs import STACKED
@@ -24,7 +25,8 @@ from jaxdist.specs import STACKED
 def config_json(model: ModelConfig, *, positions: int, dtype: str) -> dict[str, Any]:
     """The config.json of a model, whose keys are all filled in. positions: the length of the longest sequence."""
     own = family(model)
-    found = {theirs: getattr(model, ours) for theirs, (ours, _) in own.keys.items()}
+    values = settings_by_key(model)
+    found = {theirs: values[ours] for theirs, (ours, _) in own.keys.items()}
     found |= {key: allowed[0] for key, allowed in own.fixed.items()} | own.written(model, positions)
     return {"architectures": [own.architecture], "model_type": own.kind, **found, "dtype": dtype, "torch_dtype": dtype}
 
@@ -37,16 +39,13 @@ def config_differences(found: dict[str, Any], model: ModelConfig, *, positions: 
     """
     check_name(model.name)
     theirs = _check_kind(found)
-    if not {ours for ours, _ in theirs.keys.values()} <= keys(type(model)).keys():  # of another model
+    known = dict(all_keys(type(model)))
+    if not {ours for ours, _ in theirs.keys.values()} <= known.keys():  # of another model
         return [f"a model of type {theirs.kind} (model.name is {model.name})"]
     wanted, other = _wanted(found, theirs, model, positions)
     if theirs.tables and model.vocab >= wanted["vocab"]:
         del wanted["vocab"]
-    different = [
-        f"model.{key}={json.dumps(value)} (is {json.dumps(getattr(model, key))})"
-        for key, value in wanted.items()
-        if getattr(model, key) != value
-    ]
+    different = model_differences(wanted, model)
     if family(model).form != theirs.form:
         different.insert(0, f"model.style={theirs.form} (is {family(model).form})")
     if theirs.positions and (most := longest_of(found, theirs) or positions) < positions:
@@ -61,7 +60,7 @@ def _wanted(
     found: dict[str, Any], theirs: Family, model: ModelConfig, positions: int
 ) -> tuple[dict[str, Any], list[str]]:
     """The values that a config.json has for keys of the model, and other differences in words."""
-    known = keys(type(model)) | keys(DataConfig)
+    known = dict(all_keys(type(model))) | keys(DataConfig)
     values = {ours: config_value(found, key, known[ours], usual) for key, (ours, usual) in theirs.keys.items()}
     own, other = theirs.read(found, known, model, positions)
     return values | own, other
@@ -86,7 +85,7 @@ def model_of_config(found: dict[str, Any]) -> tuple[ModelConfig, int]:
     model = ModelConfig(name_of(theirs), **style)
     for _ in range(2):  # what else a config.json means depends, for some, on keys that it has
         values = _wanted(found, theirs, model.resolved(), length)[0]
-        model = model.replace(**values)
+        model = with_settings(model, values)
     if wrong := config_differences(found, model.resolved(), positions=length):
         raise UserError(f"{CONFIG}: asks for {', '.join(wrong)}, which no configuration makes")
     return model.resolved(), length
@@ -107,12 +106,13 @@ def _check_kind(found: dict[str, Any]) -> Family:
 
 
 def _pieces(model: ModelConfig, *, positions: int) -> list[tuple[Tensor, Any, str]]:
-    """(tensor, index, name) of every tensor in the order of the files. index: where it lies in our leaf, the number of
-    its block or the whole leaf."""
+    """(tensor, index, name) of every tensor in the order of the files. index: where it lies in our leaf, the row of its
+    block or the whole leaf."""
+    blocks = list(enumerate(stacked_blocks(model)))
     return [
-        (each, index, each.name.format(index))
+        (each, row, each.name.format(block))
         for each in tensors(model, positions=positions)
-        for index in (range(model.layers) if each.leaf.startswith(STACKED + ".") else [...])
+        for row, block in (blocks if each.leaf.startswith(STACKED + ".") else [(..., ...)])
     ]
 
 
@@ -121,25 +121,33 @@ def _by_leaf(pieces: list[tuple[Tensor, Any, str]]) -> Iterator[tuple[str, Itera
     return groupby(pieces, lambda piece: piece[0].leaf)
 
 
+def model_of(stored: Stored) -> tuple[ModelConfig, int]:
+    """The model of a checkpoint, `resolved`, and the length of its sequences. Raises `UserError` for one that has no
+    format."""
+    if not {"model", "data"} <= stored.meta.keys():
+        raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
+    name = stored.meta["model"].get("name", "gpt")
+    check_name(name)  # first: making the options of a dotted path imports it
+    return with_settings(ModelConfig(name), stored.meta["model"]).resolved(), stored.meta["data"]["seq_len"]
+
+
 def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes: int = FILE_BYTES) -> str:
     """Write the parameters of a checkpoint to a new folder. Returns a line about it.
 
     vocab: the rows of the vocabulary to write; the others are padding. Raises `UserError` for a model that has no
     Hugging Face format.
     """
-    if not {"model", "data"} <= stored.meta.keys():
-        raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
-    check_name(stored.meta["model"].get("name", "gpt"))  # first: making the options of a dotted path imports it
-    model, positions = ModelConfig(**stored.meta["model"]).resolved(), stored.meta["data"]["seq_len"]
-    found = stored.params()
-    tables, rows = family(model).tables, model.vocab or 0
+    model, positions = model_of(stored)
+    own, found = family(model), stored.params()
+    tables, rows = own.tables, model.vocab or 0
     kept = rows if vocab is None else vocab
     if vocab is not None and not tables:
         raise UserError(f"--vocab: {vocab}, but model.name {model.name!r} has no vocabulary; leave it out")
     if tables and not 1 <= kept <= rows:
         raise UserError(f"--vocab: {kept}; allowed: 1 to {rows}, the rows that the model has (model.vocab)")
     pieces = _pieces(model, positions=positions)
-    assert {each.leaf for each, _, _ in pieces} == found.keys(), {each.leaf for each, _, _ in pieces} ^ found.keys()
+    written = {each.leaf for each, _, _ in pieces} | {*own.zeros}
+    assert written == found.keys(), written ^ found.keys()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already; give a new folder")
 
@@ -155,8 +163,8 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     output.mkdir(parents=True, exist_ok=True)
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
-    written = model.replace(vocab=kept) if tables else model
-    text = json.dumps(config_json(written, positions=positions, dtype=dtype), indent=2)
+    kept_model = model.replace(vocab=kept) if tables else model
+    text = json.dumps(config_json(kept_model, positions=positions, dtype=dtype), indent=2)
     (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     total = sum(entry.nbytes for entry in entries)
     said = f"{len(entries)} tensors, {total:,} bytes of {dtype} in {files} file{'s' * (files > 1)}"
@@ -181,8 +189,10 @@ def check_model(
     hint = f"; {CONFIG} asks for {', '.join(wrong)}" if wrong else ""
     if own.form != FAMILIES[kind].form:
         raise UserError(f"{CONFIG}: model_type is {kind!r}{hint}")
-    if model.layers > len(files.names):  # a hostile number of blocks would take the memory of all their names
-        raise UserError(f"{CONFIG}: asks for {model.layers} blocks, and there are {len(files.names)} tensors{hint}")
+    experts = model.moe.experts if own.zeros else 0
+    for count, what in ((model.layers, "blocks"), (len(stacked_blocks(model)) * experts, "experts of blocks")):
+        if count > len(files.names):  # a hostile number of them would take the memory of all their names
+            raise UserError(f"{CONFIG}: asks for {count} {what}, and there are {len(files.names)} tensors{hint}")
     known, rows, dtypes, table = set(own.copies(model)), set[int](), set[str](), ""
     for each, _, usual in _pieces(model, positions=positions):
         name = actual_name(files, usual, own)
@@ -236,6 +246,7 @@ def pieces_of(
                 if leaf in repeated and files.read(repeated[leaf]).tobytes() != tensor.tobytes():
                     raise UserError(f"{repeated[leaf]}: {own.unequal.format(name)}")
             yield leaf, None if index is ... else index, array
+    yield from ((leaf, None, np.zeros(like[leaf].shape, like[leaf].dtype)) for leaf in own.zeros if leaf in like)
 
 
 def _fill(table_VD: np.ndarray, rows_RD: np.ndarray) -> None:

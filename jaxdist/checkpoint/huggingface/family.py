@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.config.rules.fields import Key
+from jaxdist.config.load import settings_by_key
+from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
 
 CONFIG = "config.json"
 POSITIONS = "embed.positions.table"  # our learned positions
@@ -20,7 +22,7 @@ POSITIONS = "embed.positions.table"  # our learned positions
 class Tensor(NamedTuple):
     """A tensor of Hugging Face.
 
-    - leaf: the name of our parameter. Of a stacked one, this is about one block.
+    - leaf: the name of our parameter. Of a stacked one, this is about one block of `stacked_blocks`.
     - name: the tensor's name, {} for the number of the block.
     - shape: of the tensor.
     - view: our leaf -> a view of it with the elements of the tensor, in order. As it is, if left out.
@@ -59,7 +61,7 @@ class Family(NamedTuple):
     - kind: the `model_type` of config.json.
     - architecture: the class of transformers.
     - prefix: of most names. A bare model, such as OpenAI's GPT-2, has no prefix in its names.
-    - keys: {key of config.json: (our key of section model, the default of transformers)}.
+    - keys: {key of config.json: (our key of section model, such as "moe.top_k", the default of transformers)}.
     - fixed: values of config.json that our models compute and no key of ours changes. The first of each is written.
     - tensors: (model, positions) -> its tensors; those of one leaf are neighbours.
     - written: (model, positions) -> the other keys of config.json.
@@ -74,6 +76,7 @@ class Family(NamedTuple):
     - unequal: what a message says of such a tensor that does not repeat it; {} for the name of the tensor that is read.
     - aliases: (end of a name, the end that it has in some files).
     - ignored: ends of the names of tensors that are no parameters.
+    - zeros: our leaves that are 0 at every step, and in no file.
     """
 
     kind: str
@@ -93,11 +96,29 @@ class Family(NamedTuple):
     unequal: str = "differs from {}, and this model has one parameter for both; no configuration makes two"
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     @property
     def form(self) -> str:
         """Equal for families whose tensors have the same names."""
         return self.style or self.kind
+
+
+def stacked_blocks(model: ModelConfig) -> range:
+    """The numbers of the blocks that are stacked: not those before a mixture of experts that have one MLP."""
+    moe = getattr(model, "moe", None)
+    return range(moe.dense if moe is not None and moe.on else 0, model.layers)
+
+
+def check_options(model: ModelConfig, wanted: Mapping[str, tuple[Any, str]], of: str, other: str = "") -> None:
+    """Raise `UserError` for an option that a family does not have.
+
+    wanted: {our key: (its one value, why)}. of: the family's name. other: a way out, for the end of the message.
+    """
+    own = settings_by_key(model)
+    for key, (value, why) in wanted.items():
+        if own[key] != value:
+            raise UserError(f"model.{key}: {show(own[key])}, but {of} {why}; allowed: {show(value)}{other}")
 
 
 def config_value(found: dict[str, Any], theirs: str, ours: Key, usual: Any) -> Any:

@@ -16,18 +16,20 @@ from jaxdist.checkpoint.huggingface.decoder import (
     decoder_tensors,
     tied_head,
 )
-from jaxdist.checkpoint.huggingface.family import POSITIONS, Family, Tensor, config_value, norm_tensors
+from jaxdist.checkpoint.huggingface.family import POSITIONS, Family, Tensor, check_options, config_value, norm_tensors
 from jaxdist.checkpoint.huggingface.llama import llama_family
+from jaxdist.checkpoint.huggingface.mixture import mixture_family
 from jaxdist.config.rules.fields import Key, show
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 
 
 def gpt_family(model: ModelConfig) -> Family:
-    """The family whose format can hold this model, GPT-2 or one of `llama_family`. Raises `UserError`."""
+    """The family whose format can hold this model: GPT-2, one of `llama_family` or of `mixture_family`. Raises
+    `UserError`."""
     kinds = (model.positions, model.norm, model.mlp)
     if kinds == ("rope", "rmsnorm", "swiglu"):
-        return llama_family(model)
+        return mixture_family(model) if model.moe.on else llama_family(model)
     if kinds != ("learned", "layernorm", "gelu"):
         raise UserError(
             f"model: positions {kinds[0]}, norm {kinds[1]} and mlp {kinds[2]} have no Hugging Face format"
@@ -40,13 +42,9 @@ def gpt_family(model: ModelConfig) -> Family:
         "head_width": (model.width // model.heads, "has heads of width / heads"),
         "qk_norm": (False, "has no such norms"),
         "window": (None, "has no window"),
+        "moe.experts": (0, "has no experts"),
     }
-    for key, (value, why) in wanted.items():
-        if getattr(model, key) != value:
-            raise UserError(
-                f"model.{key}: {show(getattr(model, key))}, but Hugging Face's GPT-2 {why}; allowed: {show(value)};"
-                " or model.style=llama"
-            )
+    check_options(model, wanted, "Hugging Face's GPT-2", "; or model.style=llama")
     return GPT2
 
 
@@ -88,7 +86,7 @@ def _gpt2_read(
         config_value(found, theirs, known[keys[theirs][0]], keys[theirs][1])
         for theirs in ("n_embd", "n_head", "n_inner")
     )
-    fixed: dict[str, Any] = {"bias": True, "qkv_bias": True, "qk_norm": False, "window": None}
+    fixed: dict[str, Any] = {"bias": True, "qkv_bias": True, "qk_norm": False, "window": None, "moe.experts": 0}
     if width % heads == 0:
         fixed["head_width"] = width // heads
     return fixed | {"kv_heads": heads, "mlp_width": 4 * width if hidden is None else hidden}, []

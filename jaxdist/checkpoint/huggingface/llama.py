@@ -38,11 +38,22 @@ SCALING_KEYS = {
 
 def _tensors(model: ModelConfig, positions: int) -> list[Tensor]:
     last = norm_tensors("head.norm", "model.norm", model.width, bias=False)
-    return decoder_tensors(model, "model.embed_tokens", [], "model.layers", _block(model), last)
+    block = block_tensors(model, mlp_tensors("mlp", "mlp", model.width, model.mlp_width or 0))
+    return decoder_tensors(model, "model.embed_tokens", [], "model.layers", block, last)
 
 
-def _block(model: ModelConfig) -> list[Tensor]:
-    """The tensors of a block. Our kernel [D, n, G + 2, K] has a key/value head's queries, key and value together."""
+def mlp_tensors(leaf: str, name: str, width: int, hidden: int) -> list[Tensor]:
+    """The kernels of an MLP. Ours [D, 2, F] has gate and up together."""
+    return [
+        Tensor(f"{leaf}.up.kernel", f"{name}.gate_proj.weight", (hidden, width), lambda x: x[:, 0].T),
+        Tensor(f"{leaf}.up.kernel", f"{name}.up_proj.weight", (hidden, width), lambda x: x[:, 1].T),
+        Tensor(f"{leaf}.down.kernel", f"{name}.down_proj.weight", (width, hidden), np.transpose),
+    ]
+
+
+def block_tensors(model: ModelConfig, mlp: list[Tensor]) -> list[Tensor]:
+    """The tensors of a block, those of its MLP without biases among them. Our kernel [D, n, G + 2, K] has a key/value
+    head's queries, key and value together."""
     width, hidden, heads, kv_heads = model.width, model.mlp_width or 0, model.heads, model.kv_heads or 0
     G, head = heads // kv_heads, model.head_width or 0
     kernel, bias, attention = "attention.qkv.linear.kernel", "attention.qkv.linear.bias", "self_attn"
@@ -52,9 +63,7 @@ def _block(model: ModelConfig) -> list[Tensor]:
         Tensor(kernel, f"{attention}.k_proj.weight", (keys, width), lambda x: x[:, :, G].transpose(1, 2, 0)),
         Tensor(kernel, f"{attention}.v_proj.weight", (keys, width), lambda x: x[:, :, G + 1].transpose(1, 2, 0)),
         Tensor("attention.out.kernel", f"{attention}.o_proj.weight", (width, queries), np.transpose),
-        Tensor(f"{up}.kernel", "mlp.gate_proj.weight", (hidden, width), lambda x: x[:, 0].T),
-        Tensor(f"{up}.kernel", "mlp.up_proj.weight", (hidden, width), lambda x: x[:, 1].T),
-        Tensor("mlp.down.kernel", "mlp.down_proj.weight", (width, hidden), np.transpose),
+        *mlp,
         *norm_tensors("norm1", "input_layernorm", width, bias=False),
         *norm_tensors("norm2", "post_attention_layernorm", width, bias=False),
     ]
@@ -76,7 +85,8 @@ def _block(model: ModelConfig) -> list[Tensor]:
     return found
 
 
-def _written(model: ModelConfig, positions: int) -> dict[str, Any]:
+def written_shared(model: ModelConfig, positions: int) -> dict[str, Any]:
+    """The other keys of config.json, of all families of this style."""
     scaled = model.rope_type != "default"
     used = list(SCALING_KEYS)[: {"linear": 1, "llama3": 4}.get(model.rope_type, 0)]
     rope = {"rope_type": model.rope_type, **{key: getattr(model, SCALING_KEYS[key]) for key in used}}
@@ -90,8 +100,11 @@ def _written(model: ModelConfig, positions: int) -> dict[str, Any]:
     }
 
 
-def _read(found: dict[str, Any], known: Mapping[str, Key], keys: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """The values that all families of this file have, where they depend on several keys."""
+def read_shared(
+    found: dict[str, Any], known: Mapping[str, Key], keys: Mapping[str, tuple[str, Any]], *, theta: float = 10000.0
+) -> dict[str, Any]:
+    """The values that all families of this style have, where they depend on several keys or are always the same.
+    theta: the rotary base if none is given."""
     value = {ours: config_value(found, theirs, known[ours], usual) for theirs, (ours, usual) in keys.items()}
     heads, width = value["heads"], value["width"]
     if value["head_width"] is None and width % heads:
@@ -102,11 +115,12 @@ def _read(found: dict[str, Any], known: Mapping[str, Key], keys: Mapping[str, tu
     return {
         "kv_heads": heads if value["kv_heads"] is None else value["kv_heads"],
         "head_width": width // heads if value["head_width"] is None else value["head_width"],
-        **_rotary(found, known),
+        "moe.experts": 0,
+        **_rotary(found, known, theta),
     }
 
 
-def _rotary(found: dict[str, Any], known: Mapping[str, Key]) -> dict[str, Any]:
+def _rotary(found: dict[str, Any], known: Mapping[str, Key], theta: float) -> dict[str, Any]:
     """Rotary positions. Raises `UserError` for scalings that no configuration makes."""
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
@@ -122,7 +136,7 @@ def _rotary(found: dict[str, Any], known: Mapping[str, Key]) -> dict[str, Any]:
                 " makes; allowed: 1"
             )
     base = next((each for each in (rope, found) if each.get("rope_theta") is not None), {})
-    value = {"rope_theta": config_value(base, "rope_theta", known["rope_theta"], 10000.0), "rope_type": kind}
+    value = {"rope_theta": config_value(base, "rope_theta", known["rope_theta"], theta), "rope_type": kind}
     if kind == "default":
         return value
     if kind == "llama3" and rope.get("original_max_position_embeddings") is None:
@@ -135,28 +149,32 @@ def _rotary(found: dict[str, Any], known: Mapping[str, Key]) -> dict[str, Any]:
     }
 
 
-def _positions_seen(found: dict[str, Any], known: Mapping[str, Key]) -> int | None:
+def positions_seen(found: dict[str, Any], known: Mapping[str, Key], usual: int | None = 4096) -> int | None:
+    """The window of all layers that have one. usual: if none is given."""
     own: int | None = replace(known["window"], optional=True).check(
-        found.get("sliding_window", 4096), f"{CONFIG}: sliding_window"
+        found.get("sliding_window", usual), f"{CONFIG}: sliding_window"
     )
     return own
 
 
-def _window(found: dict[str, Any], known: Mapping[str, Key]) -> int | None:
-    """Qwen's window. Raises `UserError` for one that only some layers have."""
-    layers, used = found.get("num_hidden_layers", 32), found.get("use_sliding_window", False)
-    window = _positions_seen(found, known) if used is True else None
+def window_of(found: dict[str, Any], known: Mapping[str, Key], *, layers: int = 32, first: int = 28) -> int | None:
+    """The window of `layer_types`. Raises `UserError` for one that only some layers have.
+
+    layers, first: `num_hidden_layers` and `max_window_layers` if they are not given.
+    """
+    layers, used = found.get("num_hidden_layers", layers), found.get("use_sliding_window", False)
+    window = positions_seen(found, known) if used is True else None
     if window is None:
         kinds = {"full_attention"}
     else:
-        first = config_value(found, "max_window_layers", replace(known["layers"], rule=Rule("", at_least=0)), 28)
+        first = config_value(found, "max_window_layers", replace(known["layers"], rule=Rule("", at_least=0)), first)
         kinds = ({"full_attention"} if first > 0 else set()) | ({"sliding_attention"} if first < layers else set())
     own = found.get("layer_types")
     kinds = kinds if own is None else set(map(str, own)) if isinstance(own, list) else {show(own)}
     if len(kinds) != 1 or not kinds <= ({"full_attention"} if window is None else set(LAYER_TYPES)):
         raise UserError(
             f"{CONFIG}: layers of {' and '.join(sorted(kinds))}, which no configuration makes; allowed: all of"
-            " full_attention, or with use_sliding_window all of sliding_attention"
+            " full_attention, or with a window all of sliding_attention"
         )
     return window if "sliding_attention" in kinds else None
 
@@ -165,27 +183,28 @@ def _read_llama(found: dict[str, Any], known: Mapping[str, Key], model: ModelCon
     if found.get("attention_bias", False) is not found.get("mlp_bias", False):
         raise UserError(f"{CONFIG}: attention_bias and mlp_bias differ; allowed: both true, or both false")
     bias = config_value(found, "attention_bias", known["bias"], False)
-    return _read(found, known, LLAMA.keys) | {"qkv_bias": bias, "qk_norm": False, "window": None}, []
+    return read_shared(found, known, LLAMA.keys) | {"qkv_bias": bias, "qk_norm": False, "window": None}, []
 
 
 def _read_mistral(found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int) -> Any:
-    fixed = {"bias": False, "qkv_bias": False, "qk_norm": False, "window": _positions_seen(found, known)}
-    return _read(found, known, MISTRAL.keys) | fixed, []
+    fixed = {"bias": False, "qkv_bias": False, "qk_norm": False, "window": positions_seen(found, known)}
+    return read_shared(found, known, MISTRAL.keys) | fixed, []
 
 
 def _read_qwen2(found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int) -> Any:
-    fixed = {"bias": False, "qkv_bias": True, "qk_norm": False, "window": _window(found, known)}
-    return _read(found, known, QWEN2.keys) | fixed, []
+    fixed = {"bias": False, "qkv_bias": True, "qk_norm": False, "window": window_of(found, known)}
+    return read_shared(found, known, QWEN2.keys) | fixed, []
 
 
 def _read_qwen3(found: dict[str, Any], known: Mapping[str, Key], model: ModelConfig, positions: int) -> Any:
-    fixed = {"bias": False, "qkv_bias": False, "qk_norm": True, "window": _window(found, known)}
-    return _read(found, known, QWEN3.keys) | fixed, []
+    fixed = {"bias": False, "qkv_bias": False, "qk_norm": True, "window": window_of(found, known)}
+    return read_shared(found, known, QWEN3.keys) | fixed, []
 
 
-def _written_qwen(model: ModelConfig, positions: int) -> dict[str, Any]:
+def written_qwen(model: ModelConfig, positions: int) -> dict[str, Any]:
+    """As `written_shared`, with the window of all layers or of none."""
     used = model.window is not None
-    return _written(model, positions) | {
+    return written_shared(model, positions) | {
         "use_sliding_window": used,
         "sliding_window": model.window,
         "max_window_layers": 0 if used else model.layers,
@@ -212,7 +231,7 @@ LLAMA = Family(
     keys={**SHARED, "attention_bias": ("bias", False), "mlp_bias": ("bias", False)},
     fixed={"hidden_act": ("silu", "swish")},
     tensors=_tensors,
-    written=_written,
+    written=written_shared,
     read=_read_llama,
     length=("max_position_embeddings", 2048),
     tables=TABLES,
@@ -224,7 +243,7 @@ MISTRAL = LLAMA._replace(
     kind="mistral",
     architecture="MistralForCausalLM",
     keys={**SHARED, "num_key_value_heads": ("kv_heads", 8), "intermediate_size": ("mlp_width", 14336)},
-    written=lambda model, positions: _written(model, positions) | {"sliding_window": model.window},
+    written=lambda model, positions: written_shared(model, positions) | {"sliding_window": model.window},
     read=_read_mistral,
     length=("max_position_embeddings", 131072),
 )
@@ -237,7 +256,7 @@ QWEN2 = LLAMA._replace(
         "num_key_value_heads": ("kv_heads", 32),
         "intermediate_size": ("mlp_width", 22016),
     },
-    written=_written_qwen,
+    written=written_qwen,
     read=_read_qwen2,
     length=("max_position_embeddings", 32768),
 )

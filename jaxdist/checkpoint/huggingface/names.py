@@ -7,6 +7,7 @@ from jaxdist.checkpoint.huggingface.bert import BERT, bert_family
 from jaxdist.checkpoint.huggingface.family import Family, Tensor
 from jaxdist.checkpoint.huggingface.gpt import GPT2, gpt_family
 from jaxdist.checkpoint.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from jaxdist.checkpoint.huggingface.mixture import DOTS1, MIXTRAL, QWEN3_MOE
 from jaxdist.checkpoint.huggingface.vit import VIT
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import ModelConfig
@@ -19,7 +20,7 @@ MODELS: Mapping[str, Callable[[ModelConfig], Family]] = {
     "bert": bert_family,
 }
 # {model.name: its families}
-FAMILIES_OF = {"gpt": (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3), "vit": (VIT,), "bert": (BERT,)}
+FAMILIES_OF = {"gpt": (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DOTS1), "vit": (VIT,), "bert": (BERT,)}
 FAMILIES = {each.kind: each for families in FAMILIES_OF.values() for each in families}
 
 

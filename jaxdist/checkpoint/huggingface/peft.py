@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.family import Tensor
-from jaxdist.checkpoint.huggingface.names import check_name, family, tensors
+from jaxdist.checkpoint.huggingface.convert import model_of
+from jaxdist.checkpoint.huggingface.family import Tensor, stacked_blocks
+from jaxdist.checkpoint.huggingface.names import family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import SINGLE, TensorEntry, write
 from jaxdist.checkpoint.reader import Stored
-from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -33,6 +33,7 @@ PLACES: Mapping[str, Any] = {
     "gate.": (..., slice(0, 1), slice(None)),
     "up.": (..., slice(1, 2), slice(None)),
 }
+SHARED_EXPERTS = ".shared_experts."  # in names of modules
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the classes of transformers whose adapters are written
 
 
@@ -122,22 +123,22 @@ def export_adapter(stored: Stored, output: Path) -> str:
 
     Raises `UserError` for a model whose Hugging Face class is no language model.
     """
-    check_name(stored.meta["model"].get("name", "gpt"))
-    model, positions = ModelConfig(**stored.meta["model"]), stored.meta["data"]["seq_len"]
+    model, positions = model_of(stored)
     own, rank = family(model), _scale(stored)[0]
     if not own.architecture.endswith(CAUSAL):
         raise UserError(f"--adapter: {own.architecture} is no language model; allowed: --merged")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already; give a new folder")
     arrays, ranks, transposed = dict[str, np.ndarray](), dict[str, int](), False
+    blocks = stacked_blocks(model)
     for each in tensors(model, positions=positions):
         layer = each.leaf.removesuffix(".kernel")
         every = _adapters(stored, layer) if layer != each.leaf else []
         if not (adapters := [adapter for adapter in every if each.view(adapter.own).any()]):
             continue
-        for block in range(model.layers):
+        for row, block in enumerate(blocks):
             name = each.name.format(block).removesuffix(".weight")
-            for letter, array in zip("AB", _factors(each, adapters, block), strict=True):
+            for letter, array in zip("AB", _factors(each, adapters, row), strict=True):
                 arrays[f"base_model.model.{name}.lora_{letter}.weight"] = array
         ranks[each.name.partition("{}.")[2].removesuffix(".weight")] = rank * len(adapters)
         transposed = transposed or not _inputs_last(each, adapters[0].own.shape[1:])
@@ -146,7 +147,7 @@ def export_adapter(stored: Stored, output: Path) -> str:
     output.mkdir(parents=True, exist_ok=True)
     write(output, entries, arrays.values(), file_bytes=total)
     (output / SINGLE).rename(output / ADAPTER_WEIGHTS)
-    text = json.dumps(_config(stored, ranks=ranks, transposed=transposed), indent=2)
+    text = json.dumps(_config(stored, ranks=ranks, transposed=transposed) | _of_mixture(ranks, blocks), indent=2)
     (output / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     return f"adapters of rank {rank} for {', '.join(ranks)}: {len(entries)} tensors, {total:,} bytes"
 
@@ -171,3 +172,18 @@ def _config(stored: Stored, *, ranks: dict[str, int], transposed: bool) -> dict[
         "inference_mode": True,
         "use_rslora": False,
     }
+
+
+def _of_mixture(ranks: Mapping[str, int], blocks: range) -> dict[str, Any]:
+    """What the adapter_config.json of a mixture of experts has besides, or in place of what others have. blocks: those
+    with adapters."""
+    found = dict[str, Any]()
+    if blocks.start:  # the blocks before have layers of the same names
+        found |= {"layers_to_transform": list(blocks), "layers_pattern": "layers"}
+    if shared := [name for name in ranks if SHARED_EXPERTS in name]:
+        # PEFT takes modules of these names for routed experts, which transformers 5 has in one tensor. Of parameters it
+        # drops no inputs; at inference nothing is dropped anyway.
+        others = [name for name in ranks if name not in shared]
+        parameters = [f"{name}.weight" for name in shared]
+        found |= {"target_modules": others, "target_parameters": parameters, "lora_dropout": 0.0}
+    return found

@@ -27,7 +27,7 @@ from jaxdist.config.sections.optimizer import LORA
 from jaxdist.data import load_source
 from jaxdist.errors import UserError
 from jaxdist.files.regular import DAMAGED, read_regular, replace_file
-from jaxdist.model import ModelDef
+from jaxdist.model import ModelDef, rules_of
 from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
 from jaxdist.plan.traced.sharding import aligned
@@ -137,7 +137,8 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made.shapes)
     with open_pretrained(folder, key="--from") as found:
         params = found.load(target, fresh=drawn, partial=[LORA] * bool(config.optimizer.lora.rank), say=said.append)
-    opt_state = jax.jit(only_trained(optimizer_of(config), config.optimizer.frozen).init)(params)
+    optimizer = only_trained(optimizer_of(config), config.optimizer.frozen, rules_of(made))
+    opt_state = jax.jit(optimizer.init)(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, guard=fresh_guard())
     with Checkpoints(run_dir / FOLDER, keep=config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, record(config, source))

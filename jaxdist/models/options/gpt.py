@@ -98,6 +98,12 @@ class Options(ModelConfig):
             qkv_bias=bias if self.qkv_bias is None else self.qkv_bias,
         )
 
+    def idle(self) -> tuple[str, ...]:
+        """The other keys of `moe` without experts; the width of an MLP where all blocks have experts."""
+        if not self.moe.on:
+            return ("moe.*",)
+        return () if self.moe.dense else ("mlp_width",)
+
     def describe(self) -> str:
         """Such as "gpt (llama): 4 blocks, width 128, 4 heads"."""
         moe = f", {self.moe.top_k} of {self.moe.experts} experts" if self.moe.on else ""

@@ -8,10 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from flax.traverse_util import flatten_dict
-
 from jaxdist.build import Parts
-from jaxdist.config.load import settings_of
+from jaxdist.config.load import settings_by_key
 from jaxdist.config.resolve import has_gpus
 from jaxdist.config.rules.fields import show
 from jaxdist.config.schema import Config
@@ -35,11 +33,6 @@ def facts_of_start(config: Config, versions: Mapping[str, str | None]) -> Facts:
     flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
     return facts | {key: show(value) for key, value in settings_by_key(config).items() if key not in OF_A_HOST}
-
-
-def settings_by_key(config: Config) -> dict[str, Any]:
-    """All settings by their full keys, such as "optimizer.lr"."""
-    return flatten_dict(settings_of(config), sep=".")
 
 
 def facts_of_program(config: Config, parts: Parts, mesh: Any, source: Source) -> Facts:
