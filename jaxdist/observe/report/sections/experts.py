@@ -34,7 +34,7 @@ def experts_line(metrics: MetricLines) -> str:
     found: dict[str, Any] = dict(metrics[-1]) if metrics else {}
     if MAX_LOAD not in found:
         return ""
-    dropped = f", {found[DROPPED]:.2%} of choices dropped" if found.get(DROPPED) else ""
+    dropped = f", {100 * found[DROPPED]:.3g}% of choices dropped" if found.get(DROPPED) else ""
     return f"experts: the busiest got {found[MAX_LOAD]:.3g} times the mean{dropped}"
 
 
