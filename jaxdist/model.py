@@ -122,11 +122,11 @@ def model_figures(model: Any, grads: PyTree) -> dict[str, jax.Array]:
     """
     found = model.figures(grads) if isinstance(model, ModelDef) and model.figures is not None else {}
     for name in found:
-        check_name(name, of="figures")
+        check_metric_name(name, of="figures")
     return found
 
 
-def check_name(name: str, *, of: str) -> None:
+def check_metric_name(name: str, *, of: str) -> None:
     """Raise `UserError` for a metric with a name that is taken. of: what returned it."""
     if name in TAKEN or name.startswith("time/"):
         raise UserError(f"{of}: metric {name!r} is jaxdist's own; give it another name than {', '.join(TAKEN)}")

@@ -3,7 +3,7 @@
 A line is `{"step": 10, "loss": 3.2, "grad_norm": 1.2, "tokens_per_s": 12345.6}`; evaluations carry `"eval/loss"`. Data
 that are samples, not tokens, have "samples_per_s". Floats are written in the shortest form that reads back as the same
 float64. JSON has no NaN and no infinity: `{"loss": null, "loss/nonfinite": "nan"}` ("nan", "inf" or "-inf") keeps every
-line valid, and `read_metrics` puts the float back. Some lines have arrays, `{"arrays": {"experts/load": [[1.1, 0.9]]}}`:
+line valid, and `read_metrics` puts the float back. Some lines have arrays, `"arrays": {"experts/load": [[1.1, 0.9]]}`:
 nested lists of numbers of 4 digits, where null is one that is not finite.
 """
 
@@ -27,10 +27,10 @@ _MARK = "/nonfinite"
 _NONFINITE = "nan", "inf", "-inf"  # the values of such keys
 
 
-Value = SupportsFloat | np.ndarray | list[str]  # of a metric
+MetricValue = SupportsFloat | np.ndarray | list[str]  # of a metric
 
 
-def _encode(step: int, metrics: Mapping[str, Value]) -> bytes:
+def _encode(step: int, metrics: Mapping[str, MetricValue]) -> bytes:
     record: dict[str, Any] = {"step": int(step)}
     arrays: dict[str, Any] = {}
     for key, value in metrics.items():
@@ -177,7 +177,7 @@ class MetricsWriter:
         self._unwritten = kept
         self._open()
 
-    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
+    def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers. A value
         may also be an array of NumPy's or a list of texts."""
         self._unwritten += _encode(step, metrics)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.errors import UserError
-from jaxdist.model import check_name
+from jaxdist.model import check_metric_name
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, leaves_by_name
 
@@ -97,7 +97,7 @@ def check_metrics(metrics: Any, *, of: str) -> None:
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
         raise UserError(f"{of}: gave metrics of type {type(metrics).__name__}; allowed: a dict, as in {_METRICS}")
     for name, pair in metrics.items():
-        check_name(name, of=of)
+        check_metric_name(name, of=of)
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_scalar, pair)):
             raise UserError(
                 f"{of}: metric {name!r} must be two scalars, (sum over this shard's rows, weight); as in {_METRICS}"
