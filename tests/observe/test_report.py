@@ -4,9 +4,8 @@ import math
 import re
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
-from reports import DEFAULTS, ENVIRONMENT, LAYOUT, MESH, SETTINGS, record, records
+from reports import DEFAULTS, ENVIRONMENT, LAYOUT, MESH, SETTINGS, record, records, with_experts
 
 from jaxdist.observe.report import RunRecord, Sent, read_run, write_comparison, write_report
 from jaxdist.observe.report.account import account_of, over_time
@@ -101,29 +100,12 @@ def test_report_says_what_was_trained(tmp_path):
     assert "Baselines beaten0 of 1by the final training loss" in page.text and "higher: not beaten" in page.text
 
 
-def with_experts(blocks: int, experts: int, dropped: float = 0.0) -> list[dict]:
-    """Lines of a run of experts, with loads in every fiftieth."""
-    lines = records(200)
-    for line in lines:
-        line |= {
-            "experts/max_load": 1.5,
-            "experts/entropy": 0.9,
-            "experts/balance_loss": 1.1,
-            "experts/dropped": dropped,
-        }
-    load = np.ones((blocks, experts))
-    lines[49]["arrays"] = {"experts/load": load.tolist()}
-    load[1, :2] = 0.0, 3.0
-    lines[149]["arrays"] = {"experts/load": load.tolist()}
-    return lines
-
-
 def test_report_of_experts(tmp_path):
     """The last load, cell by cell; no curve of what was never dropped; as readable with many experts."""
-    text, page = report(tmp_path, metrics=with_experts(2, 4), settings={"model": {"moe": {"dense": 1}}})
+    text, page = report(tmp_path, metrics=with_experts(records(200), 2, 4), settings={"model": {"moe": {"dense": 1}}})
     assert page.tags.count("figure") == len(page.labels) == FIGURES + 4
     assert (
-        "Load of 2 blocks of 4 experts at step 150, tokens over the mean: at most 3; experts without a token: 1."
+        "Load of 2 blocks of 4 experts at step 199, tokens over the mean: at most 3; experts without a token: 1."
         in (page.labels)
     )
     [empty] = re.findall(r'<path class="cell fill-under" fill-opacity="1" d="([^"]*)"/>', text)
@@ -131,7 +113,7 @@ def test_report_of_experts(tmp_path):
     assert empty.startswith("M0.0 0.0h250.0v200.0") and full.startswith("M250.0 0.0h250.0v200.0")  # row 1 is on top
     assert "2" + "3 (expert 1)" + "0 (expert 0)" + "0.00 3.00 1.00 1.00" in page.text  # the first block has an MLP
     assert "Dropped, share" not in page.text and "Largest load, tokens" in page.text
-    text, page = report(tmp_path, metrics=with_experts(48, 128, dropped=0.1))
+    text, page = report(tmp_path, metrics=with_experts(records(200), 48, 128, dropped=0.1))
     assert "Dropped, share" in page.text and len(text) < 350_000
     assert "Experts" not in report(tmp_path)[1].text
 
