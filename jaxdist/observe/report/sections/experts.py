@@ -95,5 +95,5 @@ def _table(step: int, load: np.ndarray, first: int) -> Markup:
         few, many = int(each.argmin()), int(each.argmax())
         every = " ".join(f"{value:.2f}" for value in each)
         rows.append((number, f"{each[many]:.3g} (expert {many})", f"{each[few]:.3g} (expert {few})", every))
-    made = rows_table(["block", "largest", "smallest", "experts from 0"], rows)
+    made = rows_table(["block", "largest", "smallest", "experts from 0"], rows, right=[1, 2])
     return folded(f"Load of every expert at step {step:,}", made)
