@@ -135,6 +135,19 @@ def test_rows_are_blocks_in_the_order_of_the_model(
     same_tokens(tmp_path / "run", finished)
 
 
+@pytest.mark.slow
+def test_replicas_that_train_by_themselves(configure: Configure, tmp_path: Path) -> None:
+    """Their figures are means over replicas, also after an outer step, whose other metrics are those of all. With one
+    step in a round, and without the biases that balance experts, all is as in steps with all rows."""
+    given = ("mesh.data=2", "parallel.strategy=ddp", "optimizer.name=sgd", "optimizer.clip_norm=0", "optimizer.lr=0.1")
+    given = (*given, "train.eval_every=0", "model.moe.bias_rate=null")
+    for name, every in (("local", 1), ("whole", 0)):
+        assert train(configure(*given, f"parallel.local.every={every}"), tmp_path / name) == 0
+    same_tokens(tmp_path / "local", tmp_path / "whole")
+    lines = read_metrics(tmp_path / "local" / "metrics.jsonl")
+    assert all(set(line) >= {*FIGURES, "outer_norm"} for line in lines)
+
+
 # ---------------------------------------------------------------- figures of the user's own
 
 
