@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxdist.errors import UserError
 from jaxdist.specs import STACKED, PyTree
+
+# Metrics of the step and of a run: those of a loss or a model have other names.
+TAKEN = (
+    "step", "loss", "weight", "grad_norm", "grads", "skipped", "skipped_in_a_row", "loss_scale", "lr", "tokens_per_s",
+    "samples_per_s", "data_wait", "step_s", "mfu", "peak_memory_bytes", "sent_bytes", "time", "arrays",
+)  # fmt: skip
 
 # The "gradient" of a parameter that no optimizer updates -> its update, which is added to it. The layer that has the
 # parameter says by a `custom_vjp` what that "gradient" is, such as a number of tokens. For example: jnp.zeros_like
@@ -54,7 +61,8 @@ class ModelDef(NamedTuple):
     features: (params of head, h) -> what the table of the vocabulary multiplies, [B, S, D]; or None.
     vocabulary: (params of head, params of embed if tied else None) -> (table [V, D],), or with a bias [V]; or None.
     update_rules: parameters that no optimizer updates, by their paths ("blocks.mlp.router.bias"), with their rules.
-    figures: gradients -> {name: array}, what a step tells of the parameters of `update_rules`; or None.
+    figures: gradients -> {name: number or array}, what a step tells of the parameters of `update_rules`; or None. The
+        first dim of an array is that of the rows of stacked blocks, and in metrics that of blocks in the model's order.
     weighs_rows: whether `rows` reads the leaf `loss_seed` [B] of a batch in training: what the loss of each sample is
         multiplied by before it is differentiated. Losses inside blocks need it (`jaxdist.nn.experts`).
     """
@@ -108,5 +116,17 @@ def rules_of(model: Any) -> Mapping[str, UpdateRule]:
 
 
 def model_figures(model: Any, grads: PyTree) -> dict[str, jax.Array]:
-    """`ModelDef.figures` of these gradients; none for what is no `ModelDef`, and for a model without."""
-    return model.figures(grads) if isinstance(model, ModelDef) and model.figures is not None else {}
+    """`ModelDef.figures` of these gradients; none for what is no `ModelDef`, and for a model without.
+
+    Raises `UserError` for a name that is taken.
+    """
+    found = model.figures(grads) if isinstance(model, ModelDef) and model.figures is not None else {}
+    for name in found:
+        check_metric_name(name, of="figures")
+    return found
+
+
+def check_metric_name(name: str, *, of: str) -> None:
+    """Raise `UserError` for a metric with a name that is taken. of: what returned it."""
+    if name in TAKEN or name.startswith("time/"):
+        raise UserError(f"{of}: metric {name!r} is jaxdist's own; give it another name than {', '.join(TAKEN)}")

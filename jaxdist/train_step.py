@@ -29,7 +29,7 @@ class TrainStep:
     skipped, skipped_in_a_row, loss_scale: those of the guard, see `jaxdist.precision.loss_scale`.
     grads: the gradients, if asked for.
 
-    Those of a user's loss stand beside them, under its names.
+    Those of a user's loss stand beside them, under its names, and those of a model's `figures`, some of them arrays.
     >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
     >>> mesh, tx = jaxdist.make_mesh(fsdp=8), optax.sgd(0.1)
     >>> state = jaxdist.init_state({"w": jnp.ones((8, 1))}, tx, mesh, strategy="zero3")

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, RunRecord, Sent
 
 MESH = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
@@ -63,6 +65,22 @@ def records(count: int, every: int = 50, *, begun: float | None = 1_000_000.0, f
             line |= {"step_s": seconds, "time": now, **spent}
         result.append(line)
     return result
+
+
+def with_experts(lines: list[dict], blocks: int, experts: int, dropped: float = 0.0) -> list[dict]:
+    """Lines of a run, given figures of experts. The first load is even, that of the last line but one is not."""
+    for line in lines:
+        line |= {
+            "experts/max_load": 1.5,
+            "experts/entropy": 0.9,
+            "experts/balance_loss": 1.1,
+            "experts/dropped": dropped,
+        }
+    load = np.ones((blocks, experts))
+    lines[0]["arrays"] = {"experts/load": load.tolist()}
+    load[1, :2] = 0.0, 3.0
+    lines[-2]["arrays"] = {"experts/load": load.tolist()}
+    return lines
 
 
 def record(**changes) -> RunRecord:

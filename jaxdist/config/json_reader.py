@@ -52,11 +52,12 @@ def read_json_file(path: Path, *, any_number: bool = False) -> Any:
     return parse_json(content, any_number=any_number)
 
 
-def log_record(text: bytes, *, mark: str, lists: str) -> dict[str, Any]:
+def log_record(text: bytes, *, mark: str, lists: str, arrays: str) -> dict[str, Any]:
     """A line of a log: an object of numbers. Raises `ValueError`.
 
     mark: ends a key with a text, which says what the null under the key before it is.
     lists: the key of a list of texts.
+    arrays: the key of an object of arrays: lists of numbers and nulls, or of such lists that are alike.
     """
     found = parse_json(text)
     if not isinstance(found, dict):
@@ -66,11 +67,22 @@ def log_record(text: bytes, *, mark: str, lists: str) -> dict[str, Any]:
             right = isinstance(value, str)
         elif key == lists:
             right = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        elif key == arrays:
+            right = isinstance(value, dict) and all(map(_shape, value.values()))
         else:
             right = type(value) in (int, float) or (value is None and key + mark in found)
         if not right:
             raise ValueError(f"{key[:80]!r} is of type {type(value).__name__}")
     return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of an array, () of a number or null, None of anything else."""
+    if not isinstance(value, list):
+        return () if value is None or type(value) in (int, float) else None
+    shapes = {_shape(each) for each in value}
+    shape = shapes.pop() if shapes else ()
+    return None if shapes or shape is None else (len(value), *shape)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import claim_replicated, psum, stack, stacked_specs, to_varying
 from jaxdist.local_sgd.state import REPLICAS, LocalState, apart, within
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
-from jaxdist.model import ModelDef
+from jaxdist.model import ModelDef, model_figures
 from jaxdist.optim import leave_out, norm_without, only_trained
 from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
@@ -106,7 +106,8 @@ def _make_update(model: ModelDef, optimizer: optax.GradientTransformation, optio
         new = TrainState(state.step + 1, params, opt_state, (), guard)
         state = advanced(state, new, taken=taken, halted=halted)
         counted = jnp.where(taken, weight, 0), jnp.where(taken, loss, 0)
-        return state, counted, metrics | guard_metrics(state.guard, policy.scale_rule)
+        metrics |= guard_metrics(state.guard, policy.scale_rule) | {"own": model_figures(model, grads)}
+        return state, counted, metrics
 
     return update
 
@@ -142,11 +143,11 @@ def make_inner_step(
                 losses=own.losses + loss[:, None].astype(own.losses.dtype),
             )
             state = state._replace(step=state.step + 1, opt_state=own, guard=new.guard)
-            return state, metrics | {"own": {}}
+            return state, metrics
 
         layout, split = shardings_of(state), NamedSharding(mesh, without_idle(P(REPLICAS), mesh))
-        names = ("loss", "weight", "grad_norm", *guard_metrics(state.guard, policy.scale_rule))
-        outputs: dict[str, Any] = dict.fromkeys(names, split) | {"own": {}}
+        names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))
+        outputs = dict.fromkeys(names, split)
         flags = compiler_options(state.params, options, mesh)
         return jax.jit(
             step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs), compiler_options=flags

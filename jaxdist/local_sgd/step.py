@@ -15,7 +15,7 @@ from jaxdist.local_sgd.inner import make_inner_step
 from jaxdist.local_sgd.outer import make_outer_step
 from jaxdist.local_sgd.state import local_target, outer_optimizer, spread_out
 from jaxdist.mesh import AnyMesh
-from jaxdist.model import ModelDef
+from jaxdist.model import TAKEN, ModelDef
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.program import check_axes
 from jaxdist.specs import PyTree
@@ -24,9 +24,9 @@ from jaxdist.train_step import Metrics, TrainStep
 
 
 class OfOwnReplicas:
-    """A metric of this process's replicas, as a number that is read when it is needed. Nothing is exchanged for it.
+    """A metric of this process's replicas, which is read when it is needed. Nothing is exchanged for it.
 
-    read: rows of arrays, one of each metric given -> the number.
+    read: rows of arrays, one of each metric given -> a number or an array.
     """
 
     def __init__(self, read: Callable[..., Any], *metrics: jax.Array) -> None:
@@ -64,11 +64,18 @@ def of_own_replicas(metrics: Metrics) -> Metrics:
     return {"loss": OfOwnReplicas(_mean, metrics["loss"], metrics["weight"]), **found}
 
 
+def figures_of_own_replicas(metrics: Metrics) -> Metrics:
+    """What a model tells of itself (`ModelDef.figures`), [R, ...], as means over this process's replicas."""
+    mean = lambda rows: rows.mean(axis=0)  # noqa: E731
+    return {name: OfOwnReplicas(mean, value) for name, value in metrics.items() if name not in TAKEN}
+
+
 class LocalStep(TrainStep):
     """The step: `state, metrics = step(state, batch)`. The state is that of `init_local_state`.
 
     Traced, lowered and in a ledger it is the inner step. Metrics are those of this process's replicas; after an outer
-    step those of all, with "round_loss" (the mean over the round) and "outer_norm" (of what the anchor was given).
+    step those of all, with "round_loss" (the mean over the round) and "outer_norm" (of what the anchor was given). A
+    model's figures are always means over this process's replicas.
     """
 
     def __init__(
@@ -106,7 +113,9 @@ class LocalStep(TrainStep):
         known = self._known is not None and state.step is self._known[0]
         number = (self._known[1] if known and self._known else int(jax.device_get(state.step))) + 1
         state, metrics = super().__call__(state, batch)
-        shown, due = of_own_replicas(metrics), self.local.due(number, self._last)
+        shown, figures = of_own_replicas(metrics), figures_of_own_replicas(metrics)
+        metrics = {name: value for name, value in metrics.items() if name not in figures}
+        due = self.local.due(number, self._last)
         for index in due:
             if self.waits(number):  # two programs that communicate at once may leave each other without threads
                 jax.block_until_ready(metrics)
@@ -114,7 +123,7 @@ class LocalStep(TrainStep):
             if self.waits(number):
                 jax.block_until_ready(shown)
         self._known = state.step, number
-        return state, shown
+        return state, shown | figures
 
 
 def check_has_blocks(model: Any) -> ModelDef:

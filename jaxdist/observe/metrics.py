@@ -3,7 +3,8 @@
 A line is `{"step": 10, "loss": 3.2, "grad_norm": 1.2, "tokens_per_s": 12345.6}`; evaluations carry `"eval/loss"`. Data
 that are samples, not tokens, have "samples_per_s". Floats are written in the shortest form that reads back as the same
 float64. JSON has no NaN and no infinity: `{"loss": null, "loss/nonfinite": "nan"}` ("nan", "inf" or "-inf") keeps every
-line valid, and `read_metrics` puts the float back.
+line valid, and `read_metrics` puts the float back. Some lines have arrays, `"arrays": {"experts/load": [[1.1, 0.9]]}`:
+nested lists of numbers of 4 digits, where null is one that is not finite.
 """
 
 import contextlib
@@ -21,29 +22,45 @@ from jaxdist.config.json_reader import log_record
 from jaxdist.errors import UserError
 from jaxdist.files.regular import name_aside, open_regular, open_to_append, read_regular, replace_file
 
+ARRAYS = "arrays"
 _MARK = "/nonfinite"
 _NONFINITE = "nan", "inf", "-inf"  # the values of such keys
 
 
-def _encode(step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> bytes:
+MetricValue = SupportsFloat | np.ndarray | list[str]  # of a metric
+
+
+def _encode(step: int, metrics: Mapping[str, MetricValue]) -> bytes:
     record: dict[str, Any] = {"step": int(step)}
+    arrays: dict[str, Any] = {}
     for key, value in metrics.items():
-        if key == "step" or key.endswith(_MARK):
+        if key in ("step", ARRAYS) or key.endswith(_MARK):
             raise ValueError(f"metric {key!r}: the name is taken by the file format; choose another")
         if isinstance(value, list):
             record[key] = value
+        elif isinstance(value, np.ndarray) and value.ndim:
+            arrays[key] = _nested(value)
         elif isinstance(value, Integral):
             record[key] = int(value)
         elif math.isfinite(number := float(value)):
             record[key] = number
         else:
             record |= {key: None, key + _MARK: str(number)}
+    record |= {ARRAYS: arrays} if arrays else {}
     return (json.dumps(record, allow_nan=False) + "\n").encode()
+
+
+def _nested(values: Any) -> Any:
+    """An array as nested lists."""
+    if values.ndim:
+        return [_nested(each) for each in values]
+    number = float(f"{float(values):.4g}")
+    return number if math.isfinite(number) else None
 
 
 def _decode(line: bytes) -> dict[str, Any]:
     """One line as a record. ValueError when it is not a JSON object with a whole number "step"."""
-    record = log_record(line, mark=_MARK, lists="samples")
+    record = log_record(line, mark=_MARK, lists="samples", arrays=ARRAYS)
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not -(2**63) <= step < 2**63:
         raise ValueError('"step" is missing or not a whole number of 64 bits')
@@ -51,6 +68,8 @@ def _decode(line: bytes) -> dict[str, Any]:
         if (text := record.pop(mark)) not in _NONFINITE:
             raise ValueError(f"{mark[:80]!r} is {text[:40]!r}; allowed: {', '.join(_NONFINITE)}")
         record[mark.removesuffix(_MARK)] = float(text)
+    if ARRAYS in record:
+        record[ARRAYS] = {key: np.array(value, np.float64).tolist() for key, value in record[ARRAYS].items()}
     return record
 
 
@@ -83,7 +102,8 @@ def _parse(content: bytes) -> _Parsed:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a metrics.jsonl, in the order of the file; NaN and infinities are floats again.
+    """All records of a metrics.jsonl, in the order of the file; NaN and infinities are floats again. "arrays" is
+    {name: nested lists}, where what was not finite is NaN.
 
     A last line torn by a killed writer is left out; any other bad line is a UserError naming its number.
     FileNotFoundError when there is no such file.
@@ -157,9 +177,9 @@ class MetricsWriter:
         self._unwritten = kept
         self._open()
 
-    def write(self, step: int, metrics: Mapping[str, SupportsFloat | list[str]]) -> None:
+    def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """One line. Values are numbers (Python, NumPy, or anything with `__float__`); integers stay integers. A value
-        may also be a list of texts."""
+        may also be an array of NumPy's or a list of texts."""
         self._unwritten += _encode(step, metrics)
         self._flush()
 

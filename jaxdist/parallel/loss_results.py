@@ -9,14 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.errors import UserError
+from jaxdist.model import check_metric_name
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import PyTree, leaves_by_name
 
-# Metrics of the step and of a run: those of a loss have other names.
-TAKEN = (
-    "step", "loss", "weight", "grad_norm", "grads", "skipped", "skipped_in_a_row", "loss_scale", "lr", "tokens_per_s",
-    "samples_per_s", "data_wait", "step_s", "mfu", "peak_memory_bytes", "sent_bytes", "time",
-)  # fmt: skip
 _METRICS = '{"accuracy": (correct.sum(), correct.size)}'
 _PAIR = f"(sum, weight, {_METRICS})"
 
@@ -101,8 +97,7 @@ def check_metrics(metrics: Any, *, of: str) -> None:
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
         raise UserError(f"{of}: gave metrics of type {type(metrics).__name__}; allowed: a dict, as in {_METRICS}")
     for name, pair in metrics.items():
-        if name in TAKEN or name.startswith("time/"):
-            raise UserError(f"{of}: metric {name!r} is jaxdist's own; give it another name than {', '.join(TAKEN)}")
+        check_metric_name(name, of=of)
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_scalar, pair)):
             raise UserError(
                 f"{of}: metric {name!r} must be two scalars, (sum over this shard's rows, weight); as in {_METRICS}"

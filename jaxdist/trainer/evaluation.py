@@ -241,7 +241,7 @@ class Ending:
     min_delta: float = 0.0
     best: float | None = None
     since: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, evaluation: Mapping[str, float]) -> bool:
         loss = evaluation["eval/loss"]

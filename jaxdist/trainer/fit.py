@@ -52,7 +52,7 @@ from jaxdist.trainer.run import RunPlan, TrainingRun, Work, make_outputs, restor
 from jaxdist.trainer.saving import all_saved, settle
 from jaxdist.trainer.train import claim, loop, run_directory, time_limit
 
-Callback = Callable[[int, Mapping[str, float]], None]
+Callback = Callable[[int, Mapping[str, Any]], None]
 
 # Keys of a configuration that `settings` may hold, beside those that are arguments.
 SETTINGS = (
@@ -83,7 +83,8 @@ class FitResult(NamedTuple):
     """What `fit` returns.
 
     - state: the last one.
-    - metrics: of the last step, with those of its evaluation; {} where no step was left to take.
+    - metrics: of the last step, with those of its evaluation; {} where no step was left to take. Numbers, and arrays
+        where a model's `figures` are.
     - stopped: "" after the last step; "patience"; or why it can be taken up again: SIGINT, SIGTERM, train.max_hours.
     - ema: the moving average of the parameters; None without one.
     - run_dir: where it is kept.
@@ -98,7 +99,7 @@ class FitResult(NamedTuple):
     """
 
     state: TrainState
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     stopped: str
     ema: PyTree
     run_dir: Path
@@ -360,7 +361,7 @@ def _begin(
     return run, work, ending
 
 
-def _tell(ending: Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> None:
+def _tell(ending: Ending, callbacks: Sequence[Callback], step: int, metrics: Mapping[str, Any]) -> None:
     """Call the user's functions, which may use devices."""
     ending.metrics = dict(metrics)
     with jax.transfer_guard("allow"):

@@ -5,9 +5,10 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxdist.mesh import on_cpu
 from jaxdist.observe import read_metrics
@@ -53,7 +54,7 @@ class Recorder:
         self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
         self._max_skips = plan.parts.options.max_skips
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
-        self._finished: tuple[dict[str, float], dict[str, float]] | None = None  # its values and its times
+        self._finished: tuple[dict[str, Any], dict[str, float]] | None = None  # its values and its times
         self._unwritten = False
         self._rates, self._recorded = work.rates, work.recorded
         # XLA:CPU computes within the call of a step, or lets it wait; with GPUs it returns at once.
@@ -78,21 +79,25 @@ class Recorder:
         self._dispatched = step, metrics
 
     def catch_up(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
-        """Wait for the last step and record it, with the evaluation that follows it, which no step's time includes.
-        Returns that evaluation, {} without one."""
-        return self._record(evaluate)
+        """Wait for the last step and record it with its arrays, and with the evaluation that follows it, which no
+        step's time includes. Returns that evaluation, {} without one."""
+        return self._record(evaluate, arrays=True)
 
-    def _wait(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Wait for the dispatched step, whose time ends now. Returns its values and its times."""
+    def _wait(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """Wait for the dispatched step, whose time ends now. Returns its values, numbers and arrays, and its times."""
         if self._finished is None:
             assert self._dispatched is not None
             with self._clock.spending("device"):
-                values = {name: float(value) for name, value in jax.device_get(self._dispatched[1]).items()}
+                found = jax.device_get(self._dispatched[1])
+            values = {name: value if np.ndim(value) else float(value) for name, value in found.items()}
             self._finished = values, self._clock.finished()
         return self._finished
 
-    def _record(self, evaluate: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
-        """Wait for the dispatched step, if there is one, and record it. Returns its evaluation."""
+    def _record(
+        self, evaluate: Callable[[], dict[str, float]] | None = None, *, arrays: bool = False
+    ) -> dict[str, float]:
+        """Wait for the dispatched step, if there is one, and record it. Returns its evaluation. arrays: they are in its
+        line, too. In every line they would be most of the file."""
         if self._dispatched is None:
             return {}
         (values, times), step = self._wait(), self._dispatched[0]
@@ -113,7 +118,7 @@ class Recorder:
         if evaluation:
             self._outputs.console.evaluation(step, evaluation)
         whole = metrics | evaluation | self._clock.line()
-        self._write(step, whole)
+        self._write(step, whole, arrays=arrays)
         self._recorded(step, whole)
         if not shared:
             return evaluation
@@ -123,13 +128,14 @@ class Recorder:
             self._spikes.check(step, loss)
         return evaluation
 
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, metrics: dict[str, Any], *, arrays: bool) -> None:
         """Write a line of metrics.jsonl. A full disk is said once, and does not end the run before its end."""
         if self._outputs.metrics is None:
             return
-        self._outputs.sinks.record(step, metrics)
+        numbers = {name: value for name, value in metrics.items() if not np.ndim(value)}
+        self._outputs.sinks.record(step, numbers)
         try:
-            self._outputs.metrics.write(step, metrics)
+            self._outputs.metrics.write(step, metrics if arrays else numbers)
             self._unwritten = False
         except OSError as error:
             if not self._unwritten:

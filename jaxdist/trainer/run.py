@@ -177,7 +177,7 @@ def _not_restored(meta: Mapping[str, Any]) -> None:
     pass
 
 
-def _not_told(step: int, metrics: Mapping[str, float]) -> None:
+def _not_told(step: int, metrics: Mapping[str, Any]) -> None:
     pass
 
 
@@ -198,7 +198,7 @@ class Work:
     per_step: tuple[int, str]
     rates: np.ndarray | None = None
     evaluate: Callable[[TrainState], dict[str, float]] | None = None
-    recorded: Callable[[int, Mapping[str, float]], None] = _not_told
+    recorded: Callable[[int, Mapping[str, Any]], None] = _not_told
     ends: Callable[[Mapping[str, float]], bool] = _no_end
     restored: Callable[[Mapping[str, Any]], None] = _not_restored
 

@@ -14,6 +14,7 @@ from jaxdist.observe import read_metrics, redact_settings, work_unit
 from jaxdist.observe.console import error_text
 from jaxdist.observe.report import LayoutRow, Prediction, RemedyRow, RunRecord, Sent, read_run, write_report
 from jaxdist.observe.report.read import defaults_of
+from jaxdist.observe.report.sections.experts import experts_line
 from jaxdist.observe.sinks import Image
 from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
@@ -203,4 +204,6 @@ def write_summary(run: TrainingRun, samples: str) -> None:
     waited = data_wait(records)
     if waited > WAIT_LIMIT:
         console.line(f"waited for data {waited:.0%} of the time: docs/data.md says what helps")
+    if said := experts_line(records):
+        console.line(said)
     console.line(f"run directory: {folder}")

@@ -60,6 +60,31 @@ def test_metrics_round_trip_every_float(tmp_path_factory, values):
     assert all(set(r) == {"step", "loss", "grad_norm"} and type(r["grad_norm"]) is int for r in records)
 
 
+def test_arrays_round_trip_to_four_digits(tmp_path):
+    path, values = tmp_path / "metrics.jsonl", np.array([[1 / 3, 0.0], [np.nan, -123456.0]], np.float32)
+    with MetricsWriter(path, resume_step=None) as writer:
+        writer.write(1, {"loss": 0.5, "experts/load": values, "mine": np.arange(2)})
+        writer.write(2, {"loss": np.array(0.25)})
+    arrays = {"experts/load": [[0.3333, 0.0], [None, -123500.0]], "mine": [0.0, 1.0]}
+    assert strict(path.read_text().splitlines()[0]) == {"step": 1, "loss": 0.5, "arrays": arrays}
+    first, second = read_metrics(path)
+    np.testing.assert_array_equal(first["arrays"]["experts/load"], [[0.3333, 0.0], [np.nan, -123500.0]])
+    assert second == {"step": 2, "loss": 0.25}
+    with MetricsWriter(path, resume_step=1) as writer, pytest.raises(ValueError, match="'arrays': the name is taken"):
+        writer.write(2, {"arrays": 1.0})
+    assert len(read_metrics(path)) == 1
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    ["[1]", '{"a": 1}', '{"a": ["1"]}', '{"a": [[1], [1, 2]]}', '{"a": [1, [1]]}', '{"a": [true]}', '{"a": {}}'],
+)
+def test_arrays_that_are_none_are_a_bad_line(tmp_path, arrays):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "arrays": {arrays}}}\n')
+    with pytest.raises(UserError, match=r"line 1: not a line of metrics \('arrays' is of type"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
 def test_metrics_line_is_as_documented_and_flushed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path, resume_step=None)

@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from reports import DEFAULTS, ENVIRONMENT, LAYOUT, MESH, SETTINGS, record, records
+from reports import DEFAULTS, ENVIRONMENT, LAYOUT, MESH, SETTINGS, record, records, with_experts
 
 from jaxdist.observe.report import RunRecord, Sent, read_run, write_comparison, write_report
 from jaxdist.observe.report.account import account_of, over_time
@@ -98,6 +98,30 @@ def test_report_says_what_was_trained(tmp_path):
     assert "One device holds 288 KiB of the 1.125 MiB" in page.text
     _, page = report(tmp_path, metrics=records(1), environment=ENVIRONMENT | {"baselines": {"gzip": 2.5}})
     assert "Baselines beaten0 of 1by the final training loss" in page.text and "higher: not beaten" in page.text
+
+
+def test_report_of_experts(tmp_path):
+    """The last load, cell by cell; no curve of what was never dropped; as readable with many experts."""
+    text, page = report(tmp_path, metrics=with_experts(records(200), 2, 4), settings={"model": {"moe": {"dense": 1}}})
+    assert page.tags.count("figure") == len(page.labels) == FIGURES + 4
+    assert (
+        "Load of 2 blocks of 4 experts at step 199, tokens over the mean: at most 3; experts without a token: 1."
+        in (page.labels)
+    )
+    [empty] = re.findall(r'<path class="cell fill-under" fill-opacity="1" d="([^"]*)"/>', text)
+    [full] = re.findall(r'<path class="cell fill-over" fill-opacity="1" d="([^"]*)"/>', text)
+    assert empty.startswith("M0.0 0.0h250.0v200.0") and full.startswith("M250.0 0.0h250.0v200.0")  # row 1 is on top
+    assert "2" + "3 (expert 1)" + "0 (expert 0)" + "0.00 3.00 1.00 1.00" in page.text  # the first block has an MLP
+    assert "Dropped, share" not in page.text and "Largest load, tokens" in page.text
+    text, page = report(tmp_path, metrics=with_experts(records(200), 48, 128, dropped=0.1))
+    assert "Dropped, share" in page.text and len(text) < 350_000
+    assert "Experts" not in report(tmp_path)[1].text
+
+
+@pytest.mark.parametrize("load", [[], [1.0], [[]], [[[1.0]]], [[math.nan, 1e308]], [[-1.0]]])
+def test_report_of_experts_of_odd_records(tmp_path, load):
+    lines = [{"step": 1, "loss": 2.0, "arrays": {"experts/load": load}}, {"step": 2, "experts/max_load": math.inf}]
+    report(tmp_path, metrics=lines)
 
 
 def test_report_units_of_tokens(tmp_path):

@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from reports import record, records
+from reports import record, records, with_experts
 
 from jaxdist.observe.report import write_comparison, write_report
 
@@ -78,7 +78,8 @@ def looked_at(page: Path, *, dark: bool) -> tuple[list[dict], list[str]]:
 @pytest.mark.parametrize("kind", ["run", "runs"])
 def test_page_fits_every_width(tmp_path, kind, dark):
     page = tmp_path / "page.html"
-    long = record(title="a" * 90, metrics=records(60) + records(40, begun=1_000_500.0, first=61))
+    lines = records(60) + records(40, begun=1_000_500.0, first=61)
+    long = record(title="a" * 90, metrics=with_experts(lines, 48, 128, dropped=0.1))
     if kind == "run":
         write_report(page, long)
     else:

@@ -4,11 +4,13 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,12 @@ from matplotlib.image import imread
 from jaxdist.config.checks import check_packages
 from jaxdist.config.sections.observe import ObserveConfig, WandbConfig
 from jaxdist.errors import UserError
-from jaxdist.observe import read_metrics
+from jaxdist.observe import MetricsWriter, read_metrics
 from jaxdist.observe.report import Prediction, RunRecord, Sent
 from jaxdist.observe.report.pictures import figures_of, png_of
 from jaxdist.observe.sinks import Image, Sinks
 from jaxdist.observe.sinks.tensorboard import TensorBoard
+from jaxdist.observe.sinks.wandb import WandB
 
 CONFIG = """
 model: {{layers: 1, width: 16, heads: 2}}
@@ -182,18 +185,33 @@ def test_pictures_of_an_earlier_end_are_replaced(tmp_path: Path) -> None:
     assert points(tmp_path / "tensorboard") == {"loss": [(step, 1.0) for step in range(1, 5)]}
 
 
+def test_wandb_gets_the_numbers_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lines that it does not have yet; no arrays, which it would take for tables."""
+    logged: list[Any] = []
+    run = SimpleNamespace(starting_step=2, log=lambda numbers, step: logged.append((step, numbers)))
+    fake = SimpleNamespace(Settings=lambda **settings: None, init=lambda **settings: run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=None) as writer:
+        for step in range(1, 4):
+            writer.write(step, {"loss": 1.0, "experts/load": np.ones((1, 2))})
+    WandB("mine", "offline").open(tmp_path, "", 3)
+    assert logged == [(2, {"loss": 1.0}), (3, {"loss": 1.0})]
+
+
 def test_each_chart_of_the_report_is_a_picture() -> None:
     lines = [
         {"step": i, "loss": 3.0 / i, "eval/loss": 1.0, "time": 1e9 + i, "time/device": 0.9, "time/host": 0.1, "lr": 0.1}
         for i in range(1, 40)
     ]
+    lines[-1]["arrays"] = {"experts/load": [[0.0, 2.0, math.nan]]}
     sent = Sent(("data", "fsdp"), "gradients", "psum", ("backward",), 1, 100.0, "inside a host")
     told = {"baselines": {"a model with $ in its name": 2.0}}
     record = RunRecord(
         "a", metrics=lines, environment=told, prediction=Prediction((), {"parameters": 3, "temporary": 5}, {}, (sent,))
     )
     found = figures_of(record)
-    assert [each.name for each in found] == ["loss", "lr", "time", "time_over_the_run", "history", "memory", "sent"]
+    names = ["loss", "lr", "experts_load", "time", "time_over_the_run", "history", "memory", "sent"]
+    assert [each.name for each in found] == names
     assert all(is_picture(png_of(each)) for each in found)
     assert figures_of(RunRecord("b", metrics=[{"step": 1, "loss": float("nan")}])) == []
 

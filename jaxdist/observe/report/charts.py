@@ -11,6 +11,7 @@ from jaxdist.observe.report.elements import Markup, bar, figure, legend, text
 
 _BUCKETS = 500  # a longer line keeps the lowest and the highest value of each
 _WIDTH, _HEIGHT = 1000.0, 400.0  # of the coordinates inside a chart, whatever its size on the page
+_SHADES = 10  # of each colour of a heat map
 
 
 class Line(NamedTuple):
@@ -28,12 +29,14 @@ class Line(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """An axis of a chart, from `low` to `high`. dates: values are seconds, shown as times."""
+    """An axis of a chart, from `low` to `high`. times: values are seconds, shown as times. whole: they are numbers of
+    things."""
 
     low: float
     high: float
     name: str = ""
     times: bool = False
+    whole: bool = False
 
     def place(self, values: np.ndarray | float) -> np.ndarray:
         """The values as fractions of the axis."""
@@ -52,6 +55,7 @@ class Axis(NamedTuple):
         else:
             power = 10.0 ** math.floor(math.log10(span / count))
             step = next((each * power for each in (1.0, 2.0, 5.0) if span / (each * power) <= count), 10 * power)
+            step = max(1.0, step) if self.whole else step
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [index * step for index in range(first, min(last, first + 2 * count) + 1)]
 
@@ -243,3 +247,27 @@ class TimeLine(NamedTuple):
             made.append(f'<span class="lane-name">{text(name)}</span><div class="lane">{"".join(bars)}</div>')
         below = "".join(f'<span style="left:{100 * float(x.place(v)):.2f}%">{x.words(v)}</span>' for v in x.ticks(6))
         return Markup(f'<div class="lanes">{"".join(made)}<span></span><div class="xs">{below}</div></div>')
+
+
+class HeatMap(NamedTuple):
+    """Numbers [rows, columns] around a middle of 1, as cells: one colour below it and one above, the stronger the
+    further away, up to 0 and 2. Row 0 is at the bottom."""
+
+    values: np.ndarray
+    x: Axis
+    y: Axis
+
+    def html(self) -> str:
+        """The picture for a page."""
+        rows, columns = self.values.shape
+        width, height = _WIDTH / columns, _HEIGHT / rows
+        strength = np.rint(_SHADES * np.clip(np.nan_to_num(self.values, nan=1.0) - 1, -1, 1)).astype(int)
+        inside = []
+        for shade in np.unique(strength[strength != 0]).tolist():
+            cells = "".join(
+                f"M{width * column:.1f} {height * (rows - 1 - row):.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
+                for row, column in np.argwhere(strength == shade).tolist()
+            )
+            kind = f'class="cell fill-{"over" if shade > 0 else "under"}"'
+            inside.append(f'<path {kind} fill-opacity="{abs(shade) / _SHADES:.2g}" d="{cells}"/>')
+        return _framed("".join(inside), self.x, self.y, kind="heat")

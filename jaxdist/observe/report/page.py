@@ -9,6 +9,7 @@ from jaxdist.observe.report.account import account_of
 from jaxdist.observe.report.elements import Markup, page_section, sentence, text
 from jaxdist.observe.report.record import RunRecord, losses_of
 from jaxdist.observe.report.sections.cost import memory_section, remedies_section, sent_section
+from jaxdist.observe.report.sections.experts import experts_section
 from jaxdist.observe.report.sections.learning import headline, learning_section, steps_section, summary_cards
 from jaxdist.observe.report.sections.mesh import layout_section, mesh_section
 from jaxdist.observe.report.sections.running import history_section, utilisation_section
@@ -43,6 +44,7 @@ def report_page(record: RunRecord) -> str:
         page_section("Summary", summary_cards(record, losses, account)),
         learning_section(record, losses),
         steps_section(record),
+        *experts_section(record),
         utilisation_section(record, account),
         memory_section(record),
         sent_section(record),

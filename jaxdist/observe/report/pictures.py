@@ -7,12 +7,14 @@ import textwrap
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure as Canvas
 
 from jaxdist.observe.report.account import PURPOSES, account_of
-from jaxdist.observe.report.charts import Axis, Bar, Chart, Figure, Shares, TimeLine
+from jaxdist.observe.report.charts import Axis, Bar, Chart, Figure, HeatMap, Shares, TimeLine
 from jaxdist.observe.report.record import RunRecord, losses_of
 from jaxdist.observe.report.sections.cost import memory_figure, sent_figure
+from jaxdist.observe.report.sections.experts import experts_figures
 from jaxdist.observe.report.sections.learning import loss_figure, step_figures
 from jaxdist.observe.report.sections.running import history_figure, time_figures
 from jaxdist.observe.report.style import FILLS
@@ -30,7 +32,7 @@ def figures_of(record: RunRecord) -> list[Figure]:
     """The charts of a run's report, as far as its record has them."""
     loss, account, prediction = loss_figure(losses_of(record)), account_of(record.metrics), record.prediction
     found = [loss] if loss else []
-    found += step_figures(record)
+    found += step_figures(record) + experts_figures(record)
     if account is not None:
         found += [*time_figures(record, account), history_figure(record, account)]
     if not isinstance(prediction, str):
@@ -52,13 +54,15 @@ def png_of(figure: Figure) -> bytes:
         _draw_bar(axes, picture, figure)
     elif isinstance(picture, Shares):
         _draw_shares(axes, picture)
+    elif isinstance(picture, HeatMap):
+        _draw_heat(axes, picture)
     else:
         assert isinstance(picture, TimeLine), picture
         _draw_time_line(axes, picture)
     said = figure.caption if isinstance(picture, Chart) else figure.label  # a bar has no figures beside it here
     words = html.unescape(re.sub(r"<[^>]*>", "", str(said)))
     axes.set_title(_plain(textwrap.fill(words, 105)), fontsize=9, loc="left")
-    if figure.key or isinstance(picture, Shares):
+    if (figure.key or isinstance(picture, Shares)) and not isinstance(picture, HeatMap):
         canvas.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     made = io.BytesIO()
     canvas.savefig(made, format="png")
@@ -121,6 +125,16 @@ def _draw_shares(axes: Any, picture: Shares) -> None:
     axes.set_ylim(0.0, 1.0)
     axes.set_yticks([])
     _set_axis(axes.xaxis, picture.x)
+
+
+def _draw_heat(axes: Any, picture: HeatMap) -> None:
+    colours = LinearSegmentedColormap.from_list("load", [_colour("under"), "#f5f7fa", _colour("over")])
+    x, y = picture.x, picture.y
+    place = {"origin": "lower", "aspect": "auto", "extent": (x.low, x.high, y.low, y.high)}
+    image = axes.imshow(picture.values, cmap=colours, vmin=0.0, vmax=2.0, interpolation="nearest", **place)
+    _set_axis(axes.xaxis, x)
+    _set_axis(axes.yaxis, y)
+    axes.figure.colorbar(image, ax=axes, extend="max").ax.tick_params(labelsize=8)
 
 
 def _draw_time_line(axes: Any, picture: TimeLine) -> None:

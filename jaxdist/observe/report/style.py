@@ -22,7 +22,7 @@ FILLS = {
     "axis-fsdp": ("#1e8a57", "#63cf9b"), "axis-expert": ("#b13aa0", "#e793da"), "axis-context": ("#a17c0b", "#e5c35c"),
     "axis-tensor": ("#6d4fd6", "#ac99f6"), "run0": ("#2563b8", "#6aa5f5"), "run1": ("#c2410c", "#fb9d6b"),
     "run2": ("#0d8577", "#43c7b5"), "run3": ("#7c3aed", "#b196f8"), "run4": ("#a8326e", "#ec86b8"),
-    "run5": ("#64748b", "#94a3b8"),
+    "run5": ("#64748b", "#94a3b8"), "under": ("#2563b8", "#6aa5f5"), "over": ("#d9480f", "#ff8a4c"),
 }  # fmt: skip
 _PAGE = {
     "ground": ("#ffffff", "#11161d"), "ink": ("#17212e", "#e6ebf2"), "panel": ("#f5f7fa", "#1a212b"),
@@ -80,6 +80,8 @@ figure { margin: .6rem 0 1.4rem; min-width: 0; } figcaption { margin-top: .4rem;
 .ys span { right: .5rem; transform: translateY(-50%); } .xs span { top: .15rem; transform: translateX(-50%); }
 span.level { position: absolute; left: .4rem; transform: translateY(-100%); font-size: .76rem; color: var(--muted); }
 path { fill: none; vector-effect: non-scaling-stroke; stroke-width: 2.2; stroke-linejoin: round; }
+path.cell { stroke: none; shape-rendering: crispEdges; }
+.plot.heat .area { background: var(--panel); border-top: 1px solid var(--muted); }
 .thin { stroke-width: 1; opacity: .5; } .grid { stroke: var(--grid); stroke-width: 1; }
 path.level { stroke: var(--muted); stroke-width: 1.2; stroke-dasharray: 6 4; }
 .dots { stroke-width: 7; stroke-linecap: round; }

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from jaxdist.files.regular import read_regular, replace_file
-from jaxdist.observe.metrics import read_metrics
+from jaxdist.observe.metrics import ARRAYS, read_metrics
 from jaxdist.observe.sinks.image import Image
 
 ID_FILE = "wandb_run_id"
@@ -53,7 +53,7 @@ class WandB:
         )
         for record in read_metrics(run_dir / "metrics.jsonl"):
             if record["step"] >= self._run.starting_step:
-                self.record(record)
+                self.record({name: value for name, value in record.items() if name != ARRAYS})
 
     def record(self, record: Mapping[str, float]) -> None:
         """As `Sink.record`."""

@@ -5,13 +5,15 @@ virtual stage c S + s, so that a stage stores blocks from v places of the model.
 numbers of blocks, each of them has as many rows as the largest. Rows without a block contain zeros, and are never read.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config.rules.pipeline import check_stages, uneven
+from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.specs import STACKED, PyTree
 
@@ -66,4 +68,19 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
         return {**params, STACKED: arrange_rows(params[STACKED], order)}
 
     shapes = jax.eval_shape(init, jax.random.key(0))
-    return model._replace(init=init, shapes=shapes, chunks=chunks, stages=uneven(blocks))
+    figures = model.figures and functools.partial(_figures_of_blocks, model.figures, order)
+    return model._replace(init=init, shapes=shapes, figures=figures, chunks=chunks, stages=uneven(blocks))
+
+
+def _figures_of_blocks(
+    figures: Callable[[PyTree], dict[str, jax.Array]], order: np.ndarray, grads: PyTree
+) -> dict[str, jax.Array]:
+    """`ModelDef.figures`, whose arrays go by rows, by blocks in the order of the model."""
+    found, rows = figures(grads), rows_of_blocks(order)
+    for name, value in found.items():
+        if value.ndim and value.shape[0] != order.size:
+            raise UserError(
+                f"figures: {name!r} has the shape {list(value.shape)}; allowed in this pipeline: a number, or an array"
+                f" whose first dim is that of the {order.size} rows of stacked blocks"
+            )
+    return {name: take_rows(value, rows) if value.ndim else value for name, value in found.items()}

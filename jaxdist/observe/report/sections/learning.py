@@ -215,7 +215,7 @@ def step_figures(record: RunRecord) -> list[Figure]:
         fine = found.values[np.isfinite(found.values)]
         if fine.size:
             said = f"{fine[-1]:.4g} at the end"
-            made.append(_small(key, title, what, found.steps, found.values, "train", said))
+            made.append(small_figure(key, title, what, found.steps, found.values, "train", said))
     rates, usual = record.rates, record.rate
     if math.isfinite(usual):
         low = rates.values < usual / 2
@@ -224,11 +224,14 @@ def step_figures(record: RunRecord) -> list[Figure]:
             steps = "step" if left == 1 else "steps"
             what += f"; {left:,} {steps} slower than half the median left out (compilation)"
         shown = np.where(low, np.nan, rates.values)
-        made.append(_small("throughput", "Throughput", what, rates.steps, shown, "eval", f"median {usual:,.0f}"))
+        made.append(small_figure("throughput", "Throughput", what, rates.steps, shown, "eval", f"median {usual:,.0f}"))
     return made
 
 
-def _small(name: str, title: str, what: str, steps: np.ndarray, values: np.ndarray, kind: str, said: str) -> Figure:
+def small_figure(
+    name: str, title: str, what: str, steps: np.ndarray, values: np.ndarray, kind: str, said: str
+) -> Figure:
+    """One metric over steps. Some value is finite."""
     low, high = range_of(values)
     if values[np.isfinite(values)].min() >= 0:
         low = max(0.0, low)
