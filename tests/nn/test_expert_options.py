@@ -1,6 +1,7 @@
 """Mixture of experts beside other options: what it sends, precisions, optimizers, generation, what is refused."""
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import optax
 import oracle
 import pytest
 from layouts import SEQ, VOCAB, make_batch
+from levels import levels
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
@@ -37,24 +39,32 @@ DROPPING = MoEConfig(EXPERTS, dispatch="capacity", factor=0.5, group=4, balance_
 DROPLESS = MoEConfig(EXPERTS, shared=1, balance_loss=0.1, z_loss=0.01, bias_rate=0.01)
 
 
-def model_of(moe: MoEConfig, policy: str = "fp32", **given: Any) -> Any:
+def model_of(moe: MoEConfig, **given: Any) -> Any:
     config = ModelConfig(
         style="llama", layers=BLOCKS, width=WIDTH, heads=4, vocab=VOCAB, mlp_width=2 * WIDTH, moe=moe
     ).resolved()
-    return gpt(config, max_length=24, param_dtype=POLICIES[policy].param, **given)
+    return gpt(config, max_length=24, **given)
 
 
-def trained(moe: MoEConfig, mesh: dict[str, int], tx: Any = None, policy: str = "fp32", **given: Any) -> Any:
+KINDS = {"capacity": DROPPING, "dropless": DROPLESS}
+
+
+def drawn(model: Any, scale: float = 0.2) -> Any:
+    draw = lambda leaf: (scale * np.random.default_rng(0).standard_normal(leaf.shape)).astype(leaf.dtype)  # noqa: E731
+    return jax.tree.map(draw, model.shapes)
+
+
+def mesh_of(sizes: dict[str, int]) -> Any:
+    return make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values(), 1]))])
+
+
+def trained(moe: MoEConfig, sizes: dict[str, int], tx: Any = None, **given: Any) -> Any:
     """(metrics of three steps, parameters after them)."""
-    model, tx = model_of(moe, policy, lora=given.pop("lora", None)), tx or optax.adamw(1e-2)
-    devices = make_mesh(**mesh, devices=jax.devices()[: int(np.prod([*mesh.values(), 1]))])
+    model, tx, mesh = model_of(moe, lora=given.pop("lora", None)), tx or optax.adamw(1e-2), mesh_of(sizes)
     layout = {key: given[key] for key in ("strategy", "freeze") if key in given}
-    target = state_target(model, tx, devices, **layout)
-    params = jax.tree.map(
-        lambda leaf: (0.2 * np.random.default_rng(0).standard_normal(leaf.shape)).astype(leaf.dtype), model.shapes
-    )
-    state = place_params(params, only_trained(tx, given.get("freeze", ()), model.update_rules), target)
-    step, found = make_train_step(model, tx, devices, precision=policy, **given), []
+    target = state_target(model, tx, mesh, **layout)
+    inner = only_trained(tx, given.get("freeze", ()), model.update_rules)
+    state, step, found = place_params(drawn(model), inner, target), make_train_step(model, tx, mesh, **given), []
     for i in range(3):
         state, metrics = step(state, make_batch(16, i))
         found.append(jax.device_get(metrics))
@@ -121,11 +131,10 @@ def test_grouped_products_are_those_of_each_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "moe", [DROPPING, pytest.param(DROPLESS, marks=pytest.mark.slow)], ids=["capacity", "dropless"]
+    ("moe", "policy"), levels(itertools.product(KINDS, ("bf16", "fp16", "O1")), everyday=6), ids=str
 )
-@pytest.mark.parametrize("policy", ["bf16", "fp16", pytest.param("O1", marks=pytest.mark.slow)])
-def test_half_precision_chooses_as_fp32_does(moe: MoEConfig, policy: str) -> None:
-    want, got = (trained(moe, {"expert": 2}, policy=each)[0] for each in ("fp32", policy))
+def test_half_precision_chooses_as_fp32_does(moe: str, policy: str) -> None:
+    want, got = (trained(KINDS[moe], {"expert": 2}, precision=each)[0] for each in ("fp32", policy))
     for a, b in zip(got, want, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
         assert np.abs(a["experts/load"] - b["experts/load"]).max() < 0.1
@@ -133,32 +142,33 @@ def test_half_precision_chooses_as_fp32_does(moe: MoEConfig, policy: str) -> Non
 
 def test_a_router_in_half_precision_is_refused() -> None:
     with pytest.raises(UserError, match=re.escape("give precision.keep_fp32 the pattern '*.router.*' too")):
-        trained(DROPLESS, {}, policy=POLICIES["bf16"]._replace(keep_fp32=("*norm*",)))  # type: ignore[arg-type]
+        trained(DROPLESS, {}, precision=POLICIES["bf16"]._replace(keep_fp32=("*norm*",)))
 
 
-@pytest.mark.parametrize("moe", [DROPPING, DROPLESS], ids=["capacity", "dropless"])
-def test_the_same_bits_in_every_layout(moe: MoEConfig) -> None:
-    sync = GradSync(deterministic=True)
-    want = trained(moe, {}, grad_sync=sync)
-    for mesh, given in (({"fsdp": 4}, {"strategy": "zero3"}), ({"data": 2}, {"microbatches": 2})):
-        got = trained(moe, mesh, grad_sync=sync, **given)
-        assert all(map(np.array_equal, *(jax.tree.leaves(each) for each in (got, want))))
+LAYOUTS = {"zero3": ({"fsdp": 4}, {"strategy": "zero3"}), "microbatches": ({"data": 2}, {"microbatches": 2})}
 
 
+@pytest.mark.parametrize(("moe", "layout"), levels(itertools.product(KINDS, LAYOUTS), slow=1), ids=str)
+def test_the_same_bits_in_every_layout(moe: str, layout: str) -> None:
+    (sizes, given), sync = LAYOUTS[layout], GradSync(deterministic=True)
+    want, got = trained(KINDS[moe], {}, grad_sync=sync), trained(KINDS[moe], sizes, grad_sync=sync, **given)
+    assert all(map(np.array_equal, *(jax.tree.leaves(each) for each in (got, want))))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_take_each_expert_by_itself(name: str) -> None:
     tx = make_optimizer(OptimizerConfig(name=name, lr=1e-2), steps=3)
-    layout = {"expert": 2, "fsdp": 2, "tensor": 2}
-    (_, want), (_, got) = trained(DROPLESS, {}, tx), trained(DROPLESS, layout, tx, strategy="zero3")
+    sizes = {"expert": 2, "fsdp": 2, "tensor": 2}
+    (_, want), (_, got) = trained(DROPLESS, {}, tx), trained(DROPLESS, sizes, tx, strategy="zero3")
     assert oracle.error(got, want) < 1e-5
 
 
 def test_muon_orthogonalises_each_expert() -> None:
     tx = make_optimizer(OptimizerConfig(name="muon", lr=1.0, clip_norm=0.0, weight_decay=0.0, warmup_steps=0), steps=3)
     shapes = model_of(DROPLESS).shapes
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(np.random.default_rng(1).standard_normal(leaf.shape), leaf.dtype), shapes
-    )
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), shapes)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = tx.update(params, tx.init(params), params)
     down = updates["blocks"]["mlp"]["experts"]["down"]["kernel"]  # [L, E, F, D]
@@ -188,28 +198,21 @@ def test_adapters_leave_router_and_experts_alone() -> None:
 def test_generation_is_that_of_one_device_and_drops_nothing(mesh: dict[str, int], moe: MoEConfig) -> None:
     moe = dataclasses.replace(moe, dispatch="dropless")  # as `build.make_model` does for evaluations
 
-    def texts(sizes: dict[str, int], moe: MoEConfig) -> list[Any]:
+    def texts(sizes: dict[str, int]) -> list[Any]:
         model, tx = model_of(moe), optax.sgd(0.1)
-        devices = make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values(), 1]))])
-        target = state_target(model, tx, devices, strategy="zero3" if "fsdp" in sizes else "ddp")
-        params = jax.tree.map(
-            lambda leaf: (0.3 * np.random.default_rng(0).standard_normal(leaf.shape)).astype(leaf.dtype), model.shapes
-        )
-        placed = place_params(params, only_trained(tx, (), model.update_rules), target).params
+        target = state_target(model, tx, mesh_of(sizes), strategy="zero3" if "fsdp" in sizes else "ddp")
+        placed = place_params(drawn(model, 0.3), only_trained(tx, (), model.update_rules), target).params
         found = generate(model, placed, [[1, 2, 3], [4, 5], [6], [7]], max_tokens=6, temperature=0.0)
         return [each.ids for each in found]
 
-    assert texts(mesh, moe) == texts({}, moe)
+    assert texts(mesh) == texts({})
 
 
 REFUSED = {
     "an axis": (("mesh.expert=3",), "mesh.expert: 3 does not divide model.moe.experts 8"),
     "a width": (("mesh.tensor=4", "model.moe.hidden=6"), "mesh.tensor: 4 does not divide model.moe.hidden 6"),
     "choices": (("model.moe.top_k=9",), "model.moe.top_k: 9 of 8 experts; allowed: 1 to 8"),
-    "one expert": (
-        ("model.moe.experts=1", "model.moe.top_k=1", "mesh.expert=1"),
-        "model.moe.experts: 1 leaves nothing",
-    ),
+    "one expert": (("model.moe={experts: 1, top_k: 1}", "mesh.expert=1"), "model.moe.experts: 1 leaves nothing"),
     "dense blocks": (("model.moe.dense=4",), "model.moe.dense: 4 of 4 blocks leaves no mixture"),
     "a group": (
         ("model.moe.dispatch=capacity", "model.moe.group=48"),
@@ -224,7 +227,10 @@ REFUSED = {
         ("parallel.grad_sync.algorithm=ring", "parallel.grad_sync.wire_dtype=bfloat16"),
         "would round the counts of tokens",
     ),
-    "stored in half": (("precision=O3",), "precision.policy: 'O3' stores parameters in float16"),
+    "stored in half": (
+        ("precision=O3", "optimizer={name: sgd}"),
+        "precision.policy: 'O3' stores parameters in float16",
+    ),
     "another model": (("model={name: bert}",), "mesh.expert: 2 is given, but no layer of model bert is a mixture"),
 }
 
