@@ -19,7 +19,9 @@ from jaxdist.nn import (
     MLP,
     Attention,
     Block,
+    ExpertBlock,
     ModelDef,
+    MoE,
     PositionEmbed,
     VocabEmbed,
     VocabHead,
@@ -37,7 +39,6 @@ from jaxdist.nn import (
 )
 from jaxdist.nn.attention import PackedDocuments, RopeScaling
 from jaxdist.nn.context.positions import own_context
-from jaxdist.nn.experts import ExpertBlock, MoE
 from jaxdist.nn.linear import MatmulOptions
 
 FACTS = ModelFacts(ids_only=True, kernels=True, documents=True)

@@ -19,6 +19,7 @@ from jaxdist.nn.embedding import (
     vocab_logits,
     whole_vocab,
 )
+from jaxdist.nn.experts import ExpertBlock, MoE
 from jaxdist.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, add_bias
 from jaxdist.nn.loss import chunked_cross_entropy, counted_targets, label_accuracy, label_cross_entropy, loss_chunk
 from jaxdist.nn.matmul.float8 import product
@@ -29,7 +30,8 @@ from jaxdist.nn.param import normal, param, zeros
 from jaxdist.nn.sequence_parallel import first_position, whole_sequence
 
 __all__ = [
-    "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "LayerNorm", "Linear", "ModelDef",
+    "MLP", "Attention", "Block", "ColumnParallelLinear", "CrossAttention", "ExpertBlock", "LayerNorm", "Linear", "MoE",
+    "ModelDef",
     "PositionEmbed", "QKVProjection", "RMSNorm", "RowParallelLinear", "TypeEmbed", "VocabBias", "VocabEmbed",
     "VocabHead", "add_bias", "chunked_cross_entropy", "counted_targets", "dropout", "dropout_heads", "first_position",
     "gelu_erf", "label_accuracy", "label_cross_entropy", "loss_chunk", "make_norm", "model_def", "normal",

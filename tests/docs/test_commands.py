@@ -39,6 +39,7 @@ RUN: dict[str, list[tuple[str, str]]] = {
     "docs/install.md": [("jaxdist doctor", "")],
     "docs/costs.md": [("jaxdist cost --model vit-huge", ""), ("jaxdist cost --size 1.5GB", "")],
     "docs/long_context.md": [("jaxdist train quickstart mesh=", SMALL)],
+    "docs/experts.md": [("jaxdist train moe_quickstart", f"{SMALL} model.moe.hidden=16")],
     "docs/local_sgd.md": [("jaxdist train quickstart mesh=", SMALL)],
     "docs/parameter_server.md": [("jaxdist explain quickstart parallel.strategy=zero1", "")],
     "docs/course/README.md": [
@@ -102,6 +103,7 @@ NOT_RUN = {
         ("docs/local_sgd.md", "python scripts/bench/local_sgd.py losses"),
         ("docs/local_sgd.md", "sudo python scripts/bench/local_sgd.py hosts"),
         ("docs/long_context.md", "jaxdist train long_context"),
+        ("docs/experts.md", "python scripts/bench/experts.py"),
         ("docs/performance.md", "python scripts/bench/gpu_suite.py"),
         ("docs/own_loss.md", "python scripts/train.py --config configs/resnet_digits.yaml"),
         ("docs/report.md", "jaxdist report runs/NAME --remedies"),

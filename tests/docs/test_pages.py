@@ -56,6 +56,7 @@ TESTED = {
     **dict.fromkeys(
         ("W=3 K=1: ", "for compute in", "0.4 s of comp"), "test_the_page_of_parameter_servers_prints_what_it_shows"
     ),
+    "from jaxdist.config.sections.moe import MoEConfig": "test_the_page_shows_a_block_that_works",
     "(umask 077;": "test_a_file_is_a_token_and_a_strange_file_none",
 }
 WHOLE = {  # pages whose blocks one test runs

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from flax import nnx
 from layouts import SEQ, VOCAB, make_batch
 from levels import levels
 
@@ -21,9 +23,10 @@ from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.generation.generate import generate
-from jaxdist.init import state_target
+from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.nn import Attention, VocabEmbed, VocabHead, make_norm, model_def, vocab_cross_entropy, vocab_logits
 from jaxdist.nn.experts.grouped import grouped_product
 from jaxdist.optim import only_trained
 from jaxdist.optim.make import make_optimizer
@@ -240,3 +243,39 @@ def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
     overrides, text = REFUSED[name]
     with pytest.raises(UserError, match=re.escape(text)):
         load_config("configs/moe_quickstart.yaml", overrides, planned=True)
+
+
+def test_the_page_shows_a_block_that_works() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ExpertBlock" in block)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            attention = Attention(rngs, 128, 4, 4, bias=False)
+            norms = {f"norm{i}": make_norm("rmsnorm", 128, eps=1e-5, bias=False) for i in (1, 2)}
+            self.page = {"rngs": rngs, "attention": attention, **norms}
+            exec(code, self.page)
+            self.blocks, self.embed = nnx.List([self.page["block"]]), Embed(rngs)
+            self.head, self.page = Head(rngs), {}
+
+    class Embed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.tokens = VocabEmbed(rngs, VOCAB, 128)
+
+        def __call__(self, batch: Any, keys_B: Any) -> Any:
+            return self.tokens(batch["inputs"])
+
+    class Head(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.table = VocabHead(rngs, VOCAB, 128)
+
+        def __call__(self, h: Any, batch: Any, embed: Any) -> Any:
+            losses = vocab_cross_entropy(vocab_logits(h, self.table.table[...]), batch["targets"])
+            return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+    names: dict[str, Any] = {}
+    exec(code[code.index("def rows") :], names)
+    model, tx, mesh = model_def(Model, rows=names["rows"]), optax.adam(1e-3), mesh_of({"expert": 2})
+    state, step = init_state(model, tx, mesh), make_train_step(model, tx, mesh)
+    first = [float(step(state, make_batch(8, 0))[1]["experts/max_load"]) for _ in range(1)]
+    assert 1 <= first[0] <= 4

@@ -28,6 +28,9 @@ class MoEConfig:
     )
     factor: float = setting(1.25, "capacity: places of an expert, over what it gets if all get the same", above=0)
     group: int = setting(64, "capacity: neighbouring positions that share these places", at_least=1)
+    pieces: int = setting(
+        1, "capacity: parts of a microbatch, of which one travels while another is computed", at_least=1, how=True
+    )
     scores: str = setting(
         "softmax", "scores of the router: over all experts, or of each by itself", choices=("softmax", "sigmoid")
     )

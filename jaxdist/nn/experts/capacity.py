@@ -38,15 +38,20 @@ def by_capacity(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> t
     chosen_NgK = tokens.experts_BSK.reshape(N, g, K)
     place_NgK = _places_in_turn(chosen_NgK, E)
     slot_NR = jnp.where(place_NgK < C, chosen_NgK * C + place_NgK, E * C).reshape(N, g * K)
-    source_NM = sources(slot_NR, E * C)
-    rows = dispatch(tokens.x_BSD.reshape(N, g, D), slot_NR, source_NM).reshape(N, E, C, D)
-    with jax.named_scope("dispatch"):
-        rows = all_to_all(rows, "expert", split_dim=1, concat_dim=0)
-    rows = experts(rows, lambda rows, kernels: jnp.einsum("NeCI,eIO->NeCO", rows, kernels))
-    with jax.named_scope("combine"):
-        rows = all_to_all(rows, "expert", split_dim=0, concat_dim=1)
-    each = collect(rows.reshape(N, E * C, D), slot_NR, source_NM)
-    y = combined(each, tokens.gates_BSK.reshape(N, g, K))
+    groups = tokens.x_BSD.reshape(N, g, D), slot_NR, sources(slot_NR, E * C), tokens.gates_BSK.reshape(N, g, K)
+
+    def run(x_NgD: jax.Array, slot_NR: jax.Array, source_NM: jax.Array, gates_NgK: jax.Array) -> jax.Array:
+        rows = dispatch(x_NgD, slot_NR, source_NM).reshape(-1, E, C, D)
+        with jax.named_scope("dispatch"):
+            rows = all_to_all(rows, "expert", split_dim=1, concat_dim=0)
+        rows = experts(rows, lambda rows, kernels: jnp.einsum("NeCI,eIO->NeCO", rows, kernels))
+        with jax.named_scope("combine"):
+            rows = all_to_all(rows, "expert", split_dim=0, concat_dim=1)
+        return combined(collect(rows.reshape(-1, E * C, D), slot_NR, source_NM), gates_NgK)
+
+    # In pieces: while one is computed, another one travels.
+    cut = [jnp.split(each, math.gcd(N, options.pieces)) for each in groups]
+    y = jnp.concatenate([run(*own) for own in zip(*cut, strict=True)])
     return y.reshape(B, S, D), (place_NgK >= C).reshape(B, S, K)
 
 
