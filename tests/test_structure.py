@@ -123,6 +123,15 @@ def check_stays_on(path: str, source: str) -> Iterator[str]:
             yield f"{path}: {place[1] or 'the module'} switches check_vma off; only these may: {sorted(UNCHECKED)}"
 
 
+def no_ragged_exchange(path: str, source: str) -> Iterator[str]:
+    """`ragged_all_to_all` is used nowhere: its result has the type of its output operand, whatever varies, so that the
+    check of `shard_map` accepts a value that differs between devices as one that all have (jax 0.10.2 to 0.12)."""
+    for node in ast.walk(parse(source)):
+        names = [each.name for each in node.names] if isinstance(node, ast.ImportFrom) else []
+        if getattr(node, "attr", "") == "ragged_all_to_all" or "ragged_all_to_all" in names:
+            yield f"{path}:{node.lineno}: ragged_all_to_all defeats check_vma; use all_to_all or all_gather"  # type: ignore[attr-defined]
+
+
 def models_name_no_axis(path: str, source: str) -> Iterator[str]:
     """Files in models/ leave the mesh to the layers: no axis names, collectives or PartitionSpecs."""
     if not path.startswith("jaxdist/models/") or "/options/" in path:  # checks name axes in messages
@@ -282,6 +291,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     sockets_in_one_place,
     check_stays_on,
     models_name_no_axis,
+    no_ragged_exchange,
     sizes,
     banned,
     docstrings_everywhere,
@@ -346,6 +356,7 @@ GOOD = [
     (models_name_no_axis, "jaxdist/nn/a.py", 'x = "tensor"'),
     (sockets_in_one_place, "jaxdist/runtime/watch/channel.py", "import socket\nfrom socket import create_server"),
     (sockets_in_one_place, "jaxdist/cli/doctor.py", "from jaxdist.runtime.network.connection import host_name"),
+    (no_ragged_exchange, "jaxdist/nn/a.py", '"""No ragged_all_to_all."""\nx = all_to_all(y)'),
     (sizes, "jaxdist/a.py", LONG.removesuffix("    pass\n")),
     (sizes, "jaxdist/a.py", "x = 1\n" * 400),
     (sizes, "jaxdist/step.py", "x = 1\n" * 150),
@@ -394,6 +405,8 @@ BAD = [
     (sockets_in_one_place, "jaxdist/cli/doctor.py", "import socket"),
     (sockets_in_one_place, "jaxdist/observe/environment.py", "def f():\n    from socket import gethostname"),
     (models_name_no_axis, "jaxdist/models/a.py", 'x = f("tensor")'),
+    (no_ragged_exchange, "jaxdist/nn/a.py", "x = jax.lax.ragged_all_to_all(y, *places)"),
+    (no_ragged_exchange, "jaxdist/nn/a.py", "from jax.lax import ragged_all_to_all"),
     (models_name_no_axis, "jaxdist/models/a.py", "x = lax.psum(y, axes)"),
     (models_name_no_axis, "jaxdist/models/a.py", "from jax.lax import all_gather as g"),
     (models_name_no_axis, "jaxdist/models/a.py", "from jax.sharding import PartitionSpec as P"),

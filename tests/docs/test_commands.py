@@ -86,6 +86,7 @@ NOT_RUN = {
         ("docs/performance.md", "python -m pip install"),
         ("docs/plan.md", "python -m pip install"),
         ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
+        ("docs/experts.md", "jaxdist plan --compile --gpu h200"),
     ],
     "it needs Ray, which is not in the extra `test`": [
         ("docs/elastic.md", "python -m pip install"),

@@ -253,10 +253,9 @@ def test_the_page_shows_a_block_that_works() -> None:
         def __init__(self, rngs: nnx.Rngs) -> None:
             attention = Attention(rngs, 128, 4, 4, bias=False)
             norms = {f"norm{i}": make_norm("rmsnorm", 128, eps=1e-5, bias=False) for i in (1, 2)}
-            self.page = {"rngs": rngs, "attention": attention, **norms}
-            exec(code, self.page)
-            self.blocks, self.embed = nnx.List([self.page["block"]]), Embed(rngs)
-            self.head, self.page = Head(rngs), {}
+            names = {"rngs": rngs, "attention": attention, **norms}
+            exec(code, names)
+            self.blocks, self.embed, self.head = nnx.List([names["block"]]), Embed(rngs), Head(rngs)
 
     class Embed(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

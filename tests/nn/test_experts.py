@@ -25,15 +25,7 @@ from jaxdist.nn.experts.layer import DISPATCH
 from jaxdist.nn.experts.router import balance_losses
 
 DROPPING = MoEConfig(
-    experts=8,
-    top_k=2,
-    dispatch="capacity",
-    factor=0.75,
-    group=4,
-    bias_rate=0.05,
-    balance_loss=0.1,
-    z_loss=0.01,
-    pieces=2,
+    8, top_k=2, dispatch="capacity", factor=0.75, group=4, bias_rate=0.05, balance_loss=0.1, z_loss=0.01, pieces=2
 )
 DROPLESS = MoEConfig(experts=8, top_k=3, scores="sigmoid", scaling=2.5, shared=1, bias_rate=0.05, balance_loss=0.1)
 PLAIN = MoEConfig(experts=8, top_k=1, normalised=False, bias_rate=None, balance_loss=0.1, dense=1)
