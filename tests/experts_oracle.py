@@ -37,7 +37,7 @@ def experts(x: jax.Array, params: PyTree, config: Any, weight_B: jax.Array) -> t
     gates = moe.scaling * (gates / gates.sum(-1, keepdims=True) if moe.normalised else gates)
     has_place = jnp.ones(chosen.shape, bool)
     if moe.dispatch == "capacity":
-        places = max(1, int(np.ceil(moe.group * moe.top_k / moe.experts * moe.factor)))
+        places = max(1, int(np.ceil(np.float32(moe.group * moe.top_k / moe.experts * moe.factor))))
         has_place = kept(chosen, moe.group, places)
 
     def mlp(up: jax.Array, down: jax.Array) -> jax.Array:

@@ -174,7 +174,7 @@ def _check_axes(config: Config) -> None:
 
 
 def _check_stages(config: Config, stages: int) -> None:
-    parallel, layers, chunks = config.parallel, config.model.layers, config.parallel.chunks
+    parallel, layers, chunks = config.parallel, config.model.stacked, config.parallel.chunks
     schedule, facts = parallel.schedule, ScheduleFacts.of(parallel.schedule)
     if facts.one_stage:
         check_one_stage(stages, schedule)

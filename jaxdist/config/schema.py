@@ -55,6 +55,11 @@ class ModelConfig(Section):
         """Patterns of keys that change nothing in this model, `resolved`."""
         return ()
 
+    @property
+    def stacked(self) -> int | None:
+        """The number of blocks that are stacked, which stages of a pipeline share; None: it is not known."""
+        return self.layers
+
     def describe(self) -> str:
         """The model in a few words."""
         return self.name

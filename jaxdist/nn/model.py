@@ -253,7 +253,12 @@ def _own_updates(skeleton: Any) -> dict[str, Any]:
         for unit, module in units.items()
         for path, rule in update_rules_of(nnx.state(module, nnx.Param)).items()
     }
-    counting = [node for _, node in nnx.iter_graph(skeleton.blocks[0]) if hasattr(node, "figures")]
+    counting = [node for _, node in nnx.iter_graph(skeleton.blocks[0]) if callable(getattr(node, "figures", None))]
+    if len(counting) > 1:
+        raise UserError(
+            f"model_def: a block has {len(counting)} layers with figures, such as MoE; allowed: one, since their"
+            " figures have the same names"
+        )
     figures = counting[0].figures if counting else None
     return {"update_rules": rules, "figures": figures, "weighs_rows": bool(counting)}
 

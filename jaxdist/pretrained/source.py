@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 # Keys of a model that change how it is computed, or trained, and not what it is.
 MAY_DIFFER = (
     *("name", "from", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab"),
-    *(f"moe.{key}" for key in ("dispatch", "factor", "group", "bias_rate", "balance_loss", "z_loss")),
+    *(f"moe.{key}" for key in ("dispatch", "factor", "group", "pieces", "bias_rate", "balance_loss", "z_loss")),
 )
 SHOWN = 5  # parameters that a message lists
 

@@ -24,9 +24,11 @@ from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.generation.generate import generate
 from jaxdist.init import init_state, state_target
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import Attention, VocabEmbed, VocabHead, make_norm, model_def, vocab_cross_entropy, vocab_logits
+from jaxdist.nn.experts.balance import BySign
 from jaxdist.nn.experts.grouped import grouped_product
 from jaxdist.optim import only_trained
 from jaxdist.optim.make import make_optimizer
@@ -160,11 +162,31 @@ def test_the_same_bits_in_every_layout(moe: str, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_optimizers_take_each_expert_by_itself(name: str) -> None:
+def test_optimizers_are_those_of_one_device(name: str) -> None:
     tx = make_optimizer(OptimizerConfig(name=name, lr=1e-2), steps=3)
     sizes = {"expert": 2, "fsdp": 2, "tensor": 2}
     (_, want), (_, got) = trained(DROPLESS, {}, tx), trained(DROPLESS, sizes, tx, strategy="zero3")
     assert oracle.error(got, want) < 1e-5
+
+
+def test_an_expert_at_the_mean_stays_in_every_layout() -> None:
+    rule = BySign(0.01)
+    for experts, tokens in (
+        (6, 16),
+        (7, 100_000),
+    ):  # the mean of counts that are divided by a number is none of a float
+        counts = jnp.full((2, experts), tokens, jnp.float32).at[0, :2].add(jnp.array([1, -1], jnp.float32))
+        moved = rule(counts * jnp.float32(1 / 0.3))
+        assert np.array_equal(moved, 0.01 * np.array([[-1, 1] + [0] * (experts - 2), [0] * experts], np.float32))
+
+
+def test_the_router_is_in_fp32_where_operations_are_cast() -> None:
+    model, tx, mesh = model_of(DROPPING), optax.sgd(0.1), mesh_of({})
+    step = make_train_step(model, tx, mesh, precision="O1")
+    traced = step.trace(state_target(model, tx, mesh, precision="O1"), jax.eval_shape(lambda: make_batch(8, 0)))
+    logits = [site.equation for site in every_equation(traced.jaxpr) if str(site.names).endswith("BsD,DE->BsE")]
+    kinds = {each.outvars[0].aval.dtype.name for each in logits if each.primitive.name == "dot_general"}
+    assert kinds == {"float32"}
 
 
 def test_muon_orthogonalises_each_expert() -> None:
@@ -233,6 +255,14 @@ REFUSED = {
     "stored in half": (
         ("precision=O3", "optimizer={name: sgd}"),
         "precision.policy: 'O3' stores parameters in float16",
+    ),
+    "sums in half": (
+        ("precision={policy: bf16, reduce_dtype: bfloat16}",),
+        "precision.reduce_dtype: 'bfloat16' would round the numbers of tokens",
+    ),
+    "local SGD": (
+        ("parallel.local.every=2", "train.eval_every=2", "mesh.data=2", "mesh.fsdp=1", "optimizer.name=adamw"),
+        "parallel.local.every: 2, and outer steps would move the biases of model.moe.bias_rate 0.01",
     ),
     "another model": (("model={name: bert}",), "mesh.expert: 2 is given, but no layer of model bert is a mixture"),
 }

@@ -106,8 +106,8 @@ def check_local(config: Any) -> None:
         refuse("train.ema", config.train.ema, "evaluations use the anchor, which is a mean already", "null")
     if config.memory.offload.optimizer:
         refuse("memory.offload.optimizer", True, "the state of replicas is updated as one array", "false")
-    if config.model.layers is not None:
-        check_fragments(local.fragments, config.model.layers)
+    if config.model.stacked is not None:
+        check_fragments(local.fragments, config.model.stacked)
     if local.fragments > 1 and config.mesh.pipe != 1:
         refuse(f"mesh.pipe: {config.mesh.pipe} with {LOCAL}.fragments", local.fragments, "fragments are of blocks", "1")
     every = local.every

@@ -90,11 +90,21 @@ def check_moe(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
             f"{MOE}.group: {moe.group} does not divide the {length} neighbouring positions of a device ({of}); groups"
             f" that work: {near(divisors(length), moe.group)}; or {MOE}.dispatch=dropless"
         )
-    stored = config.precision.resolved()[0].param
-    if stored in HALVES:
+    types = config.precision.resolved()[0]
+    if types.param in HALVES:
         raise UserError(
-            f"precision.policy: {config.precision.policy!r} stores parameters in {stored}, in which the biases of"
+            f"precision.policy: {config.precision.policy!r} stores parameters in {types.param}, in which the biases of"
             f" {MOE} would stand still; allowed: fp32, bf16, fp16, O1, O2; or {MOE}.experts=0"
+        )
+    if types.reduce in HALVES and moe.bias_rate:
+        raise UserError(
+            f"precision.reduce_dtype: {types.reduce!r} would round the numbers of tokens that {MOE}.bias_rate"
+            f" {moe.bias_rate:g} goes by; allowed: float32; or {MOE}.bias_rate=null"
+        )
+    if config.parallel.local.on and moe.bias_rate:
+        raise UserError(
+            f"parallel.local.every: {config.parallel.local.every}, and outer steps would move the biases of"
+            f" {MOE}.bias_rate {moe.bias_rate:g} like trained parameters; allowed: 0; or {MOE}.bias_rate=null"
         )
     wire = config.parallel.grad_sync.wire_dtype
     if wire is not None:

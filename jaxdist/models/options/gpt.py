@@ -104,6 +104,11 @@ class Options(ModelConfig):
             return ("moe.*",)
         return () if self.moe.dense else ("mlp_width",)
 
+    @property
+    def stacked(self) -> int:
+        """The blocks after those that `moe.dense` keeps apart, which belong to the unit of the embedding."""
+        return self.layers - (self.moe.dense if self.moe.on else 0)
+
     def describe(self) -> str:
         """Such as "gpt (llama): 4 blocks, width 128, 4 heads"."""
         moe = f", {self.moe.top_k} of {self.moe.experts} experts" if self.moe.on else ""

@@ -2,7 +2,7 @@
 
 Neither needs a path of its own through schedules, rematerialisation and ZeRO: each is the "gradient" of a parameter.
 The router has a parameter of zeros, `statistics`, whose "gradient" is what was counted, and perhaps a `bias`, which is
-added to scores for the choice alone and whose "gradient" is the number of tokens that each expert got above the mean
+added to scores for the choice alone and whose "gradient" is the number of tokens of each expert
 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664). These sums then go over
 microbatches, devices and stages exactly as those of gradients do, once for each token. No optimizer sees them
 (`UpdateRule`).
@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import to_varying, varying_axes
+from jaxdist.optim.norms import ordered_sum
 from jaxdist.specs import STACKED, PyTree, leaves_by_name
 
+AT_THE_MEAN = 3e-6  # of the mean: less than one token of the most that an expert gets in a step, 300,000
 SUMS = ("balance_loss", "z_loss", "entropy")  # behind the counts of chosen and of dropped tokens
 
 
 @dataclass(frozen=True)
 class BySign:
-    """The `UpdateRule` of a balancing bias: it falls for experts above the mean, and rises for those below.
+    """The `UpdateRule` of a balancing bias: it falls for experts with more tokens than the mean, and rises for others.
 
     rate: how far in a step.
     """
@@ -33,8 +35,14 @@ class BySign:
     rate: float
 
     def __call__(self, gradient: jax.Array, /) -> jax.Array:
-        """gradient: tokens of each expert above the mean."""
-        return -self.rate * jnp.sign(gradient)
+        """gradient: tokens of each expert [..., E], times any factor."""
+        # Summed in an order that depends on no layout. What rounding leaves of an expert at the mean is no sign.
+        total = ordered_sum
+        for _ in gradient.shape[:-1]:
+            total = jax.vmap(total)
+        mean = total(gradient)[..., None] * (1 / gradient.shape[-1])
+        excess = gradient - mean
+        return jnp.where(jnp.abs(excess) > AT_THE_MEAN * mean, -self.rate * jnp.sign(excess), jnp.zeros_like(excess))
 
 
 @jax.custom_vjp
@@ -75,7 +83,7 @@ def expert_figures(grads: PyTree) -> dict[str, jax.Array]:
     total = chosen.sum(1, keepdims=True)  # 0 in a row without a block
     inverse = jnp.where(total != 0, 1 / total, jnp.zeros_like(total))
     load = chosen * inverse * experts
-    blocks = (total != 0).sum()
+    blocks = jnp.maximum((total != 0).sum(), 1)  # 0 only where no row counts anything
     mean = lambda values: (values * inverse[:, 0]).sum() / blocks.astype(values.dtype)  # noqa: E731
     means = {f"experts/{name}": mean(sums[:, i]) for i, name in enumerate(SUMS)}
     return {"experts/max_load": load.max(), "experts/dropped": mean(dropped.sum(1)), **means, "experts/load": load}

@@ -22,7 +22,8 @@ from jaxdist.nn.experts.permute import collect, dispatch, sources
 
 def places(options: MoEConfig) -> int:
     """The number of places that an expert has for the tokens of a group: at least one."""
-    return max(1, math.ceil(options.group * options.top_k / options.experts * options.factor))
+    wanted = options.group * options.top_k / options.experts * options.factor
+    return max(1, math.ceil(round(wanted, 6)))  # 10 times 1.1 is 11, and not a little more
 
 
 def by_capacity(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> tuple[jax.Array, jax.Array]:

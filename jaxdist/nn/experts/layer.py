@@ -89,11 +89,11 @@ class MoE(nnx.Module):
 
     def _balanced(self, y: jax.Array, routing: Routing, dropped_E: jax.Array, weight_B: jax.Array | None) -> jax.Array:
         """y, with what is counted and the losses of this layer behind it."""
-        (B, own, E), K = routing.shares_BsE.shape, self.options.top_k
+        (_, own, E), K = routing.shares_BsE.shape, self.options.top_k
         chosen_BsE = jax.nn.one_hot(routing.experts_BsK, E, dtype=routing.shares_BsE.dtype).sum(2)
         chosen_E, losses = chosen_BsE.sum((0, 1)), balance_losses(routing, chosen_BsE)
         if self.router.bias is not None:
-            y = with_count(y, self.router.bias[...], chosen_E - B * own * K / E)
+            y = with_count(y, self.router.bias[...], chosen_E)
         length = own * context_size() * (lax.axis_size("tensor") if self.sequence else 1)
         smallest = jnp.finfo(chosen_E.dtype).tiny
         entropy = -(routing.shares_BsE * jnp.log(jnp.maximum(routing.shares_BsE, smallest))).sum() / math.log(E)
@@ -108,8 +108,8 @@ class MoE(nnx.Module):
 class ExpertBlock(Block):
     """A block whose feed-forward half is an `MoE`.
 
-    rows: (documents or None, weight of each sample's balancing losses [B] or None). cache: as in `Block`; while text is
-    generated, no token is dropped.
+    rows: (documents or None, weight of each sample's balancing losses [B] or None). cache: as in `Block`; with one, no
+    token is dropped.
     """
 
     def __call__(  # type: ignore[override]

@@ -55,7 +55,7 @@ class Router(nnx.Module):
                 )
         # As for a bias: the gradient is summed over `tensor` in fp32, where x is a part of the positions.
         kernel = to_varying(kernel.astype(wide), varying_axes(x_BsD))
-        logits = jnp.einsum("BsD,DE->BsE", x_BsD.astype(wide), kernel)
+        logits = _product(x_BsD.astype(wide), kernel)
         scores = jax.nn.sigmoid(logits) if self.options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ranked = lax.stop_gradient(scores)
         if self.bias is not None:
@@ -66,6 +66,20 @@ class Router(nnx.Module):
             gates = gates / gates.sum(-1, keepdims=True)
         shares = scores / scores.sum(-1, keepdims=True) if self.options.scores == "sigmoid" else scores
         return Routing(experts.astype(jnp.int32), gates * self.options.scaling, shares, logits)
+
+
+@jax.custom_vjp
+def _product(x_BsD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
+    """x @ kernel -> [B, s, E]. A custom_vjp, which autocast (`Precision.per_op`) leaves in the dtype that it is in."""
+    return jnp.einsum("BsD,DE->BsE", x_BsD, kernel_DE)
+
+
+def _product_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BsD, kernel_DE = kept
+    return jnp.einsum("BsE,DE->BsD", grad, kernel_DE), jnp.einsum("BsD,BsE->DE", x_BsD, grad)
+
+
+_product.defvjp(lambda *given: (_product(*given), given), _product_backward)
 
 
 def balance_losses(routing: Routing, chosen_BsE: jax.Array) -> tuple[jax.Array, jax.Array]:
