@@ -9,7 +9,6 @@ one that is there already is not repeated.
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ ALWAYS = (
     "train.sample_tokens=0",
     "checkpoint.every=0",
 )
-FIGURES = ("eval/bits_per_byte", "experts/max_load", "step_s")
+FIGURES = ("eval/bits_per_byte", "experts/max_load")
 
 
 def run(config: str, seed: int, overrides: list[str]) -> dict[str, float]:
@@ -40,8 +39,7 @@ def run(config: str, seed: int, overrides: list[str]) -> dict[str, float]:
         if result.returncode:
             raise UserError(f"a run ended with status {result.returncode}: {result.stderr.strip()[-500:]}")
         lines = read_metrics(Path(folder) / "metrics.jsonl")
-    steps = statistics.median(line["step_s"] for line in lines[len(lines) // 2 :])
-    return {name: lines[-1][name] for name in FIGURES if name in lines[-1]} | {"step_s": round(steps, 4)}
+    return {name: lines[-1][name] for name in FIGURES if name in lines[-1]}
 
 
 @reports_mistakes
@@ -62,8 +60,7 @@ def main(argv: list[str]) -> int:
             known[str(seed)] = run(config, seed, arguments.overrides)
             print(f"{name}, seed {seed}: {known[str(seed)]}", file=sys.stderr, flush=True)
             if out is not None:
-                about = measured_on() | {"command": f"python scripts/bench/experts.py {' '.join(argv)}"}
-                out.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
+                out.write_text(json.dumps(measured_on() | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
     bits = {name: [runs[name][str(seed)]["eval/bits_per_byte"] for seed in range(arguments.seeds)] for name in CONFIGS}
     for name, values in bits.items():
         print(f"{name:8} bits per byte {', '.join(f'{value:.3f}' for value in values)}")
