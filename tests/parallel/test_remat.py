@@ -21,6 +21,7 @@ from jaxdist import make_mesh, make_train_step
 from jaxdist.config.rules.remat import MODES, NAMES
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
@@ -95,8 +96,11 @@ def test_layout_equals_one_device(case: layouts.Case) -> None:
 
 
 def test_layers_name_what_is_documented() -> None:
-    names = {name for name, _ in names_of_values(traced("none").traced.jaxpr)}
-    assert names == set(NAMES)
+    moe = layouts.Case("llama", False, "ddp", 1, (1, 1, 1), options=(("moe", MoEConfig(4)),))
+    _, target, step = layouts.parts_of(moe, "fp32")
+    experts = step.trace(target, jax.eval_shape(lambda: layouts.make_batch(8, 0))).jaxpr
+    assert {name for name, _ in names_of_values(traced("none").traced.jaxpr)} == {*NAMES} - {"mlp.rows"}
+    assert {name for name, _ in names_of_values(experts)} == {*NAMES}
 
 
 @pytest.mark.parametrize("remat", [*MODES, NAMED], ids=str)

@@ -369,7 +369,7 @@ def trained(name: str) -> list[float]:
         ("O2", {"compute_dtype": BF16, "keep_fp32": ()}, (F32, BF16, F32, (), False, 1.0)),
         ("O2", {"keep_fp32": ()}, (F32, F16, F32, (), False, "dynamic")),
         ("O1", {"per_op": False}, (F32, F16, F32, (), False, "dynamic")),
-        ("fp8", {"compute_dtype": F32}, (F32, F32, F32, (), False, 1.0)),
+        ("fp8", {"compute_dtype": F32}, (F32, F32, F32, ("*.router.*",), False, 1.0)),
         ("fp8", {"keep_fp32": ["*norm*"]}, (F32, BF16, F32, ("*norm*",), False, 1.0)),
     ],
 )
