@@ -56,7 +56,7 @@ class ModelConfig(Section):
         return ()
 
     @property
-    def stacked(self) -> int | None:
+    def stacked(self) -> Any:
         """The number of blocks that are stacked, which stages of a pipeline share; None: it is not known."""
         return self.layers
 

@@ -137,7 +137,9 @@ class DenseStart(Embed):
 
     def __init__(self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions, context: Any):
         super().__init__(config, max_length, rngs, sequence=matmul["sequence"])
-        self.dense = nnx.List([_block(config, rngs, matmul, context, dense=True) for _ in range(config.moe.dense)])
+        self.dense = nnx.List(
+            [_block(config, rngs, matmul, context, dense=True) for _ in range(config.layers - config.stacked)]
+        )
 
     def __call__(self, batch: Batch, keys_B: jax.Array) -> jax.Array:  # type: ignore[override]
         h_BSD = super().__call__(batch, keys_B)
@@ -152,13 +154,6 @@ def _scaling(config: ModelConfig) -> RopeScaling | None:
         return None
     low, high = config.rope_low, config.rope_high
     return RopeScaling(config.rope_type, config.rope_factor, low=low, high=high, positions=config.rope_positions)
-
-
-def _feed_forward(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, *, dense: bool) -> MLP | MoE:
-    bias, out_scale, kind = bool(config.bias), (2 * config.layers) ** -0.5, config.mlp
-    if dense:
-        return MLP(rngs, config.width, config.mlp_width, kind=kind, bias=bias, out_scale=out_scale, **matmul)
-    return MoE(rngs, config.width, config.moe, kind=kind, out_scale=out_scale, **matmul)
 
 
 def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None, *, dense: bool) -> Block:
@@ -182,7 +177,12 @@ def _block(config: ModelConfig, rngs: nnx.Rngs, matmul: MatmulOptions, context: 
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
         **matmul,
     )
-    mlp = _feed_forward(config, rngs, matmul, dense=dense)
+    made: Any = {"kind": config.mlp, "out_scale": out_scale, **matmul}
+    mlp: MLP | MoE
+    if dense:
+        mlp = MLP(rngs, config.width, config.mlp_width, bias=bias, **made)
+    else:
+        mlp = MoE(rngs, config.width, config.moe, **made)
     norm1, norm2 = (make_norm(config.norm, config.width, eps=config.norm_eps, bias=bias) for _ in range(2))
     kind = Block if dense else ExpertBlock
     return kind(norm1, attention, norm2, mlp, dropout=config.dropout, sequence=matmul["sequence"])
@@ -194,14 +194,13 @@ class GPT(nnx.Module):
     def __init__(
         self, config: ModelConfig, max_length: int, rngs: nnx.Rngs, matmul: MatmulOptions, context: str | None
     ) -> None:
-        moe = config.moe
         self.embed: Embed
-        if moe.on and moe.dense:
+        if config.stacked < config.layers:
             self.embed = DenseStart(config, max_length, rngs, matmul, context)
         else:
             self.embed = Embed(config, max_length, rngs, sequence=matmul["sequence"])
-        count = config.layers - (moe.dense if moe.on else 0)
-        self.blocks = nnx.List([_block(config, rngs, matmul, context, dense=not moe.on) for _ in range(count)])
+        dense = not config.moe.on
+        self.blocks = nnx.List([_block(config, rngs, matmul, context, dense=dense) for _ in range(config.stacked)])
         kind = HeadByPosition if config.position_losses else Head
         self.head = kind(config, rngs, sequence=matmul["sequence"])
 

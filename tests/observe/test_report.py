@@ -121,7 +121,8 @@ def test_report_of_experts(tmp_path):
 @pytest.mark.parametrize("load", [[], [1.0], [[]], [[[1.0]]], [[math.nan, 1e308]], [[-1.0]]])
 def test_report_of_experts_of_odd_records(tmp_path, load):
     lines = [{"step": 1, "loss": 2.0, "arrays": {"experts/load": load}}, {"step": 2, "experts/max_load": math.inf}]
-    report(tmp_path, metrics=lines)
+    _, page = report(tmp_path, metrics=lines)
+    assert "Environment" in page.text.partition("with their defaults")[2]  # the page goes on to its last section
 
 
 def test_report_units_of_tokens(tmp_path):

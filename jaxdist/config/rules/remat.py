@@ -13,9 +13,8 @@ REMAT = "memory.remat"
 MODES = ("none", "full", "dots", "sqrt", "offload")
 # Values of a block that layers name with `checkpoint_name`, for `memory.remat=[attention.out,mlp.hidden]`. A test
 # compares them with the layers; docs/memory.md says what each is.
-NAMES = (
-    "attention.qkv", "attention.context", "attention.out", "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out",
-)  # fmt: skip
+_OF_ATTENTION = ("attention.qkv", "attention.context", "attention.out")
+NAMES = (*_OF_ATTENTION, "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out")
 Remat = str | tuple[str, ...]
 
 

@@ -3,6 +3,7 @@
 Legend: B batch, s positions on this device, D width, E experts, K choices of a token.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -92,9 +93,7 @@ def balance_losses(routing: Routing, chosen_BsE: jax.Array) -> tuple[jax.Array, 
     """
     _, own, experts = routing.shares_BsE.shape
     axes = ("context", *(("tensor",) if "tensor" in varying_axes(routing.shares_BsE) else ()))
-    devices = 1
-    for axis in active_axes(axes):
-        devices *= lax.axis_size(axis)
+    devices = math.prod(lax.axis_size(axis) for axis in active_axes(axes))
     whole = own * devices
     sums = psum(jnp.stack([lax.stop_gradient(chosen_BsE).sum(1), routing.shares_BsE.sum(1)]), axes)
     share, score = to_varying(sums, varying_axes(routing.shares_BsE)) / whole
