@@ -1,0 +1,94 @@
+"""The parameters of a configuration as its devices hold them, leaf by leaf, without a trace of the step."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.build import make_model, step_options
+from jaxdist.config.schema import Config
+from jaxdist.mesh import AXES, AnyMesh, abstract_mesh
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.precision.policy import precision_of
+from jaxdist.specs import bytes_per_device, named_leaves
+
+
+class Leaf(NamedTuple):
+    """A parameter at rest.
+
+    unit: "embed", "blocks" or "head".
+    name: its dotted path, "blocks.mlp.up.kernel".
+    spec: as the strategy places it.
+    shape: of the whole array; of blocks with the stacked dim.
+    nbytes: of one device's shard, all its blocks together.
+    """
+
+    unit: str
+    name: str
+    spec: P
+    shape: jax.ShapeDtypeStruct
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of one device's shard."""
+        return self.nbytes // self.shape.dtype.itemsize
+
+
+class Known:
+    """What is known of the candidates of one search: results by the keys that they depend on, each made once.
+
+    (Configurations hash slowly, so that a cache by the whole configuration would cost more than what it saves.)
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+
+    def get(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """The result of `make` for this key, made when it is first asked for."""
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+    def model(self, config: Config) -> Any:
+        """The model of a configuration for training (`jaxdist.build.make_model`)."""
+
+        def make() -> Any:
+            return make_model(config, precision_of(config.precision), stages=config.mesh.pipe, training=True)
+
+        return self.get(("model", *_of_the_model(config)), make)
+
+    def leaves(self, config: Config) -> tuple[Leaf, ...]:
+        """The parameters of a configuration, in the order of its tree. The model must have blocks (`ModelDef`)."""
+
+        def make() -> tuple[Leaf, ...]:
+            mesh, model = mesh_of(config), self.model(config)
+            specs = get_strategy(step_options(config, mesh)).place(model.shapes, model.specs, mesh)
+            return tuple(
+                Leaf(name.partition(".")[0], name, spec, leaf, bytes_per_device(leaf, spec, mesh))
+                for name, spec, leaf in named_leaves(specs, model.shapes)
+            )
+
+        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, sizes_of(config))
+        return self.get(("leaves", *_of_the_model(config), *placing), make)  # type: ignore[no-any-return]
+
+
+def _of_the_model(config: Config) -> tuple[Any, ...]:
+    """What `make_model` reads of a configuration that may differ between candidates of a search."""
+    mesh, parallel = config.mesh, config.parallel
+    form = () if mesh.context == 1 else (parallel.context, mesh.context, mesh.tensor)
+    split = (parallel.sequence_parallel, parallel.collective_matmul)
+    arranged = (mesh.pipe, parallel.chunks, parallel.stages)
+    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, *arranged, form)
+
+
+def sizes_of(config: Config) -> tuple[int, ...]:
+    """The sizes of a configuration's mesh, in the order of `AXES`."""
+    return tuple(getattr(config.mesh, axis) for axis in AXES)
+
+
+def mesh_of(config: Config) -> AnyMesh:
+    """The mesh of a configuration, without devices."""
+    return abstract_mesh(**asdict(config.mesh))

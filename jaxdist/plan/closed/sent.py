@@ -1,0 +1,41 @@
+"""Collectives of a step in closed form: what `sends` beside each strategy, schedule, layer and algorithm returns."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Sent(NamedTuple):
+    """A kind of collective of a step, with all its calls.
+
+    op: psum, all_gather, reduce_scatter, ppermute or all_to_all, as in `jaxdist.plan.traced.ledger`.
+    axes: of the mesh. group_size: devices that take part.
+    wire_bytes: of one call, what a device sends (`jaxdist.plan.traced.ledger.wire_bytes`).
+    calls: in a step, on each stage of a pipeline; one number without one.
+    phase: forward, backward, recompute or once a step.
+    what: "parameters", "gradients", "activations" or "metrics", for the sums of a plan.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    group_size: int
+    wire_bytes: float
+    calls: tuple[float, ...]
+    phase: str
+    what: str
+
+
+def bytes_by_axes(sent: Iterable[Sent]) -> dict[tuple[str, ...], float]:
+    """Bytes that a device of the busiest stage sends in a step, by axes: as `Ledger.total("axes")`."""
+    sent = list(sent)
+    stages = max((len(each.calls) for each in sent), default=1)
+
+    def on(each: Sent, stage: int) -> float:
+        return each.wire_bytes * each.calls[stage if len(each.calls) > 1 else 0]
+
+    busiest = max(range(stages), key=lambda stage: sum(on(each, stage) for each in sent))
+    found: Counter[tuple[str, ...]] = Counter()
+    for each in sent:
+        if (size := on(each, busiest)) > 0:
+            found[each.axes] += size  # type: ignore[assignment]
+    return dict(found.most_common())
