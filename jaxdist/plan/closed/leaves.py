@@ -64,15 +64,15 @@ class Known:
         """The parameters of a configuration, in the order of its tree. The model must have blocks (`ModelDef`)."""
 
         def make() -> tuple[Leaf, ...]:
-            mesh, model = mesh_of(config), self.model(config)
+            mesh, model = planned_mesh(config), self.model(config)
             specs = get_strategy(step_options(config, mesh)).place(model.shapes, model.specs, mesh)
             return tuple(
                 Leaf(name.partition(".")[0], name, spec, leaf, bytes_per_device(leaf, spec, mesh))
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, sizes_of(config))
-        return self.get(("leaves", *_of_the_model(config), *placing), make)  # type: ignore[no-any-return]
+        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, mesh_sizes(config))
+        return self.get(("leaves", *_of_the_model(config), *placing), make)
 
 
 def _of_the_model(config: Config) -> tuple[Any, ...]:
@@ -84,11 +84,11 @@ def _of_the_model(config: Config) -> tuple[Any, ...]:
     return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, *arranged, form)
 
 
-def sizes_of(config: Config) -> tuple[int, ...]:
+def mesh_sizes(config: Config) -> tuple[int, ...]:
     """The sizes of a configuration's mesh, in the order of `AXES`."""
     return tuple(getattr(config.mesh, axis) for axis in AXES)
 
 
-def mesh_of(config: Config) -> AnyMesh:
+def planned_mesh(config: Config) -> AnyMesh:
     """The mesh of a configuration, without devices."""
     return abstract_mesh(**asdict(config.mesh))
