@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config.rules.grad_sync import link_rate
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, nearest, reports_mistakes
 
@@ -89,8 +88,11 @@ def _check_file(path: Path) -> None:
 
 def _subject(options: Any, given: float | None) -> Subject:
     from jaxdist.plan.costs import COUNTED_MODELS, TEXTBOOK, parameters
+    from jaxdist.plan.machines import rate_of_link
 
-    case = TEXTBOOK._replace(hosts=options.hosts, gpus=options.gpus, every=options.every, rate=_rate_of(options.link))
+    case = TEXTBOOK._replace(
+        hosts=options.hosts, gpus=options.gpus, every=options.every, rate=rate_of_link(options.link, key="--link")
+    )
     if options.compute is not None:
         case = case._replace(one=options.compute, all=options.compute)
     words = "86 M parameters (ViT-Base, rounded as in the textbook) x 2 bytes"
@@ -114,32 +116,3 @@ def _size_of(text: str) -> float:
     if not 1000 <= size <= _MOST:
         raise UserError(f"--size: {text!r}; allowed: bytes, as 172MB, 1.5GB or 4096, 1000 or more")
     return size
-
-
-def _rate_of(text: str) -> float:
-    """Bytes a second of a rate, or of a name of the tables."""
-    from jaxdist.plan.machines import LINK_RATES
-
-    if text in LINK_RATES:
-        return LINK_RATES[text]
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
-    rate = link_rate(text) if found and float(found[1]) else None
-    if rate is None:
-        raise UserError(
-            f"--link: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}{_meant(text)}"
-        )
-    return rate
-
-
-def _meant(text: str) -> str:
-    """A hint for what is nearly a rate or a name; "" without one."""
-    from jaxdist.plan.machines import DEVICES, LINK_RATES
-
-    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?)(b|bit|bits|bps|bit/s|bits/s|b/s)?", text, re.IGNORECASE)
-    if number and float(number[1]):
-        return f"; where bits a second are meant: {number[1]}{number[2].lower() or 'g'}bit"
-    if text.lower() in DEVICES:
-        linked = f"nvlink-{text.lower()}"
-        return f"; did you mean {linked}?" if linked in LINK_RATES else "; it has no NVLink"
-    near = nearest(text, LINK_RATES)
-    return f"; did you mean {near}?" if near else ""

@@ -50,10 +50,20 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
 def _add_choice(parser: CommandParser) -> None:
     group = parser.add_argument_group("choosing a layout")
     add = group.add_argument
-    add("--link", metavar="RATE", help="between hosts, of a host: 100gbit, or a name of jaxdist cost; default: 400 Gbit/s a GPU")
+    add(
+        "--link",
+        metavar="RATE",
+        help="between hosts, of a host: 100gbit, or a name of jaxdist cost; default: 400 Gbit/s a GPU",
+    )
     add("--inside", metavar="RATE", help="between the GPUs of a host: pcie3, pcie4, a rate; default: NVLink")
     add("--calibration", type=Path, metavar="FILE", help="rates that jaxdist calibrate measured, in place of the table")
-    add("--explain", action="append", default=[], metavar="KEY=VALUE", help="argue the layout with these keys; repeat it")
+    add(
+        "--explain",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="argue the layout with these keys; repeat it",
+    )
     add("--out", type=Path, metavar="DIR", help="write plan.json, plan.yaml, which trains, and plan.svg")
     add("--quick", action="store_true", help="closed forms alone: nothing is traced or compiled")
     add("--finalists", type=int, default=3, metavar="N", help="how many are compiled; default: 3")

@@ -3,8 +3,11 @@
 All rates are of one direction, in bytes a second. Makers often print both directions together.
 """
 
+import re
 from typing import NamedTuple
 
+from jaxdist.config.rules.grad_sync import link_rate
+from jaxdist.errors import UserError, nearest
 from jaxdist.plan.compiled.hardware import GPUS
 
 
@@ -99,3 +102,28 @@ LINK_RATES: dict[str, float] = {
     **{f"nvlink-{name}": device.nvlink for name, device in DEVICES.items() if device.nvlink},
     **{name: host.network for name, host in HOSTS.items()},
 }
+
+
+def rate_of_link(text: str, *, key: str) -> float:
+    """Bytes a second of a rate such as "10gbit", or of a name of `LINK_RATES`. Raises `UserError`, which names `key`."""
+    if text in LINK_RATES:
+        return LINK_RATES[text]
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)
+    rate = link_rate(text) if found and float(found[1]) else None
+    if rate is None:
+        raise UserError(
+            f"{key}: {text!r} is not known; allowed: a rate such as 10gbit, or {', '.join(LINK_RATES)}{_meant(text)}"
+        )
+    return rate
+
+
+def _meant(text: str) -> str:
+    """A hint for what is nearly a rate or a name; "" without one."""
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?)(b|bit|bits|bps|bit/s|bits/s|b/s)?", text, re.IGNORECASE)
+    if number and float(number[1]):
+        return f"; where bits a second are meant: {number[1]}{number[2].lower() or 'g'}bit"
+    if text.lower() in DEVICES:
+        linked = f"nvlink-{text.lower()}"
+        return f"; did you mean {linked}?" if linked in LINK_RATES else "; it has no NVLink"
+    near = nearest(text, LINK_RATES)
+    return f"; did you mean {near}?" if near else ""

@@ -45,7 +45,9 @@ def search_text(plan: Plan) -> str:
         lines += ["", "No link, memory or batch of up to 64, 2 or 4 times makes another layout win"]
     if found.refused:
         lines += ["", "Not allowed:"]
-        counted = [(f"{count:,} x", f"{key}, as {found.examples[key].name()}") for key, count in found.refused.most_common(5)]
+        counted = [
+            (f"{count:,} x", f"{key}, as {found.examples[key].name()}") for key, count in found.refused.most_common(5)
+        ]
         lines += [f"  {line}" for line in aligned(counted, right=(0,))]
     return "\n".join([*lines, *(["", *(f"Note: {each}" for each in plan.notes)] if plan.notes else [])])
 

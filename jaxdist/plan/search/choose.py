@@ -98,9 +98,7 @@ def search(
         raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
     fitting.sort(key=lambda each: each.seconds.total)
     tight.sort(key=lambda each: each.seconds.total)
-    return Search(
-        cluster, fitting[:KEPT], tight[:KEPT], refused, examples, considered, time.perf_counter() - began
-    )
+    return Search(cluster, fitting[:KEPT], tight[:KEPT], refused, examples, considered, time.perf_counter() - began)
 
 
 def predicted(layout: Layout, config: Config, cluster: Cluster, known: Known) -> Candidate | None:
@@ -118,7 +116,9 @@ def _bytes_of(sent: Iterable[Sent]) -> float:
 
 
 def _but_microbatches(layout: Layout) -> tuple[object, ...]:
-    return tuple(each for each in layout.overrides if each[0] not in ("parallel.microbatches", "memory.offload.optimizer"))
+    return tuple(
+        each for each in layout.overrides if each[0] not in ("parallel.microbatches", "memory.offload.optimizer")
+    )
 
 
 def _kind(reason: str) -> str:

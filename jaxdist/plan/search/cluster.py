@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxdist.collectives.cost import LINKS, Link, make_link
-from jaxdist.config.rules.grad_sync import link_rate
-from jaxdist.errors import UserError
+import jax.numpy as jnp
+
+from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.mesh import AXES
+from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE
-from jaxdist.plan.compiled.hardware import GPUS, Gpu, get_gpu
-from jaxdist.plan.machines import DEVICES, pcie
+from jaxdist.plan.compiled.hardware import Gpu, get_gpu, gpu_of
+from jaxdist.plan.machines import DEVICES, pcie, rate_of_link
 from jaxdist.precision.policy import Precision
 
 # Two plans whose predicted seconds differ by less than this are a tie, where nothing was measured: an assumption.
@@ -38,6 +39,7 @@ class Cluster(NamedTuple):
     to_host: bytes a second between a device and the memory of its host.
     hidden: {kind of traffic: the share of it that may run beside computation}.
     spread: the relative difference below which two predictions are a tie.
+    measured: the seconds of the model's own units, where they were.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Cluster(NamedTuple):
     to_host: float
     hidden: Mapping[str, float]
     spread: float
+    measured: Calibration | None = None
 
     @property
     def devices(self) -> int:
@@ -76,6 +79,8 @@ class Cluster(NamedTuple):
 
     def described(self) -> str:
         """In a line, with the rates."""
+        if self.measured is not None:
+            return f"{self.hosts} x {self.per_host} {self.name}, calibrated"
         hosts = f"{self.hosts} hosts of {self.per_host}" if self.hosts > 1 else f"{self.per_host}"
         between = f", {self.between.bytes_per_s / 1e9:.4g} GB/s between hosts" if self.hosts > 1 else ""
         return (
@@ -84,7 +89,9 @@ class Cluster(NamedTuple):
         )
 
 
-def gpu_cluster(gpu: str, precision: Precision, *, hosts: int, per_host: int, link: str | None, inside: str | None) -> Cluster:
+def gpu_cluster(
+    gpu: str, precision: Precision, *, hosts: int, per_host: int, link: str | None, inside: str | None
+) -> Cluster:
     """GPUs of the table, by the rates that replays assume.
 
     link: between hosts, of a host: a name or a rate such as "100gbit"; None: 50 GB/s for each GPU (400 Gbit/s).
@@ -97,9 +104,9 @@ def gpu_cluster(gpu: str, precision: Precision, *, hosts: int, per_host: int, li
     near = LINKS["nvlink"]._replace(bytes_per_s=rates.network)
     bus = DEVICES[gpu].pcie if gpu in DEVICES else 5
     if inside is not None and inside != "nvlink":
-        near = near._replace(bytes_per_s=_rate(inside, key="--inside"))
+        near = near._replace(bytes_per_s=rate_of_link(inside, key="--inside"))
     far = LINKS["infiniband"]
-    far = far._replace(bytes_per_s=far.bytes_per_s * per_host if link is None else _rate(link, key="--link"))
+    far = far._replace(bytes_per_s=far.bytes_per_s * per_host if link is None else rate_of_link(link, key="--link"))
     return Cluster(
         name=gpu,
         hosts=hosts,
@@ -117,28 +124,30 @@ def gpu_cluster(gpu: str, precision: Precision, *, hosts: int, per_host: int, li
 
 def _products(gpu: Gpu, precision: Precision) -> float:
     """Dense FLOPs a second of the maker for the type that this precision multiplies in."""
-    import jax.numpy as jnp
-
     if precision.fp8 and gpu.fp8:
         return gpu.fp8
     return gpu.bf16 if jnp.dtype(precision.compute).itemsize == 2 else gpu.tf32
 
 
-def _rate(text: str, *, key: str) -> float:
-    """Bytes a second of "100gbit", "pcie4", or a name of `jaxdist cost --link`. Raises `UserError`."""
-    from jaxdist.plan.machines import LINK_RATES
-
-    if text in LINK_RATES:
-        return LINK_RATES[text]
-    rate = link_rate(text)
-    if rate is None:
-        raise UserError(f"{key}: {text!r} is no link; allowed: a rate such as 100gbit or 25mbit; {', '.join(LINK_RATES)}")
-    return rate
-
-
-def known_gpus() -> str:
-    """The names of GPUs that a plan can be for, in a line."""
-    return ", ".join(GPUS)
-
-
-__all__ = ["ASSUMED_SPREAD", "Cluster", "gpu_cluster", "known_gpus", "make_link"]
+def calibrated_cluster(found: Calibration, *, memory: float = math.inf) -> Cluster:
+    """The devices and links of a calibration. Their collectives hide as much as those of GPUs do where they are GPUs;
+    on CPUs they block."""
+    gpu = gpu_of(found.device)
+    nothing = Link(0.0, math.inf)
+    inside = found.inside.link if found.inside is not None else nothing
+    return Cluster(
+        name=found.device,
+        hosts=found.hosts,
+        per_host=found.per_host,
+        memory=memory if gpu is None else min(memory, USABLE_SHARE * gpu.memory),
+        flops=math.inf,
+        bandwidth=1 / found.optimizer,
+        inside=inside,
+        between=found.between.link._replace(bytes_per_s=found.between.bytes_per_s * found.per_host)
+        if found.between is not None
+        else inside,
+        to_host=math.inf if gpu is None else pcie(5) * 0.8,
+        hidden={} if gpu is None else HIDDEN_ON_GPUS,
+        spread=found.spread,
+        measured=found,
+    )

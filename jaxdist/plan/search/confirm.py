@@ -90,9 +90,7 @@ def _compiler(cluster: Cluster, notes: list[str]) -> Callable[[Candidate], Footp
     def compile_for_gpus(each: Candidate) -> Footprint:
         set_flags(each.config, "gpu", started=False)
         set_options(each.config, "gpu")
-        mesh = ahead_of_time.mesh_of(
-            each.config, description, hosts=cluster.hosts, gpus_per_host=cluster.per_host
-        )
+        mesh = ahead_of_time.mesh_of(each.config, description, hosts=cluster.hosts, gpus_per_host=cluster.per_host)
         return ahead_of_time.compile_ahead(each.config, gpu, mesh, gpu.rates).footprint
 
     return compile_for_gpus

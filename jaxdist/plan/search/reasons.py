@@ -122,4 +122,7 @@ def _clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
                 f"links inside a host slower {factor} x ({near.bytes_per_s / factor / 1e9:.4g} GB/s)",
                 cluster._replace(inside=near._replace(bytes_per_s=near.bytes_per_s / factor)),
             )
-    yield f"memory 2 x as large ({format_bytes(2 * cluster.memory)} usable)", cluster._replace(memory=2 * cluster.memory)
+    yield (
+        f"memory 2 x as large ({format_bytes(2 * cluster.memory)} usable)",
+        cluster._replace(memory=2 * cluster.memory),
+    )

@@ -165,10 +165,7 @@ def launch_command(plan: Plan, path: str) -> str:
     """The command that trains with a plan's YAML."""
     if plan.cluster.hosts == 1:
         return f"jaxdist train {path}"
-    return (
-        f"jaxdist launch --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT --"
-        f" jaxdist train {path}"
-    )
+    return f"jaxdist launch --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT -- jaxdist train {path}"
 
 
 def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:

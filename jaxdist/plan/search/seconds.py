@@ -1,5 +1,6 @@
 """Predicted seconds of a step, by part: what computes, what waits for which axes, the bubble, the optimizer, the host."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
 from jaxdist.mesh import BATCH_AXES
 from jaxdist.parallel.pipeline.table import table_of
+from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.sent import Sent
 from jaxdist.plan.report.timeline import WorkCosts, simulate
@@ -49,9 +51,7 @@ class Seconds(NamedTuple):
         return {name: each for name, each in named.items() if each > 0}
 
 
-def seconds_of(
-    config: Config, cluster: Cluster, sent: Iterable[Sent], state: tuple[int, int], known: Known
-) -> Seconds:
+def seconds_of(config: Config, cluster: Cluster, sent: Iterable[Sent], state: tuple[int, int], known: Known) -> Seconds:
     """The prediction for a configuration whose mesh has as many devices as the cluster.
 
     sent: its collectives. state: bytes of a device's parameters, and of its optimizer state.
@@ -70,15 +70,55 @@ def seconds_of(
 
 def computing_of(config: Config, cluster: Cluster, known: Known) -> tuple[float, ModelWork]:
     """(seconds that the busiest stage computes in a step without a bubble, the work of the model)."""
-    mesh, parallel, model = config.mesh, config.parallel, config.model
+    mesh, parallel = config.mesh, config.parallel
     work = work_of(config, known)
     rows = rows_of(config)
     split = mesh.tensor * mesh.context
     blocks = max(parallel.stages, default=0) * parallel.chunks or -(-known.model(config).layers // mesh.pipe)
+    if cluster.measured is not None:
+        block, ends = measured_units(cluster.measured, config.memory.remat, mesh.tensor, rows, work)
+        return parallel.microbatches * (blocks * block + ends) / mesh.context, work
     rates = {"flops": cluster.flops, "bandwidth": cluster.bandwidth}
-    assert model is not None
     once = blocks * work.block.seconds(rows, split, **rates) + work.ends.seconds(rows, split, **rates)
     return parallel.microbatches * once, work
+
+
+def measured_units(found: Calibration, remat: object, tensor: int, rows: float, work: ModelWork) -> tuple[float, float]:
+    """(seconds of a block, of the ends) by a calibration: on the line through the numbers of rows that were measured.
+
+    A remat that was not measured takes the time of "none" by its FLOPs; parts of layers that were not, an even share.
+    """
+    named = [each for each in found.compute if each.remat == str(remat)]
+    scale = 1.0
+    if not named:
+        named = [each for each in found.compute if each.remat == "none"]
+        scale = work.block.flops / (3 * work.forward.flops)
+    whole = sorted((each for each in named if each.tensor == 1), key=lambda each: each.rows)
+    block, ends = (_on_line([(each.rows, getattr(each, part)) for each in whole], rows) for part in ("block", "ends"))
+    if tensor > 1:
+        parts = [each for each in found.compute if each.tensor == tensor]
+        same = [each for part in parts for each in found.compute if (*each[:3],) == (part.remat, 1, part.rows)]
+        share = (
+            (parts[0].block / same[0].block, parts[0].ends / same[0].ends)
+            if same and same[0].ends
+            else (1 / tensor,) * 2
+        )
+        block, ends = block * share[0], ends * share[1]
+    return scale * block, ends
+
+
+def _on_line(points: list[tuple[int, float]], at: float) -> float:
+    """The value at a place, on the lines through neighbouring points; below the first, in proportion."""
+    if at <= points[0][0]:
+        return points[0][1] * at / points[0][0] if len(points) == 1 else max(0.0, _between(points[0], points[1], at))
+    for low, high in itertools.pairwise(points):
+        if at <= high[0]:
+            return _between(low, high, at)
+    return points[-1][1] * at / points[-1][0]
+
+
+def _between(low: tuple[int, float], high: tuple[int, float], at: float) -> float:
+    return low[1] + (high[1] - low[1]) * (at - low[0]) / (high[0] - low[0])
 
 
 def rows_of(config: Config) -> float:
@@ -115,7 +155,9 @@ def _waiting(
     between = 0.0
     for each in sent:
         link, far = cluster.link(each.axes, sizes)
-        took = max(each.calls) * (rounds(each.op, each.group_size) * link.latency_s + each.wire_bytes / link.bytes_per_s)
+        took = max(each.calls) * (
+            rounds(each.op, each.group_size) * link.latency_s + each.wire_bytes / link.bytes_per_s
+        )
         share = hidden_share(each, config, cluster)
         hideable[each.axes, share] = hideable.get((each.axes, share), 0.0) + took
         between += took * (1 - share) if far else 0.0

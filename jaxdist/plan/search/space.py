@@ -110,7 +110,9 @@ def layouts(config: Config, devices: int, *, per_host: int, offload: bool = Fals
                 values |= {"parallel.strategy": strategy, "parallel.schedule": schedule}
                 values |= {"parallel.microbatches": microbatches, "memory.remat": remat}
                 values |= {"parallel.chunks": chunks} if chunks > 1 or config.parallel.chunks > 1 else {}
-                values |= {"parallel.stages": ()} if config.parallel.stages and sizes.get("pipe", 1) != given.pipe else {}
+                values |= (
+                    {"parallel.stages": ()} if config.parallel.stages and sizes.get("pipe", 1) != given.pipe else {}
+                )
                 split = sizes.get("tensor", 1) > 1 and hasattr(config.model, "heads")
                 if split or config.parallel.sequence_parallel:
                     values["parallel.sequence_parallel"] = split

@@ -82,7 +82,9 @@ def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple
     """(FLOPs, bytes of products) of a block's forward pass, of both its passes, and of embedding and head."""
     single = _on_one_device(config, rows)
     precision, model = precision_of(config.precision), known.model(single)
-    batch = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in batch_of(single, abstract_mesh()).items()}
+    batch = {
+        name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in batch_of(single, abstract_mesh()).items()
+    }
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.received), model.shapes)
     block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[STACKED])
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
@@ -138,7 +140,9 @@ def _counted(function: Callable[..., Any], differentiated: int, *given: Any, fus
             return function(*given)
         rest = given[differentiated:]
         value, pull = jax.vjp(lambda *first: function(*first, *rest), *given[:differentiated])
-        return value, pull(to_varying(jnp.ones_like(value), BATCH_LIKE))  # without the value no first pass would be left
+        return value, pull(
+            to_varying(jnp.ones_like(value), BATCH_LIKE)
+        )  # without the value no first pass would be left
 
     program = without_dead_code(jax.make_jaxpr(_region(both))(*given))
     return flops_of(program), bytes_of_products(program, fused_attention=fused)

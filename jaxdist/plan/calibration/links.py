@@ -1,0 +1,95 @@
+"""Measurement of links by collectives of growing size: one latency of a round, and one rate, for each link."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.errors import UserError
+from jaxdist.plan.calibration.file import MeasuredLink
+from jaxdist.plan.calibration.repeated import Timed, by_turns
+from jaxdist.plan.search.seconds import rounds
+from jaxdist.plan.traced.ledger import wire_bytes
+
+_SMALL = 1024  # elements whose time is latency
+_LONG_S = 0.05  # a message must take as long: shorter ones measure buffers and bursts of the link
+_MOST = 2**26  # elements: a link on which these take less than _LONG_S is measured by these
+_ABOVE = 1.15  # a rate that is so many times the declared one is no rate of the link
+OPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "psum": lambda x, n: lax.psum(x, "ends"),
+    "all_gather": lambda x, n: lax.all_gather(x, "ends", tiled=True),
+    "reduce_scatter": lambda x, n: lax.psum_scatter(x, "ends", tiled=True),
+    "ppermute": lambda x, n: lax.ppermute(x, "ends", [(i, (i + 1) % n) for i in range(n)]),
+}
+
+
+def measure_link(
+    devices: Sequence[jax.Device], *, declared: float | None = None, burst: int = 0, progress: Callable[[str], None]
+) -> MeasuredLink:
+    """The link between these devices. All processes of a job must call it.
+
+    declared: its rate in bytes a second, where it is known. burst: bytes that the link takes at once before its rate
+    holds; messages have 8 times as many.
+
+    Raises `UserError` for a rate above the declared one: what was measured is no link.
+    """
+    n, mesh = len(devices), Mesh(np.array(devices), ("ends",), axis_types=(AxisType.Auto,))
+    sizes = {op: _long_enough(op, mesh, burst) for op in OPS}
+    progress(f"link of {n} devices: {', '.join(f'{op} {4 * size:,} bytes' for op, size in sizes.items())}")
+    programs = {(op, size): _program(op, size, mesh) for op in OPS for size in (_SMALL, sizes[op])}
+    return fitted(by_turns(programs), n, declared=declared)
+
+
+def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None) -> MeasuredLink:
+    """The link from the seconds of collectives among n devices, {(op, elements): seconds}: medians over the ops, as a
+    line through two points of one op follows its noise.
+
+    Raises `UserError` for a rate above the declared one.
+    """
+    small = {op: each.median for (op, size), each in timed.items() if size == _SMALL}
+    latency = statistics.median(each / rounds(op, n) for op, each in small.items())
+    rates = []
+    for (op, size), each in timed.items():
+        if size != _SMALL:
+            moving = max(each.median - latency * rounds(op, n), each.median / 4)
+            rates.append(wire_bytes(op, 4 * size, n) / moving)
+    rate = statistics.median(rates)
+    if declared is not None and rate > _ABOVE * declared:
+        raise UserError(
+            f"calibrate: {rate / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages went into"
+            " a buffer or a burst; give --burst BYTES of the link, or another --link"
+        )
+    spread = max(each.spread for (_, size), each in timed.items() if size != _SMALL)
+    return MeasuredLink(latency, rate, spread)
+
+
+def _long_enough(op: str, mesh: Mesh, burst: int) -> int:
+    """Elements of a message that takes long enough, found by growing it."""
+    size, least = 2**14, max(0, 8 * burst // 4)
+    while True:
+        took = by_turns({op: _program(op, size, mesh)}, repetitions=1)[op].median
+        if (took >= _LONG_S and size >= least) or size >= _MOST:
+            return size
+        grown = size * min(16, max(2, _LONG_S / max(took, 1e-6)))
+        size = min(_MOST, 2 ** int(np.ceil(np.log2(max(grown, least)))))
+
+
+def _program(op: str, size: int, mesh: Mesh) -> Callable[[], Any]:
+    n = mesh.size
+    size = -(-size // n) * n
+    sharding = NamedSharding(mesh, P("ends"))
+    x = jax.make_array_from_callback((n * size,), sharding, lambda index: np.ones((size,), np.float32))
+
+    def region(x: jax.Array) -> jax.Array:
+        found = OPS[op](x, n)
+        return found[:1] if op != "psum" else lax.pcast(found[:1], "ends", to="varying")
+
+    run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=P("ends"), out_specs=P("ends")))
+    assert x.dtype == jnp.float32
+    return lambda: run(x)
