@@ -44,7 +44,7 @@ class Call(NamedTuple):
         return Sent(self.op, axes, math.prod(sizes[axis] for axis in axes), self.wire_bytes, calls, phase, what)
 
 
-def call(operation: str, elements: int, dtype: Any, axes: tuple[str, ...], sizes: Sizes, how: Mapping[str, Any]) -> Call:
+def call(operation: str, elements: float, dtype: Any, axes: tuple[str, ...], sizes: Sizes, how: Mapping[str, Any]) -> Call:
     """A call of `jaxdist.collectives` with an input of so many elements on each device.
 
     how: the arguments of the call: algorithm, wire_dtype ("int8": of `all_reduce_with_feedback`), link.
@@ -53,6 +53,7 @@ def call(operation: str, elements: int, dtype: Any, axes: tuple[str, ...], sizes
     itemsize, n = jnp.dtype(wire or dtype).itemsize, math.prod(sizes[axis] for axis in axes)
     if algorithm in (None, "native"):
         return Call(NATIVE[operation], 1, wire_bytes(NATIVE[operation], elements * itemsize, n))
+    elements = round(elements)  # a mean over slices of a head may be none; the others are whole
     if wire == "int8":
         return Call("ppermute", 2 * (n - 1), encoded_bytes(-(-elements // n)))
     if axes == (AXIS,):

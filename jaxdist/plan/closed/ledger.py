@@ -25,6 +25,7 @@ from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
 from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
 from jaxdist.plan.closed.microbatch import BLOCKS, EMBED, HEAD
 from jaxdist.plan.closed.once import once_a_step
+from jaxdist.plan.closed.optimizer import sent_by_optimizer
 from jaxdist.plan.closed.sent import Sent, merged
 from jaxdist.plan.closed.shares import Share, shares_of
 from jaxdist.plan.compiled.memory import batch_of
@@ -85,7 +86,8 @@ def sends_of(config: Config, known: Known) -> list[Sent]:
     sizes = dict(zip(AXES, mesh_sizes(config), strict=True))
     in_backward = microbatches == 1 and ScheduleFacts.of(schedule).one_backward_pass
     of_shares = (id(shares), parallel.strategy, parallel.grad_sync, form.prefetch)
-    once = known.get(("once", *of_shares, in_backward), lambda: _once(config, form, shares, strategy, in_backward))
+    key = ("once", *of_shares, config.optimizer.name, in_backward)
+    once = known.get(key, lambda: _once(config, known, shares, strategy, in_backward))
     stages = (mesh.pipe, microbatches, parallel.chunks, parallel.stages, form.masked, form.rows)
     layers = known.model(config).layers
     runs = known.get(("runs", schedule, layers, *stages), lambda: _runs(config, microbatches, layers, runs_own, form))
@@ -104,10 +106,11 @@ def _sends(folder: str, name: str) -> Any:
     return getattr(importlib.import_module(name.rpartition(".")[0] or f"{folder}.{name}"), "sends", None)
 
 
-def _once(config: Config, form: Form, shares: tuple[Share, ...], strategy: Any, in_backward: bool) -> list[Sent]:
+def _once(config: Config, known: Known, shares: tuple[Share, ...], strategy: Any, in_backward: bool) -> list[Sent]:
     mesh = planned_mesh(config)
     options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
-    return merged(once_a_step(shares, sizes, options, strategy(options), in_backward=in_backward))
+    found = once_a_step(shares, sizes, options, strategy(options), in_backward=in_backward)
+    return merged([*found, *sent_by_optimizer(config, known, sizes)])
 
 
 def _runs(config: Config, microbatches: int, layers: int, own: Any, form: Form) -> Runs:
@@ -156,7 +159,7 @@ def _each(
                     one = call(p.op, 1, share.received, share.axes, sizes, {})
                     nbytes = one.wire_bytes * elements
                 else:
-                    size = round(elements * share.parts / p.calls)
+                    size = elements * share.parts / p.calls
                     one = call(p.op, size, options.precision.reduce, share.axes, sizes, options.grad_sync.reduction)
                     nbytes = one.wire_bytes * one.messages * p.calls
                 what = "parameters" if gathers else "gradients"
