@@ -78,6 +78,17 @@ class Microbatch(NamedTuple):
     activations: tuple[Activation, ...]
     h: float
 
+    def minus(self, other: "Microbatch") -> "Microbatch":
+        """What it sends more than another one, whose collectives are a part of its own."""
+        times, calls = ({each[:4]: each[i] for each in other.parameters} for i in (4, 5))
+        parameters = [
+            each._replace(times=each.times - times.get(each[:4], 0), calls=each.calls - calls.get(each[:4], 0))
+            for each in self.parameters
+        ]
+        calls = {each[:6]: each.calls for each in other.activations}
+        activations = [each._replace(calls=each.calls - calls.get(each[:6], 0)) for each in self.activations]
+        return Microbatch(*(tuple(each for each in some if each.calls) for some in (parameters, activations)), self.h)
+
 
 def one_tick(places: int) -> Callable[[int, int, int], Ticks]:
     """The table of one stage and one microbatch: F, B and, with places, W in one tick."""

@@ -263,7 +263,7 @@ def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
     return (np.arange(math.prod(shape)) // devices_per_host).reshape(shape)
 
 
-def wire_bytes(op: str, nbytes: int, n: int) -> float:
+def wire_bytes(op: str, nbytes: float, n: int) -> float:
     """Bytes that each of n devices sends for one call with an input of `nbytes`; or elements, if given elements."""
     share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
     return nbytes * share.get(op, 1)
